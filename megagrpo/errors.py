@@ -1,0 +1,104 @@
+"""Every error a user can meet. Each says where, what was given, what was needed, and how to fix it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+EXIT_USER_ERROR = 2
+EXIT_RUN_FAILED = 3
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, in four short parts. `given`, `needed` and `fix` may be empty."""
+
+    where: str
+    given: str = ""
+    needed: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        lines = [self.where]
+        lines += [
+            f"    {label}: {text}"
+            for label, text in (("given", self.given), ("needed", self.needed), ("fix", self.fix))
+            if text
+        ]
+        return "\n".join(lines)
+
+
+class MegagrpoError(Exception):
+    """Base of all errors raised on purpose. Carries every problem found, not only the first."""
+
+    title = "error"
+    exit_code = EXIT_RUN_FAILED
+
+    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        count = "" if len(self.problems) == 1 else f" ({len(self.problems)} problems)"
+        return "\n".join([f"{self.title}{count}:", *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in self.problems)])
+
+    def __reduce__(self) -> tuple[type[MegagrpoError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
+
+
+class RecipeError(MegagrpoError):
+    """The recipe, or an override, is not valid."""
+
+    title = "recipe error"
+    exit_code = EXIT_USER_ERROR
+
+
+class DataError(MegagrpoError):
+    """A prompt file is missing, unreadable, or has a bad row."""
+
+    title = "data error"
+    exit_code = EXIT_USER_ERROR
+
+
+class ModelError(MegagrpoError):
+    """A model directory, its config, its tokenizer or its tensors are not usable."""
+
+    title = "model error"
+    exit_code = EXIT_USER_ERROR
+
+
+class RewardError(MegagrpoError):
+    """A reward function cannot be loaded or has the wrong signature. A reward that fails on a sample is counted, not raised."""
+
+    title = "reward error"
+    exit_code = EXIT_USER_ERROR
+
+
+class WeightPlanError(MegagrpoError):
+    """A transfer plan does not cover its destination exactly, or its sources disagree."""
+
+    title = "weight plan error"
+
+
+class WeightSyncError(MegagrpoError):
+    """Weights did not arrive: a digest differs, an acknowledgement is missing, or a deadline passed."""
+
+    title = "weight sync error"
+
+
+class EngineError(MegagrpoError):
+    """A rollout engine failed or did not answer in time."""
+
+    title = "engine error"
+
+
+class CheckpointError(MegagrpoError):
+    """A checkpoint cannot be written or read. Nothing already saved is touched."""
+
+    title = "checkpoint error"
+
+
+class RankError(MegagrpoError):
+    """A training rank failed, died, or did not answer in time."""
+
+    title = "training rank error"

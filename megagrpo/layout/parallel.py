@@ -1,0 +1,91 @@
+"""Parallel sizes and what follows from them. Pure arithmetic: no torch, no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How the policy is split over training ranks.
+
+    `tensor * pipeline * context * data` ranks hold the dense weights. Expert weights are split over the same ranks
+    another way: `expert_tensor * expert * pipeline * expert_data`, where expert_data follows from the others.
+    `virtual_pipeline` is the number of model chunks on each pipeline rank (1: not interleaved).
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    data: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks that hold the same expert shard. Whole only if `problems` found nothing."""
+        return self.ranks // (self.pipeline * self.expert * self.expert_tensor)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Sequence parallelism is always on with tensor parallelism: it costs nothing and Megatron's experts need it."""
+        return self.tensor > 1
+
+    def problems(self) -> list[str]:
+        """What makes these sizes impossible by themselves; an empty list if nothing does."""
+        found = [f"{name} must be at least 1, not {size}" for name, size in self.sizes() if size < 1]
+        if found:
+            return found
+        group = self.ranks // self.pipeline
+        if group % (self.expert * self.expert_tensor):
+            found.append(
+                f"expert x expert_tensor = {self.expert} x {self.expert_tensor} must divide "
+                f"tensor x context x data = {group}"
+            )
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            found.append(f"virtual_pipeline = {self.virtual_pipeline} needs pipeline of at least 2")
+        return found
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        yield from vars(self).items()
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.sizes() if size > 1) or "1 rank"
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """Where one training rank stands on every axis."""
+
+    rank: int
+    tensor: int
+    pipeline: int
+    context: int
+    data: int
+    expert: int
+    expert_tensor: int
+    expert_data: int
+
+
+def rank_grid(layout: ParallelLayout) -> tuple[RankCoordinates, ...]:
+    """Coordinates of every rank, in Megatron's default order: tensor fastest, then context, data, pipeline.
+
+    Expert axes are laid over the same ranks: expert_tensor fastest, then expert, expert_data, pipeline
+    (megatron.core.parallel_state.RankGenerator with order "tp-cp-ep-dp-pp"). A test compares this with Megatron's groups.
+    """
+    per_stage = layout.ranks // layout.pipeline
+    grid = []
+    for rank in range(layout.ranks):
+        pipeline, within = divmod(rank, per_stage)
+        rest, tensor = divmod(within, layout.tensor)
+        data, context = divmod(rest, layout.context)
+        rest, expert_tensor = divmod(within, layout.expert_tensor)
+        expert_data, expert = divmod(rest, layout.expert)
+        grid.append(RankCoordinates(rank, tensor, pipeline, context, data, expert, expert_tensor, expert_data))
+    return tuple(grid)

@@ -1,0 +1,80 @@
+"""The data that travels between modules. Axis suffixes: [g] groups, [s] samples of a group, [t] tokens of a response."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+"""Why a response ended: a stop token was sampled, the token limit was reached, or the engine gave up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, rendered by the chat template. `id` is the same in every epoch and after a restart."""
+
+    id: str
+    tokens: tuple[int, ...]
+    data_source: str
+    ground_truth: str
+    ability: str = ""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. `top_p=1` and `top_k=0` sample from the whole (unpadded) vocabulary; `temperature=0` is greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sample to generate. `seed` is a hash of (recipe seed, step, prompt id, sample index), see rollout/seeds.py."""
+
+    prompt_id: str
+    index: int
+    tokens: tuple[int, ...]
+    seed: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response as the engine made it: the token ids that are trained on, never re-tokenised text.
+
+    A sampled stop token is part of `tokens` (the policy must learn to stop).
+    """
+
+    prompt_id: str
+    index: int
+    tokens: np.ndarray  # int32 [t]
+    logprobs: np.ndarray  # float32 [t], log-probability of each token under the engine's distribution at this temperature
+    versions: np.ndarray  # int32 [t], the weight version that sampled each token
+    finish: FinishReason
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the rewards said of one sample. `value` is None if a reward raised or timed out: masked, never a score of 0."""
+
+    value: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All samples of one prompt in one step, with their scores once these are known."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    scores: tuple[Score, ...] = ()

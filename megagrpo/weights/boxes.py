@@ -1,0 +1,88 @@
+"""The common coordinates: every weight, wherever it lies, is a set of boxes in the tensors of the Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An axis-aligned block of one checkpoint tensor: elements start[i] .. start[i] + shape[i] on axis i."""
+
+    tensor: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.shape) or min(self.start, default=0) < 0 or min(self.shape, default=1) < 1:
+            raise ValueError(f"not a box: {self.tensor} start {self.start} shape {self.shape}")
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part of two boxes, or None."""
+        if self.tensor != other.tensor:
+            return None
+        start = tuple(map(max, self.start, other.start))
+        end = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True))
+        shape = tuple(e - s for s, e in zip(start, end, strict=True))
+        return Box(self.tensor, start, shape) if min(shape, default=1) > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One local tensor of a rank, an engine or a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # torch's name without "torch.": float32, bfloat16, …
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """This box lies here: in `storage`, from `at`, with local axis i running along box axis `axes[i]`.
+
+    `axes[i]` is None for a local axis of length 1 that the box does not have (the expert index of a 3-D parameter).
+    A transposed expert has axes (1, 0).
+    """
+
+    storage: str
+    at: tuple[int, ...]
+    axes: tuple[int | None, ...]
+    box: Box
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(1 if axis is None else self.box.shape[axis] for axis in self.axes)
+
+    def part(self, box: Box) -> Placement:
+        """The same placement narrowed to `box`, which must lie inside it."""
+        at = tuple(
+            start if axis is None else start + box.start[axis] - self.box.start[axis]
+            for start, axis in zip(self.at, self.axes, strict=True)
+        )
+        return Placement(self.storage, at, self.axes, box)
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Local elements that no box describes, such as vocabulary padding, and the value they hold."""
+
+    storage: str
+    at: tuple[int, ...]
+    shape: tuple[int, ...]
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that one holder of weights (a training rank, an engine rank, a directory of files) has, and where."""
+
+    holder: str  # "train rank 3", "engine 0 rank 1", "model-00001-of-00002.safetensors"
+    storages: Mapping[str, Storage]
+    placements: tuple[Placement, ...]
+    fills: tuple[Fill, ...] = ()
