@@ -1,0 +1,168 @@
+"""Let megatron-core 0.16 run where there is no CUDA (tensors in host memory, gloo) and where there is no transformer-engine.
+
+`enable()` must run before anything else imports megatron.core; the package's __init__ sees to that. Where CUDA exists and
+transformer-engine imports, it changes nothing. Every patch stands beside the reason for it. What CPU runs therefore cannot
+show: CUDA streams, the CUDA generator, NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CPU = torch.device("cpu")
+_enabled = False
+
+
+def enable() -> None:
+    """Patch torch, then megatron.core. Later calls do nothing."""
+    global _enabled
+    if _enabled:
+        return
+    _enabled = True
+    without_cuda = not torch.cuda.is_available()
+    if without_cuda:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # jit_fuser is torch.compile: minutes of C++ compilation for nothing
+        _patch_torch()
+    with warnings.catch_warnings():
+        # Said four times at import; `megagrpo doctor` says it once and what it costs.
+        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+        importlib.import_module("megatron.core.optimizer")
+    if find_spec("transformer_engine") is None:
+        _define_names_of_transformer_engine()
+    if without_cuda:
+        _patch_random_generators()
+        _patch_expert_dispatch()
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+
+def _patch_torch() -> None:
+    cuda: Any = torch.cuda
+    # device=torch.cuda.current_device() is how Megatron places parameters, buffers and what it receives.
+    cuda.current_device = lambda: _CPU
+    # Pipeline communication, timers and checkpoints synchronize without asking whether there is a device.
+    cuda.synchronize = lambda *_: None
+    # The expert dispatcher copies split sizes on a side stream; the asynchronous save waits for the current one.
+    cuda.Stream = _Stream
+    cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
+    cuda.stream = lambda _: contextlib.nullcontext()
+    # The "CUDA" generator is the CPU's: seeds, the states of tensor-parallel regions, recomputation.
+    cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+
+    # Literal device="cuda": token counts in the schedules, found_inf and norms in the optimizer, checkpoint exchange.
+    for name in ("tensor", "zeros", "empty", "empty_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    tensor_class: Any = torch.Tensor
+    # Tied embeddings over pipeline stages, expert token counts, and loading a checkpoint move tensors to the device.
+    tensor_class.cuda = lambda self, *_, **__: self
+    tensor_class.type = _type_as_if_on_cuda(torch.Tensor.type)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _type_as_if_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The optimizers compare Tensor.type() with 'torch.cuda.FloatTensor' and refuse anything else. Only they are told so."""
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        asked_for_name = not args and not kwargs
+        if asked_for_name and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core.optimizer"):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    return type_
+
+
+class _Stream:
+    """Everything on a CPU happens at once, in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+# --- megatron.core ----------------------------------------------------------------------------------------------------
+
+
+def _define_names_of_transformer_engine() -> None:
+    """Two modules use names that they import only with transformer-engine: a NameError on any machine without it."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None  # read by every router
+    # CheckpointWithoutOutput (selective recomputation of norms and activations) asks whether fp8 is on.
+    random.FP8GlobalStateManager = type("FP8GlobalStateManager", (), {"is_fp8_enabled": staticmethod(lambda: False)})
+    random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
+    random.fp8_autocast = lambda **_: contextlib.nullcontext()
+
+
+def _patch_random_generators() -> None:
+    from megatron.core.tensor_parallel import random
+
+    # These two call torch's CUDA generators by their full names.
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _patch_expert_dispatch() -> None:
+    """The all-to-all dispatcher: split sizes as numbers, and collectives of unequal parts, which gloo does not have."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import token_dispatcher
+
+    # Megatron converts split sizes to numpy only if they are CUDA tensors.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+    _patch_unequal_gather(mappings)
+
+
+def _patch_unequal_gather(mappings: ModuleType) -> None:
+    equal_gather, equal_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(
+        part: torch.Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if group.size() == 1 or output_split_sizes is None:
+            return equal_gather(part, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        whole = part.new_empty((sum(sizes), *part.shape[1:]))
+        copies = part.contiguous().repeat(group.size(), *[1] * (part.dim() - 1))
+        dist.all_to_all_single(whole, copies, sizes, [len(part)] * group.size(), group=group)
+        return whole
+
+    def reduce_scatter(
+        whole: torch.Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if group.size() == 1 or input_split_sizes is None:
+            return equal_reduce_scatter(whole, group, input_split_sizes, use_global_buffer)
+        total = whole.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = reduce_scatter

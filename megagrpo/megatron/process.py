@@ -1,0 +1,97 @@
+"""One training rank as a process: join the other ranks, set up Megatron's parallel state, and leave again.
+
+Needs no environment variables, so that it is the same under Ray actors, torchrun and tests.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megagrpo.errors import Problem, RankError
+from megagrpo.layout.parallel import ParallelLayout
+
+
+def start(rank: int, ranks: int, init_method: str, device: str, timeout_seconds: float) -> None:
+    """Join `ranks` processes through `init_method` (tcp://host:port or file:///path).
+
+    `device` is cpu (gloo), or cuda or cuda:N (NCCL). `timeout_seconds` is the deadline of this call and of every collective
+    operation in the default group. Raises RankError if the others do not come.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if device == "cpu":
+        _use_loopback_if_local(init_method)
+    else:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps communication by launch order
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "gloo" if device == "cpu" else "nccl",
+            init_method=init_method,
+            rank=rank,
+            world_size=ranks,
+            timeout=timeout,
+            device_id=None if device == "cpu" else torch.device("cuda", torch.cuda.current_device()),
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise RankError(
+            Problem(
+                f"training rank {rank} could not join the other {ranks - 1}",
+                given=f"{init_method}: {error}",
+                needed=f"all {ranks} ranks within {timeout_seconds:.0f} s",
+            )
+        ) from error
+
+
+def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1800.0) -> None:
+    """Make Megatron's process groups for `layout`, in the order of layout.rank_grid, and seed its generators.
+
+    `timeout_seconds` is the deadline of every collective operation in these groups.
+    """
+    if layout.ranks != dist.get_world_size():
+        raise RankError(
+            Problem(
+                "the layout does not fit the number of training ranks",
+                given=f"{dist.get_world_size()} ranks",
+                needed=f"{layout.ranks} ranks for {layout}",
+            )
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        order="tp-cp-ep-dp-pp",
+        distributed_timeout_minutes=timeout_seconds / 60,  # annotated as an integer, used as timedelta(minutes=...)
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def stop_parallel() -> None:
+    """Forget Megatron's process groups, if there are any."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+
+
+def stop() -> None:
+    """Leave all process groups."""
+    stop_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _use_loopback_if_local(init_method: str) -> None:
+    """gloo looks its own address up by host name, which fails on machines whose name does not resolve."""
+    if urlparse(init_method).hostname in (None, "localhost", "127.0.0.1"):
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+        if loopback:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

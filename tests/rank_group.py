@@ -1,0 +1,196 @@
+"""Training ranks for tests: real processes over gloo, started once and reused by every test of the session.
+
+`run_ranks(2, "tests.distributed.test_x:function", *args)` calls the function on ranks 0 and 1 of a fresh process group of two and
+returns their results in rank order. A nursery process imports torch and Megatron once; each rank is a fork of it, so that ranks after the
+first cost milliseconds. Between calls a rank has no process group and no parallel state. A rank that raises, dies or passes its
+deadline ends the call with RankGroupError, which carries the ranks' tracebacks; the ranks of that call are then replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RANKS_MAX = 8
+START_SECONDS = 120.0
+# One thread each: the ranks together already use every core.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class RankGroupError(RuntimeError):
+    """A rank raised, died or did not answer in time. The message has every traceback that there is."""
+
+
+def run_ranks(ranks: int, function: str, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Results of `function` ("module:name") called with `args` on each of `ranks` processes joined by gloo.
+
+    Arguments and results travel by pickle. `timeout` is in seconds, for the whole call.
+    """
+    global _group
+    if not 1 <= ranks <= RANKS_MAX:
+        raise ValueError(f"ranks = {ranks}; this harness has 1 to {RANKS_MAX}")
+    if _group is None:
+        _group = RankGroup()
+        atexit.register(_group.close)
+    return _group.run(ranks, function, args, timeout)
+
+
+# --- the test's side --------------------------------------------------------------------------------------------------
+
+
+class RankGroup:
+    """The nursery and the ranks it has forked. Ranks 0 to n-1 serve a call for n ranks."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._nursery = subprocess.Popen(
+            [sys.executable, "-c", f"from tests.rank_group import nurse; nurse({theirs.fileno()})"],
+            cwd=REPOSITORY,
+            env=os.environ | ENVIRONMENT,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # the nursery ends its whole process group when this process is gone
+        )
+        theirs.close()
+        self._directory = tempfile.TemporaryDirectory(prefix="megagrpo_ranks_")
+        self._ranks: dict[int, Connection] = {}
+        self._pids: dict[int, int] = {}
+        self._calls = 0
+
+    def run(self, ranks: int, function: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
+        self._start_ranks(ranks)
+        self._calls += 1
+        store = Path(self._directory.name) / f"store{self._calls}"
+        job = pickle.dumps((ranks, f"file://{store}", function, args, timeout))
+        for rank in range(ranks):
+            self._ranks[rank].send_bytes(job)
+        results, failures = self._collect(ranks, time.monotonic() + timeout)
+        if failures:
+            self._end_ranks(range(ranks))
+            raise RankGroupError("\n".join(f"[rank {rank}] {text}" for rank, text in sorted(failures.items())))
+        return [results[rank] for rank in range(ranks)]
+
+    def _start_ranks(self, ranks: int) -> None:
+        new = [rank for rank in range(ranks) if rank not in self._ranks]
+        for rank in new:
+            self._ranks[rank], theirs = Pipe()
+            socket.send_fds(self._control, [f"{rank:04d}{self._trace_file(rank)}".encode().ljust(512)], [theirs.fileno()])
+            theirs.close()
+        for rank in new:
+            if not self._ranks[rank].poll(START_SECONDS):
+                raise RankGroupError(f"rank {rank} did not start in {START_SECONDS:.0f} s")
+            self._pids[rank] = self._ranks[rank].recv()
+
+    def _collect(self, ranks: int, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+        waiting = {self._ranks[rank]: rank for rank in range(ranks)}
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures |= {rank: self._where_it_hangs(rank) for rank in waiting.values()}
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[index]
+                try:
+                    ok, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    ok, value = False, "died without a traceback"
+                (results if ok else failures)[rank] = value
+            if failures:
+                # The others now wait for the failed rank; give their own tracebacks a moment, then end them.
+                deadline = min(deadline, time.monotonic() + 1.0)
+        return results, failures
+
+    def _where_it_hangs(self, rank: int) -> str:
+        file = self._trace_file(rank)
+        os.kill(self._pids[rank], signal.SIGUSR1)
+        time.sleep(0.2)
+        return f"did not finish; it is at\n{file.read_text() if file.exists() else '(unknown)'}"
+
+    def _trace_file(self, rank: int) -> Path:
+        return Path(self._directory.name) / f"trace{rank}"
+
+    def _end_ranks(self, ranks: range) -> None:
+        for rank in ranks:
+            self._ranks.pop(rank).close()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids.pop(rank), signal.SIGKILL)
+
+    def close(self) -> None:
+        self._control.close()
+        try:
+            self._nursery.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._nursery.pid, signal.SIGKILL)
+            self._nursery.wait()
+        self._directory.cleanup()
+
+
+_group: RankGroup | None = None
+
+
+# --- the processes' side ----------------------------------------------------------------------------------------------
+
+
+def nurse(control_fd: int) -> None:
+    """Fork a rank for each message on the control socket; when that closes, end all of them and this process."""
+    import torch
+
+    import megagrpo.megatron.process  # noqa: F401  imports Megatron, with what it needs on CPUs
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
+    control = socket.socket(fileno=control_fd)
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 512, 1)
+        if not message:
+            os.killpg(0, signal.SIGKILL)
+        if os.fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            serve(int(message[:4]), message[4:].decode().strip(), Connection(fds[0]))
+            os._exit(0)
+        os.close(fds[0])
+
+
+def serve(rank: int, trace_file: str, connection: Connection) -> None:
+    """Run the jobs that arrive, until the connection closes."""
+    with open(trace_file, "w") as trace:
+        faulthandler.register(signal.SIGUSR1, file=trace)
+        connection.send(os.getpid())
+        while True:
+            try:
+                job = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            try:
+                answer = pickle.dumps((True, call(rank, *job)))
+            except BaseException:  # whatever it is, the test must see it
+                answer = pickle.dumps((False, traceback.format_exc()))
+            connection.send_bytes(answer)
+
+
+def call(rank: int, ranks: int, init_method: str, function: str, args: tuple[Any, ...], timeout: float) -> Any:
+    from megagrpo.megatron import process
+
+    module, name = function.split(":")
+    process.start(rank, ranks, init_method, "cpu", timeout)
+    try:
+        return getattr(importlib.import_module(module), name)(*args)
+    finally:
+        process.stop()
