@@ -1,0 +1,64 @@
+"""The whole objective: clipped policy loss, KL penalty and entropy bonus, summed with global weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megagrpo.algorithm.kl import Estimator, kl_estimate
+from megagrpo.algorithm.policy_loss import PolicyLoss, clipped_policy_loss
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """Constants of the objective. `kl_coefficient` is that of the loss term: 0 when the penalty is in the reward."""
+
+    clip_low: float
+    clip_high: float
+    kl_coefficient: float
+    kl_estimator: Estimator
+    entropy_coefficient: float
+
+
+@dataclass(frozen=True)
+class ObjectiveInputs:
+    """Response tokens of one microbatch, each [tokens]. `weights` come from aggregation.py."""
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    entropy: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`loss` is what is minimised, a scalar; the rest explains it, [tokens], without gradients of its own."""
+
+    loss: Tensor
+    policy: PolicyLoss
+    kl: Tensor | None
+
+
+def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Objective:
+    """Sum over tokens of weight x (policy loss + kl_coefficient x KL - entropy_coefficient x entropy).
+
+    GRPO, arXiv:2402.03300, eq. 3, negated. A term needs its tensor only if its coefficient is not 0; KL is
+    estimated whenever reference logprobs are there, so that it can be reported.
+    """
+    policy = clipped_policy_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, settings.clip_low, settings.clip_high
+    )
+    per_token = policy.loss
+    kl = None
+    if inputs.reference_logprobs is not None:
+        kl = kl_estimate(inputs.logprobs, inputs.reference_logprobs, settings.kl_estimator)
+        if settings.kl_coefficient:
+            per_token = per_token + settings.kl_coefficient * kl
+    if settings.entropy_coefficient and inputs.entropy is not None:
+        per_token = per_token - settings.entropy_coefficient * inputs.entropy
+    return Objective(
+        loss=(inputs.weights * per_token).sum(), policy=policy, kl=None if kl is None else kl.detach()
+    )

@@ -1,0 +1,80 @@
+"""A step's sequences as work for every data rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megagrpo.batching.balance import costs, share_over_ranks, split_to, spread_evenly
+from megagrpo.batching.microbatch import Microbatch, RankBatch, TrainSequence, response_tokens
+from megagrpo.batching.pack import first_fit_decreasing, padded_lengths
+from megagrpo.errors import Problem, RecipeError
+from megagrpo.layout.parallel import ParallelLayout
+
+IDLE = Microbatch(
+    (
+        TrainSequence(
+            tokens=np.zeros(2, np.int64),
+            loss_mask=np.zeros(2, bool),
+            rollout_logprobs=np.zeros(2, np.float32),
+            group=-1,
+            row=-1,
+        ),
+    )
+)
+"""Keeps a rank in step with the others when there are fewer sequences than microbatches; no token of it has a loss."""
+
+
+def make_rank_batches(
+    sequences: Sequence[TrainSequence],
+    *,
+    layout: ParallelLayout,
+    minibatches: int,
+    tokens_per_microbatch: int,
+    seed: int,
+) -> list[RankBatch]:
+    """One RankBatch for each data rank. Every sequence is in exactly one microbatch of one rank.
+
+    Minibatches are equal shares (sizes differ by at most 1) of the sequences in a random order fixed by `seed`; they
+    don't depend on the layout. A minibatch without sequences (fewer sequences than minibatches) has no microbatches.
+    Raises RecipeError if a sequence is longer than one microbatch.
+    """
+    capacity = tokens_per_microbatch * layout.context
+    order = np.arange(len(sequences)) if minibatches == 1 else np.random.default_rng(seed).permutation(len(sequences))
+    chosen = [[sequences[i] for i in part] for part in np.array_split(order, minibatches)]
+    shares = [_share(part, layout, capacity) for part in chosen]
+    return [
+        RankBatch(
+            minibatches=tuple(share[rank] for share in shares),
+            tokens=tuple(response_tokens(part) for part in chosen),
+            sequences=tuple(sum(bool(s.loss_mask.any()) for s in part) for part in chosen),
+        )
+        for rank in range(layout.data)
+    ]
+
+
+def _share(sequences: Sequence[TrainSequence], layout: ParallelLayout, capacity: int) -> list[tuple[Microbatch, ...]]:
+    """One minibatch's microbatches for each data rank."""
+    if not sequences:
+        return [() for _ in range(layout.data)]
+    lengths = padded_lengths(np.array([len(s.tokens) for s in sequences]), layout.context)
+    if lengths.max() > capacity:
+        raise RecipeError(
+            Problem(
+                where="train.tokens_per_microbatch",
+                given=f"{capacity // layout.context} per context rank, and a sequence that takes {lengths.max()} tokens",
+                needed=f"at least {-(-lengths.max() // layout.context)}",
+                fix="raise it, or lower data.prompt_tokens_max or rollout.response_tokens_max",
+            )
+        )
+    packed = first_fit_decreasing(lengths, capacity)
+    # Megatron's interleaved schedule takes microbatches in rounds of `pipeline`.
+    multiple = layout.data * (layout.pipeline if layout.virtual_pipeline > 1 else 1)
+    count = -(-len(packed) // multiple) * multiple
+    bins = spread_evenly(lengths, count, capacity) or split_to(packed, lengths, count)
+    micros = [Microbatch(tuple(sequences[i] for i in filled)) if filled else IDLE for filled in bins]
+    micros += [IDLE] * (count - len(micros))
+    cost = costs(lengths)
+    bin_costs = [float(cost[filled].sum()) for filled in bins] + [0.0] * (count - len(bins))
+    return [tuple(micros[i] for i in share) for share in share_over_ranks(bin_costs, layout.data)]

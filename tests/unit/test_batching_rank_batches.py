@@ -1,0 +1,147 @@
+"""Packing and balancing: nothing lost, nothing too full, every rank in step, and nobody waits long."""
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.batching.balance import costs, share_over_ranks, spread_evenly
+from megagrpo.batching.microbatch import TrainSequence
+from megagrpo.batching.pack import first_fit_decreasing, packing_efficiency, padded_lengths
+from megagrpo.batching.rank_batches import make_rank_batches
+from megagrpo.errors import RecipeError
+from megagrpo.layout.parallel import ParallelLayout
+
+LAYOUTS = [
+    ParallelLayout(),
+    ParallelLayout(data=2),
+    ParallelLayout(data=3, context=2),
+    ParallelLayout(pipeline=2, virtual_pipeline=2, data=2),
+    ParallelLayout(pipeline=3, virtual_pipeline=2),
+]
+
+
+def sequences_of(lengths, prompt=2):
+    return [
+        TrainSequence(
+            tokens=np.arange(n, dtype=np.int64),
+            loss_mask=np.arange(n) >= min(prompt, n - 1),
+            rollout_logprobs=np.zeros(n, np.float32),
+            group=row // 4,
+            row=row,
+        )
+        for row, n in enumerate(lengths)
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(2, 60), max_size=40),
+    st.sampled_from(LAYOUTS),
+    st.integers(1, 4),
+    st.integers(64, 200),
+    st.integers(0, 9),
+)
+def test_every_sequence_is_trained_on_once_and_all_ranks_keep_step(lengths, layout, minibatches, capacity, seed):
+    sequences = sequences_of(lengths)
+    arguments = dict(layout=layout, minibatches=minibatches, tokens_per_microbatch=capacity, seed=seed)
+    batches = make_rank_batches(sequences, **arguments)
+    assert len(batches) == layout.data
+    rows = Counter(row for b in batches for mini in b.minibatches for micro in mini for row in micro.rows if row >= 0)
+    assert rows == Counter(range(len(lengths)))
+    for m in range(minibatches):
+        counts = {len(b.minibatches[m]) for b in batches}
+        assert len(counts) == 1
+        if layout.virtual_pipeline > 1:
+            assert counts.pop() % layout.pipeline == 0
+        members = [s for b in batches for micro in b.minibatches[m] for s in micro.sequences]
+        assert {b.tokens[m] for b in batches} == {sum(int(s.loss_mask.sum()) for s in members)}
+        assert {b.sequences[m] for b in batches} == {sum(bool(s.loss_mask.any()) for s in members)}
+    for batch in batches:
+        for micro in (micro for mini in batch.minibatches for micro in mini):
+            occupied = padded_lengths(np.array([len(s.tokens) for s in micro.sequences]), layout.context).sum()
+            assert 0 < occupied <= capacity * layout.context
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(2, 60), min_size=1, max_size=40), st.integers(1, 4), st.integers(0, 9))
+def test_minibatches_are_the_same_in_every_layout(lengths, minibatches, seed):
+    members = {
+        tuple(
+            tuple(sorted(row for b in batches for micro in b.minibatches[m] for row in micro.rows if row >= 0))
+            for m in range(minibatches)
+        )
+        for layout in LAYOUTS
+        for batches in [
+            make_rank_batches(
+                sequences_of(lengths), layout=layout, minibatches=minibatches, tokens_per_microbatch=80, seed=seed
+            )
+        ]
+    }
+    assert len(members) == 1
+    sizes = [len(rows) for rows in members.pop()]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 120))
+def test_first_fit_decreasing_respects_capacity_and_its_bound(lengths, capacity):
+    lengths = np.array(lengths)
+    bins = first_fit_decreasing(lengths, capacity)
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    assert max(lengths[b].sum() for b in bins) <= capacity
+    # Two bins that are both at most half full would have been one.
+    assert sum(lengths[b].sum() <= capacity / 2 for b in bins) <= 1
+
+
+def test_work_is_even_over_data_ranks():
+    lengths = np.random.default_rng(0).integers(16, 2048, 512)
+    layout = ParallelLayout(data=8)
+    batches = make_rank_batches(
+        sequences_of(lengths), layout=layout, minibatches=1, tokens_per_microbatch=8192, seed=0
+    )
+    loads = [
+        sum(costs(np.array([len(s.tokens)]))[0] for micro in b.minibatches[0] for s in micro.sequences) for b in batches
+    ]
+    assert max(loads) / np.mean(loads) < 1.01
+    assert packing_efficiency(batches, layout, 8192) > 0.85
+
+
+def test_short_sequences_are_batched_in_milliseconds():
+    sequences = sequences_of(np.random.default_rng(0).integers(9, 20, 256))
+    arguments = dict(layout=ParallelLayout(data=2), minibatches=1, tokens_per_microbatch=8192, seed=0)
+    make_rank_batches(sequences, **arguments)
+    start = time.perf_counter()
+    batches = make_rank_batches(sequences, **arguments)
+    assert time.perf_counter() - start < 0.05
+    tokens = [b.minibatches[0][0].tokens for b in batches]
+    assert len(batches[0].minibatches[0]) == 1 and abs(tokens[0] - tokens[1]) <= 20
+
+
+def test_more_ranks_than_sequences_gives_idle_microbatches_without_loss():
+    batches = make_rank_batches(
+        sequences_of([5, 9]), layout=ParallelLayout(data=4), minibatches=1, tokens_per_microbatch=64, seed=0
+    )
+    idle = [micro for b in batches for micro in b.minibatches[0] if micro.rows == (-1,)]
+    assert len(idle) == 2 and not any(s.loss_mask.any() for micro in idle for s in micro.sequences)
+
+
+def test_a_sequence_longer_than_a_microbatch_is_refused_not_dropped():
+    with pytest.raises(RecipeError, match="tokens_per_microbatch"):
+        make_rank_batches(
+            sequences_of([65, 4]), layout=ParallelLayout(), minibatches=1, tokens_per_microbatch=64, seed=0
+        )
+
+
+def test_spread_evenly_reports_when_a_bin_would_overflow():
+    assert spread_evenly(np.array([5, 5, 4, 3, 3]), 2, 10) is None
+    assert spread_evenly(np.array([5, 5, 4, 3, 3]), 2, 11) is not None
+
+
+def test_ranks_get_alike_microbatches_in_the_same_place():
+    shares = share_over_ranks([1.0, 9.0, 8.0, 2.0], 2)
+    assert sorted(map(sorted, shares)) == [[0, 1], [2, 3]]
+    assert {share[0] for share in shares} == {1, 2}
