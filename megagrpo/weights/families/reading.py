@@ -1,0 +1,122 @@
+"""Reads a Hugging Face config.json, as written by transformers 4 or 5, and collects everything that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megagrpo.errors import ModelError, Problem
+from megagrpo.weights.families.architecture import Architecture, Experts, Rope
+
+
+class ConfigReader:
+    """One config.json. Refusals and missing values are collected; `architecture` raises them together as one ModelError."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.family = str(config.get("model_type"))
+        self.problems: list[Problem] = []
+
+    def refuse(self, feature: str, given: object, needed: str) -> None:
+        self.problems.append(Problem(f"config.json: {feature} ({self.family})", str(given), needed))
+
+    def refuse_if_set(self, *flags: str) -> None:
+        """For features that are off in every model we know: biases, quantised weights and the like."""
+        for flag in flags:
+            if self.config.get(flag):
+                self.refuse(flag, self.config[flag], "not supported: must be absent or false")
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        """The first of these keys that is there and not null."""
+        value = next((self.config[name] for name in names if self.config.get(name) is not None), default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.refuse(" or ".join(names), value, "a whole number of at least 1")
+            return 1
+        return value
+
+    def number(self, name: str, value: object) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            self.refuse(name, value, "a number above 0")
+            return 1.0
+        return float(value)
+
+    def rope(self) -> Rope:
+        """Rotary embedding: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
+        given = self.config.get("rope_parameters")
+        key = "rope_parameters" if given is not None else "rope_scaling"
+        parameters = given if given is not None else self.config.get("rope_scaling") or {}
+        if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
+            self.refuse(key, parameters, "one set of rotary parameters for all layers")
+            return Rope(1.0)
+        theta = self.number("rope_theta", parameters.get("rope_theta", self.config.get("rope_theta", 10000.0)))
+        for holder in (parameters, self.config):
+            if holder.get("partial_rotary_factor", 1.0) != 1.0:
+                self.refuse("partial_rotary_factor", holder["partial_rotary_factor"], "1.0 (all of head_dim is rotated)")
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        if kind == "default":
+            return Rope(theta)
+        if kind != "llama3":
+            self.refuse(f"{key}.rope_type", kind, "default or llama3")
+            return Rope(theta)
+        return Rope(
+            theta,
+            factor=self.number(f"{key}.factor", parameters.get("factor")),
+            low_freq_factor=self.number(f"{key}.low_freq_factor", parameters.get("low_freq_factor")),
+            high_freq_factor=self.number(f"{key}.high_freq_factor", parameters.get("high_freq_factor")),
+            original_max_positions=int(
+                self.number(
+                    f"{key}.original_max_position_embeddings",
+                    parameters.get("original_max_position_embeddings", self.config.get("original_max_position_embeddings")),
+                )
+            ),
+        )
+
+    def refuse_sliding_window(self) -> None:
+        kinds = set(self.config.get("layer_types") or ["full_attention"])
+        if kinds != {"full_attention"}:
+            self.refuse("layer_types", ", ".join(sorted(kinds)), "full_attention only: sliding windows are not supported")
+        elif self.config.get("use_sliding_window"):
+            self.refuse("use_sliding_window", True, "false: sliding windows are not supported")
+
+    def architecture(
+        self,
+        *,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        default_head_dim: int | None = None,
+        experts: Experts | None = None,
+    ) -> Architecture:
+        """The numbers that all families share, together with what the family says of itself.
+
+        Raises: ModelError with every problem found so far.
+        """
+        hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+        groups = self.integer("num_key_value_heads", default=heads)
+        if heads % groups:
+            self.refuse("num_key_value_heads", groups, f"a divisor of num_attention_heads = {heads}")
+        if self.config.get("head_dim") is None and default_head_dim is None and hidden % heads:
+            self.refuse("head_dim", None, f"hidden_size = {hidden} does not divide by num_attention_heads = {heads}")
+        if (activation := self.config.get("hidden_act", "silu")) != "silu":
+            self.refuse("hidden_act", activation, "silu")
+        self.refuse_if_set("quantization_config")
+        self.refuse_sliding_window()
+        architecture = Architecture(
+            family=self.family,
+            layers=self.integer("num_hidden_layers"),
+            hidden=hidden,
+            ffn=self.integer("intermediate_size"),
+            heads=heads,
+            query_groups=groups,
+            head_dim=self.integer("head_dim", default=default_head_dim or hidden // heads),
+            vocab=self.integer("vocab_size"),
+            max_positions=self.integer("max_position_embeddings"),
+            norm_epsilon=self.number("rms_norm_eps", self.config.get("rms_norm_eps", 1e-6)),
+            tied_embeddings=bool(self.config.get("tie_word_embeddings", False)),
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            rope=self.rope(),
+            experts=experts,
+        )
+        if self.problems:
+            raise ModelError(self.problems)
+        return architecture

@@ -1,0 +1,174 @@
+"""What one Megatron rank holds. The two layer specs shard in the same way and differ only in some names (SpecNames).
+
+Sharding, as in megatron.core 0.16: column-parallel weights are cut by rows over `tensor`, row-parallel ones by columns,
+norms and the router are on every rank, experts are dealt out over `expert` and each is cut over `expert_tensor`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megagrpo.errors import ModelError, Problem
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
+from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families.architecture import Architecture, Experts, Role, Tensor
+from megagrpo.weights.sides.assembly import ManifestBuilder, Rows, all_rows, cut, shard
+
+
+@dataclass(frozen=True)
+class SpecNames:
+    """Parameter names, within a layer, that depend on the layer spec. `{expert}` is the index on this rank."""
+
+    input_norm: str
+    post_attention_norm: str
+    pre_experts_norm: str
+    expert_fc1: str
+    expert_fc2: str
+
+
+LayerRoles = Mapping[Role, Tensor]
+
+
+def manifest_of_rank(
+    arch: Architecture, layout: ParallelLayout, where: RankCoordinates, dtype: str, names: SpecNames
+) -> Manifest:
+    """Storages `chunk{c}.{parameter name}` for each model chunk c of this rank.
+
+    Raises: ModelError if the model cannot be split in this way.
+    """
+    if problems := split_problems(arch, layout):
+        raise ModelError(problems)
+    rank = _Rank(arch, layout, where, names, ManifestBuilder(f"train rank {where.rank}", dtype))
+    for chunk in range(layout.virtual_pipeline):
+        rank.add_chunk(chunk)
+    return rank.builder.build()
+
+
+def split_problems(arch: Architecture, layout: ParallelLayout) -> list[Problem]:
+    """Every size of the model that these parallel sizes do not divide."""
+    tensor, stages = layout.tensor, layout.pipeline * layout.virtual_pipeline
+    rules: list[tuple[str, int, str, int]] = [
+        ("attention heads", arch.heads, "tensor", tensor),
+        ("layers", arch.layers, "pipeline x virtual_pipeline", stages),
+        ("rows of q, k and v together", (arch.heads + 2 * arch.query_groups) * arch.head_dim, "tensor", tensor),
+    ]
+    if arch.experts is None:
+        rules.append(("ffn", arch.ffn, "tensor", tensor))
+    else:
+        rules.append(("experts", arch.experts.count, "expert", layout.expert))
+        rules.append(("expert ffn", arch.experts.ffn, "expert_tensor", layout.expert_tensor))
+    found = [
+        Problem(f"{arch.family} over {axis} = {size}", f"{what}: {given}", f"a multiple of {size}")
+        for what, given, axis, size in rules
+        if given % size
+    ]
+    if arch.query_groups % tensor and tensor % arch.query_groups:
+        found.append(
+            Problem(
+                f"{arch.family} over tensor = {tensor}",
+                f"query groups (key-value heads): {arch.query_groups}",
+                f"a multiple or a divisor of {tensor}",
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Rank:
+    arch: Architecture
+    layout: ParallelLayout
+    where: RankCoordinates
+    names: SpecNames
+    builder: ManifestBuilder
+
+    def add_chunk(self, chunk: int) -> None:
+        arch, layout, stage = self.arch, self.layout, self.where.pipeline
+        model: dict[Role, Tensor] = {}
+        layers: dict[int, dict[Role, Tensor]] = defaultdict(dict)
+        experts: dict[int, dict[int, dict[Role, Tensor]]] = defaultdict(lambda: defaultdict(dict))
+        for tensor in tensors_of(arch):
+            if tensor.layer is None:
+                model[tensor.role] = tensor
+            elif tensor.expert is None:
+                layers[tensor.layer][tensor.role] = tensor
+            else:
+                experts[tensor.layer][tensor.expert][tensor.role] = tensor
+
+        prefix = f"chunk{chunk}."
+        first = stage == 0 and chunk == 0
+        last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
+        if first:
+            self.add_vocabulary(prefix + "embedding.word_embeddings.weight", model["embedding"])
+        chunk_layers = layers_of_chunk(arch.layers, layout.pipeline, layout.virtual_pipeline, stage, chunk)
+        for local, layer in enumerate(chunk_layers):
+            in_layer = f"{prefix}decoder.layers.{local}."
+            self.add_attention(in_layer, layers[layer])
+            if arch.experts is None:
+                self.add_mlp(in_layer, layers[layer])
+            else:
+                self.add_experts(in_layer, layers[layer], experts[layer], arch.experts)
+        if last:
+            self.builder.whole(prefix + "decoder.final_layernorm.weight", model["final_norm"])
+            if not arch.tied_embeddings:
+                self.add_vocabulary(prefix + "output_layer.weight", model["head"])
+            elif not first:  # a tied head on another stage than the embedding is a second copy of it
+                self.add_vocabulary(prefix + "output_layer.weight", model["embedding"])
+
+    def add_vocabulary(self, storage: str, tensor: Tensor) -> None:
+        padded = self.arch.padded_vocab(self.layout.tensor)
+        count = padded // self.layout.tensor
+        rows = [all_rows(tensor), Rows(None, 0, padded - self.arch.vocab)]
+        self.builder.rows(storage, cut(rows, self.where.tensor * count, count), (self.arch.hidden,))
+
+    def add_attention(self, prefix: str, layer: LayerRoles) -> None:
+        build = self.builder
+        build.whole(prefix + self.names.input_norm, layer["input_norm"])
+        attention = prefix + "self_attention."
+        build.rows(attention + "linear_qkv.weight", self.qkv(layer["q"], layer["k"], layer["v"]), (self.arch.hidden,))
+        if self.arch.qkv_bias:
+            biases = self.qkv(layer["q_bias"], layer["k_bias"], layer["v_bias"])
+            build.rows(attention + "linear_qkv.bias", biases, ())
+        if self.arch.qk_norm:
+            build.whole(attention + "q_layernorm.weight", layer["q_norm"])
+            build.whole(attention + "k_layernorm.weight", layer["k_norm"])
+        build.columns(attention + "linear_proj.weight", layer["o"], self.where.tensor, self.layout.tensor)
+
+    def qkv(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Rows]:
+        """This rank's rows of the fused projection: for each query group its queries, its key and its value.
+
+        Also where there are more tensor ranks than groups: Megatron cuts the same fused rows evenly, through the middle
+        of a group, and gathers the activations (megatron.core.transformer.attention, get_query_key_value_tensors).
+        """
+        arch = self.arch
+        queries = arch.heads // arch.query_groups * arch.head_dim
+        fused = []
+        for group in range(arch.query_groups):
+            fused.append(Rows(q, group * queries, queries))
+            fused.append(Rows(k, group * arch.head_dim, arch.head_dim))
+            fused.append(Rows(v, group * arch.head_dim, arch.head_dim))
+        count = arch.query_groups * (queries + 2 * arch.head_dim) // self.layout.tensor
+        return cut(fused, self.where.tensor * count, count)
+
+    def add_mlp(self, prefix: str, layer: LayerRoles) -> None:
+        index, shards = self.where.tensor, self.layout.tensor
+        self.builder.whole(prefix + self.names.post_attention_norm, layer["post_attention_norm"])
+        fc1 = [shard(layer["gate"], index, shards), shard(layer["up"], index, shards)]
+        self.builder.rows(prefix + "mlp.linear_fc1.weight", fc1, (self.arch.hidden,))
+        self.builder.columns(prefix + "mlp.linear_fc2.weight", layer["down"], index, shards)
+
+    def add_experts(self, prefix: str, layer: LayerRoles, experts: Mapping[int, LayerRoles], sizes: Experts) -> None:
+        index, shards = self.where.expert_tensor, self.layout.expert_tensor
+        here = sizes.count // self.layout.expert
+        self.builder.whole(prefix + self.names.pre_experts_norm, layer["post_attention_norm"])
+        self.builder.whole(prefix + "mlp.router.weight", layer["router"])
+        for local in range(here):
+            expert = experts[self.where.expert * here + local]
+            fc1 = [shard(expert["expert_gate"], index, shards), shard(expert["expert_up"], index, shards)]
+            self.builder.rows(prefix + self.names.expert_fc1.format(expert=local), fc1, (self.arch.hidden,))
+            self.builder.columns(
+                prefix + self.names.expert_fc2.format(expert=local), expert["expert_down"], index, shards
+            )

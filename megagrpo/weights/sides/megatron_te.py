@@ -1,0 +1,21 @@
+"""A Megatron rank with the transformer-engine layer spec: norms fused into the linear layers, experts in grouped ones."""
+
+from __future__ import annotations
+
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
+from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides.megatron_rank import SpecNames, manifest_of_rank
+
+NAMES = SpecNames(
+    input_norm="self_attention.linear_qkv.layer_norm_weight",
+    post_attention_norm="mlp.linear_fc1.layer_norm_weight",
+    pre_experts_norm="pre_mlp_layernorm.weight",
+    expert_fc1="mlp.experts.linear_fc1.weight{expert}",
+    expert_fc2="mlp.experts.linear_fc2.weight{expert}",
+)
+
+
+def manifest(arch: Architecture, layout: ParallelLayout, where: RankCoordinates, dtype: str) -> Manifest:
+    """Storages `chunk{c}.{parameter name}`. Raises ModelError if the model cannot be split in this way."""
+    return manifest_of_rank(arch, layout, where, dtype, NAMES)
