@@ -21,7 +21,7 @@ SETTINGS = ObjectiveSettings(
 def random_inputs(tokens=40, seed=0):
     """Ratios far outside both bounds, and advantages of both signs."""
     random = torch.Generator().manual_seed(seed)
-    normal = lambda: torch.randn(tokens, generator=random, dtype=torch.float64)  # noqa: E731
+    normal = lambda: torch.randn(tokens, generator=random, dtype=torch.float64)
     logprobs = -normal().abs()
     return ObjectiveInputs(
         logprobs=logprobs.requires_grad_(),

@@ -47,7 +47,7 @@ def sequences_of(lengths, prompt=2):
 )
 def test_every_sequence_is_trained_on_once_and_all_ranks_keep_step(lengths, layout, minibatches, capacity, seed):
     sequences = sequences_of(lengths)
-    arguments = dict(layout=layout, minibatches=minibatches, tokens_per_microbatch=capacity, seed=seed)
+    arguments = {"layout": layout, "minibatches": minibatches, "tokens_per_microbatch": capacity, "seed": seed}
     batches = make_rank_batches(sequences, **arguments)
     assert len(batches) == layout.data
     rows = Counter(row for b in batches for mini in b.minibatches for micro in mini for row in micro.rows if row >= 0)
@@ -112,7 +112,7 @@ def test_work_is_even_over_data_ranks():
 
 def test_short_sequences_are_batched_in_milliseconds():
     sequences = sequences_of(np.random.default_rng(0).integers(9, 20, 256))
-    arguments = dict(layout=ParallelLayout(data=2), minibatches=1, tokens_per_microbatch=8192, seed=0)
+    arguments = {"layout": ParallelLayout(data=2), "minibatches": 1, "tokens_per_microbatch": 8192, "seed": 0}
     make_rank_batches(sequences, **arguments)
     start = time.perf_counter()
     batches = make_rank_batches(sequences, **arguments)
