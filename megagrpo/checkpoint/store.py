@@ -1,0 +1,190 @@
+"""The directory of a run's checkpoints: written atomically, found again, thinned out.
+
+    checkpoints/
+      step_000010/            complete: appeared here by one rename, after everything in it was on disk
+        rank/                 what the training ranks wrote (megatron/state.py)
+        trainer.json          what the driver remembers (TrainerState)
+        MANIFEST.json         every other file with its size and checksum, written last
+      .saving_step_000020/    being written, or left behind by a run that was killed while writing
+      .deleting_step_000005/  being deleted
+      .replaced_step_000010/  a damaged one, out of the way of the new step_000010
+
+The driver calls `begin`, tells every rank to save into the `rank` directory it got, and calls `commit`. Nothing that was
+complete is touched before the new one is. One driver writes; all ranks see the same file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megagrpo.checkpoint.integrity import (
+    MANIFEST,
+    SavedFile,
+    damage,
+    describe,
+    sync_directories,
+    write_durably,
+    write_manifest,
+)
+from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.errors import CheckpointError, Problem
+
+RANK = "rank"
+TRAINER = "trainer.json"
+COMPLETE_NAME = re.compile(r"step_(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint. `warnings` tells which newer ones were passed over, and why."""
+
+    path: Path
+    state: TrainerState
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def rank_directory(self) -> Path:
+        return self.path / RANK
+
+
+class CheckpointStore:
+    """Checkpoints of one run under `directory`; keeps the newest `keep_last` and the best by `keep_best`.
+
+    `keep_best` names a metric in TrainerState.evaluation (larger is better); None keeps only the newest.
+    """
+
+    def __init__(self, directory: Path, *, keep_last: int, keep_best: str | None = None) -> None:
+        self.directory = directory
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+
+    def begin(self, step: int) -> Path:
+        """Make the empty directory into which the ranks save `step`, and return it. Raises CheckpointError.
+
+        Leftovers of earlier attempts are removed first: they hold disk space and are of no use to anyone.
+        """
+        rank_directory = self._saving(step) / RANK
+        try:
+            self.remove_leftovers()
+            rank_directory.mkdir(parents=True)
+        except OSError as error:
+            raise _not_written(step, self.directory, error) from error
+        return rank_directory
+
+    def commit(self, state: TrainerState, rank_files: Iterable[SavedFile]) -> Checkpoint:
+        """Complete the checkpoint of `state.step`, then delete those no longer kept.
+
+        `rank_files` are the descriptions that the ranks returned, with paths relative to the rank directory.
+        Raises CheckpointError; the attempt is then removed and older checkpoints are as they were.
+        """
+        saving, final = self._saving(state.step), self._final(state.step)
+        try:
+            write_durably(saving / TRAINER, state.to_json())
+            files = [SavedFile(f"{RANK}/{file.path}", file.size_bytes, file.blake2b) for file in rank_files]
+            write_manifest(saving, [*files, describe(saving, saving / TRAINER)])
+            wrong = damage(saving, checksums=False)
+            if wrong:
+                raise CheckpointError([Problem(f"checkpoint of step {state.step}", given=line) for line in wrong])
+            sync_directories([saving / RANK, saving])
+            if final.exists():
+                final.rename(self._replaced(state.step))
+            saving.rename(final)
+            sync_directories([self.directory])
+        except OSError as error:
+            raise _not_written(state.step, self.directory, error) from error
+        finally:
+            shutil.rmtree(saving, ignore_errors=True)
+        shutil.rmtree(self._replaced(state.step), ignore_errors=True)
+        self._thin_out()
+        return Checkpoint(final, state)
+
+    def abandon(self, step: int) -> None:
+        """Remove what an attempt to save `step` has written, after a rank failed."""
+        shutil.rmtree(self._saving(step), ignore_errors=True)
+
+    def latest_complete(self) -> Checkpoint | None:
+        """The newest checkpoint whose files are all as they were written; None if there is no checkpoint at all.
+
+        Damaged ones are passed over with a warning. If all are damaged: CheckpointError with a problem for each.
+        """
+        found = self._steps()
+        problems: list[Problem] = []
+        for step in reversed(found):
+            path = self._final(step)
+            wrong = damage(path)
+            if not wrong:
+                try:
+                    state = TrainerState.from_json((path / TRAINER).read_text(encoding="utf-8"), str(path / TRAINER))
+                except CheckpointError as error:
+                    problems.extend(error.problems)
+                    continue
+                return Checkpoint(path, state, tuple(f"{p.where} was passed over: {p.given}" for p in problems))
+            problems.append(Problem(str(path), given="; ".join(wrong)))
+        if problems:
+            fix = f"restore the files, or remove {self.directory} to start the run again from its first step"
+            raise CheckpointError([Problem(p.where, p.given, "a whole checkpoint", fix) for p in problems])
+        return None
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed runs left half written or half deleted; put back a checkpoint that was being replaced.
+
+        For the one driver that writes here, before `latest_complete`: another process may be looking for checkpoints too.
+        """
+        if not self.directory.is_dir():
+            return
+        for path in self.directory.glob(".replaced_step_*"):
+            final = self.directory / path.name.removeprefix(".replaced_")
+            if not final.exists():
+                path.rename(final)
+        for pattern in (".saving_step_*", ".deleting_step_*", ".replaced_step_*"):
+            for path in self.directory.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _thin_out(self) -> None:
+        steps = self._steps()
+        kept = set(steps[-self.keep_last :])
+        if self.keep_best is not None:
+            values = {step: value for step in steps if (value := self._evaluation(step)) is not None}
+            if values:
+                kept.add(max(values, key=lambda step: (values[step], step)))
+        for step in steps:
+            if step not in kept:
+                # Renamed first: a checkpoint that is half deleted must not look like a damaged one.
+                doomed = self.directory / f".deleting_{self._final(step).name}"
+                with contextlib.suppress(OSError):  # tried again after the next save
+                    self._final(step).rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def _evaluation(self, step: int) -> float | None:
+        try:
+            state = TrainerState.from_json((self._final(step) / TRAINER).read_text(encoding="utf-8"))
+        except (OSError, CheckpointError):
+            return None
+        value = (state.evaluation or {}).get(self.keep_best or "")
+        return value if value is not None and not math.isnan(value) else None
+
+    def _steps(self) -> list[int]:
+        if not self.directory.is_dir():
+            return []
+        names = [COMPLETE_NAME.fullmatch(path.name) for path in self.directory.iterdir() if (path / MANIFEST).exists()]
+        return sorted(int(name[1]) for name in names if name)
+
+    def _final(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}"
+
+    def _saving(self, step: int) -> Path:
+        return self.directory / f".saving_step_{step:06d}"
+
+    def _replaced(self, step: int) -> Path:
+        return self.directory / f".replaced_step_{step:06d}"
+
+
+def _not_written(step: int, directory: Path, error: OSError) -> CheckpointError:
+    fix = "free disk space or set checkpoint.directory; checkpoints already complete are untouched"
+    return CheckpointError(Problem(f"checkpoint of step {step} in {directory}", given=str(error), fix=fix))
