@@ -1,0 +1,323 @@
+"""Which bytes go from where to where: intersections of boxes, the load shared among replicas, coverage checked."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megagrpo.errors import Problem, WeightPlanError
+from megagrpo.weights.boxes import Box, Manifest, Placement
+from megagrpo.weights.coverage import describe, first_overlap, subtract, tiling_error, uncovered
+from megagrpo.weights.families.architecture import Tensor
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+PIECES_PER_SOURCE = 16
+"""A box that several sources hold is cut so that a source's fair share is at least this many pieces."""
+SMALLEST_CUT_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The same box, in a storage of a source and in a storage of a destination."""
+
+    source: int
+    source_placement: Placement
+    destination: int
+    destination_placement: Placement
+
+    @property
+    def box(self) -> Box:
+        return self.source_placement.box
+
+
+@dataclass(frozen=True, eq=False)
+class WeightPlan:
+    """Transfers between holders; `source` and `destination` of a transfer are indices into the two tuples of manifests."""
+
+    sources: tuple[Manifest, ...]
+    destinations: tuple[Manifest, ...]
+    transfers: tuple[Transfer, ...]
+
+    @cached_property
+    def between(self) -> dict[tuple[int, int], tuple[Transfer, ...]]:
+        """Transfers by (source, destination)."""
+        found: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+        for transfer in self.transfers:
+            found[transfer.source, transfer.destination].append(transfer)
+        return {pair: tuple(transfers) for pair, transfers in found.items()}
+
+    def bytes_of(self, transfer: Transfer) -> int:
+        """Bytes that travel: values are cast to the destination's dtype before they leave."""
+        storage = self.destinations[transfer.destination].storages[transfer.destination_placement.storage]
+        return transfer.box.elements * ITEM_BYTES[storage.dtype]
+
+    def sent_bytes(self) -> list[int]:
+        """By source."""
+        sent = [0] * len(self.sources)
+        for transfer in self.transfers:
+            sent[transfer.source] += self.bytes_of(transfer)
+        return sent
+
+    def received_bytes(self) -> list[int]:
+        """By destination."""
+        received = [0] * len(self.destinations)
+        for transfer in self.transfers:
+            received[transfer.destination] += self.bytes_of(transfer)
+        return received
+
+
+SamePlace = Callable[[int, int], bool]
+"""Whether a source and a destination (their indices) share a process, a GPU or a node."""
+
+
+def make_plan(
+    sources: Sequence[Manifest], destinations: Sequence[Manifest], same_place: SamePlace | None = None
+) -> WeightPlan:
+    """Writes every destination element with a box exactly once, from a source that holds it.
+
+    A source in the same place is preferred; otherwise the sources that hold a box share it evenly, by bytes.
+
+    Raises: WeightPlanError naming each tensor that no source holds, and each storage that is not covered exactly once.
+    """
+    held = _Held(sources)
+    wanted: list[_Wanted] = []
+    problems = []
+    missing: dict[str, list[str]] = defaultdict(list)
+    for index, manifest in enumerate(destinations):
+        problems += storage_problems(manifest)
+        for placement in manifest.placements:
+            item_bytes = ITEM_BYTES[manifest.storages[placement.storage].dtype]
+            left = [placement.box]
+            for box, holders in held.meeting(placement.box):
+                common = placement.box.intersect(box)
+                if common is not None:
+                    wanted.append(_Wanted(index, placement.part(common), holders, common.elements * item_bytes))
+                    left = [piece for part in left for piece in subtract(part, common)]
+            for part in left:
+                missing[part.tensor].append(f"{describe((part.start, part.shape))} for {manifest.holder}")
+    for tensor, parts in missing.items():
+        holders = ", ".join(held.holders_of(tensor)) or "no source at all"
+        problems.append(Problem(tensor, f"no source for {_few(parts)}", "a source for every element", f"held by: {holders}"))
+    if problems:
+        raise WeightPlanError(problems)
+    chosen = sorted(_share(wanted, len(sources), same_place), key=lambda choice: (choice[0], choice[1].destination))
+    transfers = tuple(
+        Transfer(source, held.placement(source, want.placement.box), want.destination, want.placement)
+        for source, want in chosen
+    )
+    plan = WeightPlan(tuple(sources), tuple(destinations), transfers)
+    if problems := plan_problems(plan):
+        raise WeightPlanError(problems)
+    return plan
+
+
+def check_sources(tensors: Iterable[Tensor], sources: Sequence[Manifest]) -> None:
+    """Every element of these checkpoint tensors lies in at least one source, and no source has anything outside them.
+
+    Raises: WeightPlanError naming each tensor that is not, and who holds the rest of it.
+    """
+    boxes: dict[str, list[tuple[str, Box]]] = defaultdict(list)
+    for manifest in sources:
+        for placement in manifest.placements:
+            boxes[placement.box.tensor].append((manifest.holder, placement.box))
+    problems = []
+    for tensor in tensors:
+        whole = Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)
+        held = boxes.pop(tensor.name, [])
+        holders = _few(sorted({holder for holder, _ in held})) or "nobody"
+        for holder, box in held:
+            if len(box.shape) != len(whole.shape) or subtract(box, whole):
+                region = describe((box.start, box.shape))
+                problems.append(Problem(tensor.name, f"{holder} has {region}", f"a part of {list(tensor.shape)}"))
+                break
+        else:
+            if left := uncovered(whole, {box for _, box in held}):
+                parts = _few([describe((part.start, part.shape)) for part in left])
+                problems.append(Problem(tensor.name, f"nobody has {parts}", "every element", f"the rest: {holders}"))
+    for name, held in boxes.items():
+        problems.append(Problem(name, f"held by {_few(sorted({holder for holder, _ in held}))}", "a tensor of the model"))
+    if problems:
+        raise WeightPlanError(problems)
+
+
+def storage_problems(manifest: Manifest) -> list[Problem]:
+    """Storages of which some element has no box and no fill, or more than one of them."""
+    regions: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {name: [] for name in manifest.storages}
+    for placement in manifest.placements:
+        regions[placement.storage].append((placement.at, placement.local_shape))
+    for fill in manifest.fills:
+        regions[fill.storage].append((fill.at, fill.shape))
+    problems = []
+    for name, storage in manifest.storages.items():
+        whole = ((0,) * len(storage.shape), storage.shape)
+        if error := tiling_error(whole, regions[name]):
+            problems.append(Problem(f"{manifest.holder}: {name}", error, "every element written exactly once"))
+    return problems
+
+
+def plan_problems(plan: WeightPlan) -> list[Problem]:
+    """Checks a plan against its own manifests, trusting nothing of how it was made.
+
+    Both ends of a transfer must be the same box, where the manifests say that it lies; and the transfers into each
+    placement must tile it.
+    """
+    problems = []
+    sources = [_Located(manifest) for manifest in plan.sources]
+    destinations = [_Located(manifest) for manifest in plan.destinations]
+    pieces: dict[int, dict[Placement, list[Box]]] = defaultdict(lambda: defaultdict(list))
+    for transfer in plan.transfers:
+        come, go = transfer.source_placement, transfer.destination_placement
+        source, destination = plan.sources[transfer.source], plan.destinations[transfer.destination]
+        where = f"{come.box.tensor}: {source.holder} to {destination.holder}"
+        if come.box != go.box:
+            given = f"{describe((come.box.start, come.box.shape))} to {describe((go.box.start, go.box.shape))}"
+            problems.append(Problem(where, given, "the same box at both ends"))
+            continue
+        into = destinations[transfer.destination].around(go)
+        if into is None or sources[transfer.source].around(come) is None:
+            end = destination.holder if into is None else source.holder
+            given = f"{describe((come.box.start, come.box.shape))} is not there in {end}"
+            problems.append(Problem(where, given, "a part of one of its placements"))
+            continue
+        pieces[transfer.destination][into].append(go.box)
+    for index, manifest in enumerate(plan.destinations):
+        for placement in manifest.placements:
+            box = placement.box
+            parts = [(part.start, part.shape) for part in pieces[index][placement]]
+            if error := tiling_error((box.start, box.shape), parts):
+                where = f"{box.tensor} in {manifest.holder}, {placement.storage}"
+                problems.append(Problem(where, error, "every element written exactly once"))
+    return problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A part of a destination's placement, and every source that holds all of it."""
+
+    destination: int
+    placement: Placement
+    holders: tuple[int, ...]
+    bytes: int
+
+
+class _Held:
+    """What the sources hold, by tensor: disjoint boxes, each with all of its holders."""
+
+    def __init__(self, sources: Sequence[Manifest]) -> None:
+        self._names = [manifest.holder for manifest in sources]
+        self._located = [_Located(manifest) for manifest in sources]
+        holders: dict[str, dict[Box, list[int]]] = defaultdict(dict)
+        for index, manifest in enumerate(sources):
+            for placement in manifest.placements:
+                of_box = holders[placement.box.tensor].setdefault(placement.box, [])
+                if not of_box or of_box[-1] != index:
+                    of_box.append(index)
+        self._boxes = {tensor: _disjoint(boxes) for tensor, boxes in holders.items()}
+
+    def meeting(self, box: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
+        """Boxes of the same tensor that may have elements in common with `box`."""
+        for other, holders in self._boxes.get(box.tensor, ()):
+            if box.start and other.start[0] >= box.start[0] + box.shape[0]:
+                return
+            yield other, holders
+
+    def placement(self, source: int, box: Box) -> Placement:
+        around = self._located[source].anywhere(box)
+        if around is None:
+            raise WeightPlanError(Problem(box.tensor, f"{box} is not in {self._names[source]}"))
+        return around.part(box)
+
+    def holders_of(self, tensor: str) -> list[str]:
+        held = self._boxes.get(tensor, [])
+        return [self._names[index] for index in sorted({index for _, holders in held for index in holders})]
+
+
+def _disjoint(held: dict[Box, list[int]]) -> list[tuple[Box, tuple[int, ...]]]:
+    """The same elements with the same holders, cut so that no two boxes overlap. In order of their first row."""
+    boxes = [(box, tuple(holders)) for box, holders in held.items()]
+    if first_overlap([(box.start, box.shape) for box in held]) is not None:
+        cells: list[tuple[Box, tuple[int, ...]]] = []
+        for box, holders in boxes:
+            left, cut = [box], []
+            for cell, others in cells:
+                common = cell.intersect(box)
+                if common is None:
+                    cut.append((cell, others))
+                    continue
+                cut.append((common, tuple(sorted({*others, *holders}))))
+                cut += [(part, others) for part in subtract(cell, common)]
+                left = [piece for part in left for piece in subtract(part, common)]
+            cells = cut + [(part, holders) for part in left]
+        boxes = cells
+    return sorted(boxes, key=lambda item: item[0].start)
+
+
+class _Located:
+    """Finds the placement of a manifest around a box."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        placements: dict[str, list[Placement]] = defaultdict(list)
+        for placement in manifest.placements:
+            placements[placement.box.tensor].append(placement)
+        self._by_tensor = {
+            tensor: sorted(of_tensor, key=lambda placement: placement.box.start)
+            for tensor, of_tensor in placements.items()
+        }
+        self._starts = {
+            tensor: [placement.box.start for placement in of_tensor] for tensor, of_tensor in self._by_tensor.items()
+        }
+
+    def anywhere(self, box: Box) -> Placement | None:
+        return next(self._around(box), None)
+
+    def around(self, part: Placement) -> Placement | None:
+        """The placement that `part` is a part of: the same storage, the same offset between local and box."""
+        return next((whole for whole in self._around(part.box) if whole.part(part.box) == part), None)
+
+    def _around(self, box: Box) -> Iterator[Placement]:
+        placements = self._by_tensor.get(box.tensor, [])
+        for index in range(bisect_right(self._starts.get(box.tensor, []), box.start) - 1, -1, -1):
+            if placements[index].box.intersect(box) == box:
+                yield placements[index]
+
+
+def _share(
+    wanted: list[_Wanted], sources: int, same_place: SamePlace | None
+) -> Iterator[tuple[int, _Wanted]]:
+    """Chooses one source for each piece: those with the fewest holders first, large before small, to the least loaded."""
+    load = [0] * sources
+    remote = []
+    for want in wanted:
+        near = [holder for holder in want.holders if same_place is not None and same_place(holder, want.destination)]
+        if near:
+            yield near[0], want
+        else:
+            remote.append(want)
+    largest = max(SMALLEST_CUT_BYTES, sum(want.bytes for want in remote) // (sources * PIECES_PER_SOURCE or 1))
+    pieces = [piece for want in remote for piece in _cut(want, largest)]
+    for want in sorted(pieces, key=lambda want: (len(want.holders), -want.bytes)):
+        source = min(want.holders, key=lambda holder: (load[holder], holder))
+        load[source] += want.bytes
+        yield source, want
+
+
+def _cut(want: _Wanted, largest: int) -> Iterator[_Wanted]:
+    """Runs of rows of at most `largest` bytes, where there is more than one holder to share them."""
+    box = want.placement.box
+    count = min(-(-want.bytes // largest), box.shape[0]) if box.shape else 1
+    if len(want.holders) == 1 or count <= 1:
+        yield want
+        return
+    edges = [box.shape[0] * index // count for index in range(count + 1)]
+    for low, high in zip(edges[:-1], edges[1:], strict=True):
+        part = Box(box.tensor, (box.start[0] + low, *box.start[1:]), (high - low, *box.shape[1:]))
+        yield _Wanted(
+            want.destination, want.placement.part(part), want.holders, want.bytes // box.elements * part.elements
+        )
+
+
+def _few(names: Sequence[str], limit: int = 4) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,127 @@
+"""The safetensors files of a model directory: which tensors they hold, read from their headers only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megagrpo.errors import ModelError, Problem
+from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
+from megagrpo.weights.families import read_architecture, tensors_of
+from megagrpo.weights.sides import transformers
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+LARGEST_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a safetensors file. `begin` and `end` are byte offsets in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def manifests(directory: str | Path) -> tuple[Manifest, ...]:
+    """One manifest per safetensors file of the model; the holder is the file's name.
+
+    Experts may be stored one by one, or stacked as transformers 5 holds them. Tensors that are not of the model are
+    left out.
+
+    Raises: ModelError listing every missing tensor, wrong shape, unknown dtype and unreadable file.
+    """
+    directory = Path(directory)
+    arch = read_architecture(directory)
+    tensors = tensors_of(arch)
+    stacked = transformers.manifest(arch, "float32")
+    parts: dict[str, list[Placement]] = {name: [] for name in stacked.storages}
+    for placement in stacked.placements:
+        parts[placement.storage].append(placement)
+    shapes = {name: storage.shape for name, storage in stacked.storages.items()}
+    for tensor in tensors:
+        whole = Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)
+        parts[tensor.name] = [Placement(tensor.name, whole.start, tuple(range(len(tensor.shape))), whole)]
+        shapes[tensor.name] = tensor.shape
+
+    problems, found, held = [], [], set()
+    for path in weight_files(directory):
+        storages, placements = {}, []
+        for name, entry in read_header(path).items():
+            if name not in parts:
+                continue
+            held.update(placement.box.tensor for placement in parts[name])
+            if entry.shape != shapes[name]:
+                problems.append(Problem(f"{path.name}: {name}", str(list(entry.shape)), f"{list(shapes[name])} by config.json"))
+            elif entry.dtype not in DTYPES:
+                problems.append(Problem(f"{path.name}: {name}", f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}"))
+            else:
+                storages[name] = Storage(name, entry.shape, DTYPES[entry.dtype])
+                placements += parts[name]
+        found.append(Manifest(path.name, storages, tuple(placements)))
+    problems += [
+        Problem(f"{directory}: {tensor.name}", "in none of its safetensors files", str(list(tensor.shape)))
+        for tensor in tensors
+        if tensor.name not in held
+    ]
+    if problems:
+        raise ModelError(problems)
+    return tuple(found)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that the index names, or the only one. Raises ModelError if one is missing."""
+    index = directory / INDEX
+    if index.is_file():
+        weight_map = _json(index, index.read_bytes()).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(Problem(str(index), "no weight_map", "the index of a sharded safetensors checkpoint"))
+        paths = [directory / str(name) for name in sorted(set(weight_map.values()))]
+    else:
+        paths = [directory / SINGLE]
+    if absent := [path for path in paths if not path.is_file()]:
+        raise ModelError([Problem(str(path), "no such file", "the model's weights as safetensors") for path in absent])
+    return paths
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The entries of a safetensors file. Raises ModelError if it is not one, or is shorter than its header says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(size - 8, LARGEST_HEADER_BYTES):
+            raise ModelError(Problem(str(path), f"{size} bytes that do not start with a header", "a safetensors file"))
+        header = _json(path, file.read(length))
+    begin = 8 + length
+    try:
+        entries = {
+            name: Entry(
+                entry["dtype"],
+                tuple(entry["shape"]),
+                begin + entry["data_offsets"][0],
+                begin + entry["data_offsets"][1],
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (KeyError, TypeError, IndexError) as error:
+        raise ModelError(Problem(str(path), f"a header without {error}", "a safetensors file")) from error
+    needed = max((entry.end for entry in entries.values()), default=0)
+    if size < needed:
+        raise ModelError(Problem(str(path), f"{size} bytes", f"{needed} bytes, by its header", "copy the file again: it is cut short"))
+    return entries
+
+
+def _json(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text.decode("utf-8"))
+    except ValueError as error:
+        raise ModelError(Problem(str(path), str(error), "JSON in UTF-8")) from error
+    if not isinstance(value, dict):
+        raise ModelError(Problem(str(path), type(value).__name__, "a JSON object"))
+    return value

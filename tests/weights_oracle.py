@@ -1,0 +1,105 @@
+"""An independent, naive account of what a Megatron rank holds: fuse whole tensors with torch.cat, cut them with torch.chunk."""
+
+from __future__ import annotations
+
+import torch
+
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
+from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families.architecture import Architecture, Experts, Rope
+
+Tensors = dict[str, torch.Tensor]
+
+
+def architecture(**changes: object) -> Architecture:
+    """A tiny qwen2 with unequal dimensions."""
+    given: dict[str, object] = {
+        "family": "qwen2", "layers": 4, "hidden": 20, "ffn": 24, "heads": 4, "query_groups": 2, "head_dim": 6, "vocab": 31,
+        "max_positions": 64, "norm_epsilon": 1e-5, "tied_embeddings": False, "qkv_bias": True, "qk_norm": False,
+        "rope": Rope(1e4), "experts": None,
+    }  # fmt: skip
+    return Architecture(**(given | changes))  # type: ignore[arg-type]
+
+
+def moe_architecture(**changes: object) -> Architecture:
+    moe = {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True, "experts": Experts(4, 2, 8, True)}
+    return architecture(**(moe | changes))
+
+
+def random_checkpoint(arch: Architecture, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {tensor.name: torch.randn(tensor.shape, generator=generator).to(dtype) for tensor in tensors_of(arch)}
+
+
+def rank_tensors(
+    arch: Architecture, layout: ParallelLayout, where: RankCoordinates, checkpoint: Tensors, te: bool = False
+) -> Tensors:
+    """Every parameter of one rank by name, with the local or the transformer-engine spec's names."""
+    held: Tensors = {}
+    per_chunk = arch.layers // layout.pipeline // layout.virtual_pipeline
+    for chunk in range(layout.virtual_pipeline):
+        piece = chunk * layout.pipeline + where.pipeline
+        if piece == 0:
+            held[f"chunk{chunk}.embedding.word_embeddings.weight"] = vocabulary(
+                checkpoint["model.embed_tokens.weight"], layout.tensor, where.tensor
+            )
+        for local in range(per_chunk):
+            layer = layer_tensors(arch, layout, where, checkpoint, f"model.layers.{piece * per_chunk + local}.", te)
+            held |= {f"chunk{chunk}.decoder.layers.{local}.{name}": tensor for name, tensor in layer.items()}
+        if piece == layout.pipeline * layout.virtual_pipeline - 1:
+            held[f"chunk{chunk}.decoder.final_layernorm.weight"] = checkpoint["model.norm.weight"]
+            head = "model.embed_tokens.weight" if arch.tied_embeddings else "lm_head.weight"
+            if not arch.tied_embeddings or layout.pipeline > 1:
+                held[f"chunk{chunk}.output_layer.weight"] = vocabulary(checkpoint[head], layout.tensor, where.tensor)
+    return held
+
+
+def vocabulary(weight: torch.Tensor, tensor: int, index: int) -> torch.Tensor:
+    missing = -weight.shape[0] % tensor
+    return torch.cat([weight, weight.new_zeros(missing, weight.shape[1])]).chunk(tensor)[index]
+
+
+def layer_tensors(
+    arch: Architecture, layout: ParallelLayout, where: RankCoordinates, checkpoint: Tensors, prefix: str, te: bool
+) -> Tensors:
+    def hf(name: str) -> torch.Tensor:
+        return checkpoint[prefix + name]
+
+    def fused(kind: str) -> torch.Tensor:
+        q, k, v = (hf(f"self_attn.{x}_proj.{kind}").unflatten(0, (arch.query_groups, -1)) for x in "qkv")
+        return torch.cat([q, k, v], dim=1).flatten(0, 1).chunk(layout.tensor)[where.tensor]
+
+    def fc1(gate: torch.Tensor, up: torch.Tensor, shards: int, index: int) -> torch.Tensor:
+        return torch.cat([gate.chunk(shards)[index], up.chunk(shards)[index]])
+
+    held = {
+        ("self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"): hf("input_layernorm.weight"),
+        "self_attention.linear_qkv.weight": fused("weight"),
+        "self_attention.linear_proj.weight": hf("self_attn.o_proj.weight").chunk(layout.tensor, 1)[where.tensor],
+    }
+    if arch.qkv_bias:
+        held["self_attention.linear_qkv.bias"] = fused("bias")
+    if arch.qk_norm:
+        held["self_attention.q_layernorm.weight"] = hf("self_attn.q_norm.weight")
+        held["self_attention.k_layernorm.weight"] = hf("self_attn.k_norm.weight")
+    post = hf("post_attention_layernorm.weight")
+    if arch.experts is None:
+        held["mlp.linear_fc1.layer_norm_weight" if te else "pre_mlp_layernorm.weight"] = post
+        gate, up = hf("mlp.gate_proj.weight"), hf("mlp.up_proj.weight")
+        held["mlp.linear_fc1.weight"] = fc1(gate, up, layout.tensor, where.tensor)
+        held["mlp.linear_fc2.weight"] = hf("mlp.down_proj.weight").chunk(layout.tensor, 1)[where.tensor]
+        return held
+    held["pre_mlp_layernorm.weight"] = post
+    held["mlp.router.weight"] = hf("mlp.gate.weight")
+    here = arch.experts.count // layout.expert
+    for local in range(here):
+        gate, up, down = (hf(f"mlp.experts.{where.expert * here + local}.{x}_proj.weight") for x in ("gate", "up", "down"))
+        cut = (layout.expert_tensor, where.expert_tensor)
+        names = (
+            (f"linear_fc1.weight{local}", f"linear_fc2.weight{local}")
+            if te
+            else (f"local_experts.{local}.linear_fc1.weight", f"local_experts.{local}.linear_fc2.weight")
+        )
+        held[f"mlp.experts.{names[0]}"] = fc1(gate, up, *cut)
+        held[f"mlp.experts.{names[1]}"] = down.chunk(cut[0], 1)[cut[1]]
+    return held
