@@ -1,0 +1,115 @@
+"""From a flat range of a local parameter to boxes in checkpoint coordinates. Pure arithmetic.
+
+The distributed optimizer cuts each parameter's memory anywhere, in the middle of a row if need be. A range of a matrix is at
+most three boxes: the end of a row, whole rows, the beginning of a row. So every state of every rank is a set of boxes of
+checkpoint tensors, and a checkpoint made of them knows nothing of the layout that wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
+from megagrpo.weights.boxes import Box, Fill, Manifest, Placement
+
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+"""start and shape of an axis-aligned part of a local tensor"""
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """A part of a flat range, in elements: torch.as_strided(flat, shape, strides, flat.storage_offset() + offset)."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoxInRange:
+    """Where `box`, all of which lies in the flat range, lies in it. The view's axes are the box's."""
+
+    box: Box
+    view: Strided
+
+
+def boxes_in_range(placement: Placement, storage_shape: Sequence[int], start: int, stop: int) -> list[BoxInRange]:
+    """The boxes of `placement` held by elements start .. stop of its storage (contiguous, of `storage_shape`)."""
+    found = []
+    for at, shape in _common_regions(placement.at, placement.local_shape, storage_shape, start, stop):
+        view = _strided(at, shape, storage_shape, start)
+        axes = [placement.axes.index(axis) for axis in range(len(placement.box.shape))]
+        box = Box(
+            placement.box.tensor,
+            tuple(placement.box.start[axis] + at[local] - placement.at[local] for axis, local in enumerate(axes)),
+            tuple(shape[local] for local in axes),
+        )
+        strided = Strided(box.shape, tuple(view.strides[local] for local in axes), view.offset)
+        found.append(BoxInRange(box, strided))
+    return found
+
+
+def fills_in_range(fill: Fill, storage_shape: Sequence[int], start: int, stop: int) -> list[Strided]:
+    """The parts of `fill` held by elements start .. stop of its storage."""
+    regions = _common_regions(fill.at, fill.shape, storage_shape, start, stop)
+    return [_strided(at, shape, storage_shape, start) for at, shape in regions]
+
+
+def first_holders(layout: ParallelLayout, manifest_of: Callable[[RankCoordinates], Manifest]) -> Mapping[Box, int]:
+    """The lowest rank that holds each box: of all its replicas, the one that saves it.
+
+    Replicas are equal boxes: manifests of two ranks never cut the same tensor differently. Ranks that differ only in the
+    data and context coordinates hold the same, so one manifest of each kind is made.
+    """
+    holders: dict[Box, int] = {}
+    seen = set()
+    for where in rank_grid(layout):
+        kind = (where.pipeline, where.tensor, where.expert, where.expert_tensor)
+        if kind not in seen:
+            seen.add(kind)
+            for placement in manifest_of(where).placements:
+                holders.setdefault(placement.box, where.rank)
+    return holders
+
+
+def _common_regions(
+    at: Sequence[int], shape: Sequence[int], storage_shape: Sequence[int], start: int, stop: int
+) -> Iterable[Region]:
+    for range_at, range_shape in _regions(tuple(storage_shape), start, stop):
+        low = tuple(map(max, at, range_at))
+        high = tuple(min(a + n, b + m) for a, n, b, m in zip(at, shape, range_at, range_shape, strict=True))
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            yield low, tuple(b - a for a, b in zip(low, high, strict=True))
+
+
+def _regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
+    """Elements start .. stop of a contiguous tensor as axis-aligned regions, in order."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = prod(shape[1:])
+    first_whole, last_whole = -(-start // row), stop // row
+    if first_whole > last_whole:  # the range begins and ends within one row
+        yield from _within_row(shape, last_whole, start, stop)
+        return
+    if start < first_whole * row:
+        yield from _within_row(shape, first_whole - 1, start, first_whole * row)
+    if first_whole < last_whole:
+        yield (first_whole, *(0,) * (len(shape) - 1)), (last_whole - first_whole, *shape[1:])
+    if last_whole * row < stop:
+        yield from _within_row(shape, last_whole, last_whole * row, stop)
+
+
+def _within_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Region]:
+    begin = index * prod(shape[1:])
+    for at, part in _regions(shape[1:], start - begin, stop - begin):
+        yield (index, *at), (1, *part)
+
+
+def _strided(at: tuple[int, ...], shape: tuple[int, ...], storage_shape: Sequence[int], start: int) -> Strided:
+    strides = tuple(prod(storage_shape[axis + 1 :]) for axis in range(len(storage_shape)))
+    return Strided(shape, strides, sum(a * s for a, s in zip(at, strides, strict=True)) - start)
