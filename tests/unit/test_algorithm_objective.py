@@ -149,11 +149,11 @@ def test_loss_does_not_depend_on_how_sequences_are_packed(lengths, kind, parts, 
 
 def test_learning_rate_warms_up_then_follows_its_schedule():
     optimizer = Optimizer(lr=1.0, min_lr=0.1, schedule="linear", warmup_steps=4)
-    rates = [learning_rate(step, 14, optimizer) for step in range(15)]
+    rates = [learning_rate(step, 14, optimizer) for step in range(1, 16)]
     np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1.0, 1.0])
     np.testing.assert_allclose(np.diff(rates[4:]), -0.09)
     assert abs(rates[14] - 0.1) < 1e-12
     cosine = optimizer.model_copy(update={"schedule": "cosine"})
-    assert abs(learning_rate(9, 14, cosine) - 0.55) < 1e-12
+    assert abs(learning_rate(10, 14, cosine) - 0.55) < 1e-12
     constant = optimizer.model_copy(update={"schedule": "constant", "warmup_steps": 0})
-    assert {learning_rate(step, 14, constant) for step in range(14)} == {1.0}
+    assert {learning_rate(step, 14, constant) for step in range(1, 15)} == {1.0}
