@@ -1,0 +1,114 @@
+"""A place in the endless, shuffled sequence of prompts, small enough to be saved with every checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megagrpo.data.order import permutation
+from megagrpo.errors import DataError, Problem
+from megagrpo.types import Prompt
+
+
+class Cursor:
+    """Epoch after epoch over `prompts`, each a permutation drawn from (seed, epoch).
+
+    Invariant: 0 <= position < len(prompts), and (epoch, position) with the constructor's arguments decide everything
+    that follows; nothing else is remembered.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
+        if not prompts:
+            raise DataError(Problem("no prompts to train on", needed="at least one prompt"))
+        self.epoch = 0
+        self.position = 0
+        self._prompts = prompts
+        self._data = {"prompts": len(prompts), "seed": seed, "shuffle": shuffle, "fingerprint": fingerprint(prompts)}
+        self._order = self._order_of(0)
+
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+        return len(self._prompts)
+
+    def next(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; they may straddle epochs.
+
+        Ids are unique within the list: a prompt that comes again (it was taken twice, or a new epoch began) has `+1`, `+2`,
+        ... appended, so that its samples have seeds and names of their own.
+        """
+        taken: list[Prompt] = []
+        while len(taken) < count:
+            indices = self._order[self.position : self.position + count - len(taken)]
+            taken += [self._prompts[i] for i in indices]
+            self._advance(len(indices))
+        return _with_unique_ids(taken)
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, as plain JSON values."""
+        return {"epoch": self.epoch, "position": self.position, **self._data}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. Raises DataError, changing nothing, if it was taken over other data."""
+        problems = [
+            Problem(
+                "the saved place in the data does not fit this run's data",
+                given=f"{name}: {value!r} now",
+                needed=f"{name}: {state.get(name)!r}, as when it was saved",
+                fix="restore the data files and the data section and seed of the recipe, or start a new run under another name",
+            )
+            for name, value in self._data.items()
+            if state.get(name) != value
+        ]
+        epoch, position = state.get("epoch"), state.get("position")
+        if not _is_index(epoch) or not _is_index(position) or position >= len(self):
+            problems.append(
+                Problem(
+                    "the saved place in the data is not valid",
+                    given=f"epoch: {epoch!r}, position: {position!r}",
+                    needed=f"an epoch from 0 and a position from 0 to {len(self) - 1}",
+                )
+            )
+        if problems:
+            raise DataError(problems)
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._order = self._order_of(self.epoch)
+
+    def _advance(self, count: int) -> None:
+        self.position += count
+        if self.position == len(self):
+            self.epoch, self.position = self.epoch + 1, 0
+            self._order = self._order_of(self.epoch)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if not self._data["shuffle"]:
+            return np.arange(len(self))
+        return permutation(len(self), self._data["seed"], epoch)
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Hash of ids, tokens and answers, in order: other files, rows, template or amounts give another one."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(f"{prompt.id}\0{prompt.ground_truth}\0{len(prompt.tokens)}\0".encode())
+        digest.update(array("q", prompt.tokens).tobytes())
+    return digest.hexdigest()
+
+
+def _with_unique_ids(prompts: list[Prompt]) -> list[Prompt]:
+    seen: Counter[str] = Counter()
+    unique = []
+    for prompt in prompts:
+        again = seen[prompt.id]
+        seen[prompt.id] += 1
+        unique.append(replace(prompt, id=f"{prompt.id}+{again}") if again else prompt)
+    return unique
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

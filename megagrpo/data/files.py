@@ -1,0 +1,202 @@
+"""Records of a parquet or JSONL file, one dict each, with every defect named by file and row.
+
+Parquet rows count from 0, as pandas shows them; JSONL lines count from 1, as editors show them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megagrpo.errors import DataError, Problem
+
+SUFFIXES = (".parquet", ".jsonl")
+PROBLEMS_SHOWN = 10
+BATCH_ROWS = 2048
+
+Record = dict[str, Any]
+
+
+class Findings:
+    """Problems of one file: the first ten in full, the rest as a count."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.count = 0
+        self._shown: list[Problem] = []
+
+    def add(self, problems: Iterable[Problem]) -> None:
+        for problem in problems:
+            self.count += 1
+            if self.count <= PROBLEMS_SHOWN:
+                self._shown.append(problem)
+
+    def problems(self) -> list[Problem]:
+        if self.count <= PROBLEMS_SHOWN:
+            return list(self._shown)
+        return [*self._shown, Problem(f"{self.path}: and {self.count - PROBLEMS_SHOWN} more")]
+
+    def raise_if_any(self) -> None:
+        if self.count:
+            raise DataError(self.problems())
+
+
+def place(path: Path, number: int) -> str:
+    """How an error names one record of a file."""
+    return f"{path} row {number} (counting from 0)" if path.suffix == ".parquet" else f"{path} line {number}"
+
+
+def brief(value: object) -> str:
+    """A value as an error shows it: one line, at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def column_problem(path: Path, column: str, present: Iterable[str]) -> Problem:
+    """`column` is not in the file: say which are, and which of them looks like a misspelling."""
+    names = list(present)
+    near = difflib.get_close_matches(column, names, n=1)
+    return Problem(
+        where=f"{path}: no column {column!r}",
+        given=f"columns {', '.join(names) or '(none)'}",
+        needed=f"a column {column!r}",
+        fix=f"rename {near[0]!r} to {column!r}" if near else "see docs/data.md for the columns of a prompt file",
+    )
+
+
+def path_problem(path: Path) -> Problem | None:
+    """What can be known without opening the file."""
+    if not path.exists():
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, n=1)
+        fix = (
+            f"did you mean {path.parent / near[0]}?"
+            if near
+            else "check the path; relative paths start at the working directory"
+        )
+        return Problem(f"{path}: no such file", needed="a parquet or JSONL file", fix=fix)
+    if not path.is_file():
+        return Problem(
+            f"{path}: not a file",
+            given="a directory" if path.is_dir() else "a special file",
+            needed="a parquet or JSONL file",
+        )
+    if path.suffix not in SUFFIXES:
+        return Problem(
+            f"{path}: unknown kind of file",
+            given=f"extension {path.suffix!r}",
+            needed=" or ".join(SUFFIXES),
+            fix="convert it, or rename it if only the name is wrong",
+        )
+    if path.stat().st_size == 0:
+        return Problem(f"{path}: the file is empty", given="0 bytes", needed="at least one row")
+    return None
+
+
+def columns(path: Path) -> tuple[str, ...]:
+    """Names of the columns: the parquet schema's, or the keys of the first JSONL object (none if that line is bad)."""
+    _raise_path_problem(path)
+    if path.suffix == ".parquet":
+        return tuple(_open_parquet(path).schema_arrow.names)
+    first = next(records(path), None)
+    return tuple(first[1]) if first is not None and isinstance(first[1], dict) else ()
+
+
+def records(path: Path, wanted: Iterable[str] | None = None) -> Iterator[tuple[int, Record | Problem]]:
+    """(row or line number, record), with a Problem in place of a record that cannot be read.
+
+    `wanted` restricts a parquet file to these columns. Raises DataError if the file as a whole cannot be read.
+    """
+    _raise_path_problem(path)
+    yield from _parquet_records(path, wanted) if path.suffix == ".parquet" else _jsonl_records(path)
+
+
+def _raise_path_problem(path: Path) -> None:
+    problem = path_problem(path)
+    if problem is not None:
+        raise DataError(problem)
+
+
+def _unreadable(path: Path, reason: BaseException, after_row: int | None = None) -> DataError:
+    after = "" if after_row is None else f" from row {after_row} on"
+    return DataError(
+        Problem(
+            where=f"{path}: cannot be read as parquet{after}",
+            given=str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__,
+            needed="a whole parquet file",
+            fix="write or download it again; it may be truncated",
+        )
+    )
+
+
+def _open_parquet(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as reason:
+        raise _unreadable(path, reason) from None
+
+
+def _parquet_records(path: Path, wanted: Iterable[str] | None) -> Iterator[tuple[int, Record | Problem]]:
+    file = _open_parquet(path)
+    present = file.schema_arrow.names
+    names = present if wanted is None else [name for name in present if name in set(wanted)]
+    number = 0
+    batches = file.iter_batches(batch_size=BATCH_ROWS, columns=names)
+    while True:
+        try:
+            batch = next(batches, None)
+        except (pa.ArrowException, OSError) as reason:
+            raise _unreadable(path, reason, after_row=number) from None
+        if batch is None:
+            return
+        for record in _batch_records(batch, path, number):
+            yield number, record
+            number += 1
+
+
+def _batch_records(batch: pa.RecordBatch, path: Path, first: int) -> list[Any]:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        return [_batch_record(batch, i, path, first) for i in range(batch.num_rows)]
+
+
+def _batch_record(batch: pa.RecordBatch, index: int, path: Path, first: int) -> Record | Problem:
+    try:
+        return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
+    except UnicodeDecodeError as reason:
+        return _not_utf8(place(path, first + index), reason)
+
+
+def _jsonl_records(path: Path) -> Iterator[tuple[int, Record | Problem]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, _json_record(line, place(path, number))
+
+
+def _json_record(line: bytes, where: str) -> Record | Problem:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as reason:
+        return _not_utf8(where, reason)
+    except (ValueError, RecursionError) as reason:
+        return Problem(f"{where}: not valid JSON", given=str(reason), needed="one JSON object per line")
+    if not isinstance(record, dict):
+        return Problem(f"{where}: not a JSON object", given=brief(record), needed="one JSON object per line")
+    return record
+
+
+def _not_utf8(where: str, reason: UnicodeDecodeError) -> Problem:
+    return Problem(
+        f"{where}: not UTF-8",
+        given=f"byte 0x{reason.object[reason.start]:02x} at position {reason.start}",
+        needed="UTF-8 text",
+        fix="convert the file, for example with iconv -f latin1 -t utf-8",
+    )

@@ -1,0 +1,161 @@
+"""The schema of a prompt file, the one the field uses, and its rows checked against it.
+
+data_source   text                            where the row comes from; reward functions receive it
+prompt        list of {role, content}         chat messages; the last one is not the assistant's
+ability       text, optional                  kind of task, for the metrics
+reward_model  {style, ground_truth}           what the reward compares with; style is not used
+extra_info    struct, optional                anything else; reward functions receive it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megagrpo.data.files import Findings, Record, brief, column_problem, columns, path_problem, place, records
+from megagrpo.errors import DataError, Problem
+
+REQUIRED = ("data_source", "prompt", "reward_model")
+OPTIONAL = ("ability", "extra_info")
+ROLES = ("system", "user", "assistant", "tool")
+ROWS_IN_QUICK_CHECK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One valid row. `number` counts as in `files.place`."""
+
+    number: int
+    data_source: str
+    messages: tuple[Mapping[str, Any], ...]
+    ground_truth: str
+    ability: str
+    extra_info: Mapping[str, Any]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a prompt file. Raises DataError with up to ten of its problems and the count of the others."""
+    findings, rows = _check(path, limit=None)
+    findings.raise_if_any()
+    return rows
+
+
+def file_problems(path: Path) -> list[Problem]:
+    """A quick look, whatever the file's size: that it opens, its columns, its first rows. Raises nothing."""
+    problem = path_problem(path)
+    if problem is not None:
+        return [problem]
+    try:
+        findings, _ = _check(path, limit=ROWS_IN_QUICK_CHECK)
+    except DataError as error:
+        return list(error.problems)
+    return findings.problems()
+
+
+def _check(path: Path, limit: int | None) -> tuple[Findings, list[Row]]:
+    findings = Findings(path)
+    rows: list[Row] = []
+    present = columns(path)
+    if present:  # a first JSONL line that cannot be read has none, and is reported as a row
+        findings.add(column_problem(path, name, present) for name in REQUIRED if name not in present)
+        if findings.count:
+            return findings, rows
+    seen = 0
+    for number, record in islice(records(path, REQUIRED + OPTIONAL), limit):
+        seen += 1
+        if isinstance(record, Problem):
+            findings.add([record])
+            continue
+        problems = _row_problems(record, place(path, number))
+        if problems:
+            findings.add(problems)
+        else:
+            rows.append(_row(record, number))
+    if not seen:
+        findings.add([Problem(f"{path}: the file has no rows", needed="at least one row")])
+    return findings, rows
+
+
+def _row(record: Record, number: int) -> Row:
+    return Row(
+        number=number,
+        data_source=record["data_source"],
+        messages=tuple({k: v for k, v in message.items() if v is not None} for message in record["prompt"]),
+        ground_truth=record["reward_model"]["ground_truth"],
+        ability=record.get("ability") or "",
+        extra_info=record.get("extra_info") or {},
+    )
+
+
+def _row_problems(record: Record, where: str) -> list[Problem]:
+    missing = [name for name in REQUIRED if name not in record]
+    if missing:
+        return [Problem(f"{where}: no {name!r}", given=f"keys {', '.join(record)}", needed=name) for name in missing]
+    problems = _text_problems(record["data_source"], f"{where}, data_source")
+    problems += _message_problems(record["prompt"], f"{where}, prompt")
+    problems += _ground_truth_problems(record["reward_model"], f"{where}, reward_model")
+    if record.get("ability") is not None:
+        problems += _text_problems(record["ability"], f"{where}, ability")
+    extra = record.get("extra_info")
+    if extra is not None and not isinstance(extra, Mapping):
+        problems.append(
+            Problem(f"{where}, extra_info", given=brief(extra), needed="an object with named fields, or null")
+        )
+    return problems
+
+
+def _message_problems(messages: object, where: str) -> list[Problem]:
+    if not isinstance(messages, list):
+        fix = (
+            "wrap it as [{role: user, content: TEXT}], or use `megagrpo prepare jsonl`"
+            if isinstance(messages, str)
+            else ""
+        )
+        return [Problem(where, given=brief(messages), needed="a list of messages {role, content}", fix=fix)]
+    if not messages:
+        return [Problem(where, given="no messages", needed="at least one message {role, content}")]
+    problems = []
+    for index, message in enumerate(messages):
+        at = f"{where}[{index}]"
+        if not isinstance(message, Mapping):
+            problems.append(Problem(at, given=brief(message), needed="a message {role, content}"))
+            continue
+        if message.get("role") not in ROLES:
+            problems.append(
+                Problem(f"{at}.role", given=brief(message.get("role")), needed=f"one of {', '.join(ROLES)}")
+            )
+        problems += _text_problems(message.get("content"), f"{at}.content")
+    if not problems and messages[-1]["role"] == "assistant":
+        problems.append(
+            Problem(
+                f"{where}[{len(messages) - 1}].role",
+                given="'assistant'",
+                needed="a last message for the assistant to answer",
+            )
+        )
+    if not problems and not any(message["content"].strip() for message in messages):
+        problems.append(Problem(where, given="messages without any text", needed="a question"))
+    return problems
+
+
+def _ground_truth_problems(reward_model: object, where: str) -> list[Problem]:
+    if not isinstance(reward_model, Mapping):
+        return [Problem(where, given=brief(reward_model), needed="{style, ground_truth}")]
+    if "ground_truth" not in reward_model:
+        return [Problem(where, given=f"fields {', '.join(map(str, reward_model))}", needed="a field ground_truth")]
+    return _text_problems(reward_model["ground_truth"], f"{where}.ground_truth")
+
+
+def _text_problems(value: object, where: str) -> list[Problem]:
+    if not isinstance(value, str):
+        fix = f"write it as text: {str(value)!r}" if isinstance(value, int | float) else ""
+        return [Problem(where, given=brief(value), needed="text", fix=fix)]
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which no tokenizer accepts
+            return [Problem(where, given=brief(value), needed="valid Unicode text", fix="remove the lone surrogate")]
+    return []
