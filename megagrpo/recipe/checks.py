@@ -1,0 +1,327 @@
+"""Rules between fields of a recipe. Pure: nothing is read but the recipe. recipe/model_checks.py has those that need the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megagrpo.errors import Problem
+from megagrpo.recipe.fields import nearest
+from megagrpo.recipe.schema import Recipe
+
+RUN_LENGTHS = ("total_steps", "total_epochs", "total_episodes")
+EVAL_METRICS = ("mean", "pass", "maj")
+
+
+@dataclass(frozen=True)
+class RuleProblem(Problem):
+    """A broken rule between fields. `where` is the field to change first; `fields` are all that the rule reads."""
+
+    fields: tuple[str, ...] = ()
+
+
+def broken(field: str, *, given: str, needed: str, fix: str, reads: tuple[str, ...] = ()) -> RuleProblem:
+    """`reads` are the fields that the rule takes into account besides `field`."""
+    return RuleProblem(field, given, needed, fix, (field, *reads))
+
+
+def recipe_problems(recipe: Recipe) -> list[RuleProblem]:
+    """Every broken rule of the recipe alone; `where` is a dotted path."""
+    return [problem for rule in RULES for problem in rule(recipe)]
+
+
+def _run_length(recipe: Recipe) -> Iterator[RuleProblem]:
+    given = [name for name in RUN_LENGTHS if getattr(recipe.train, name) is not None]
+    if len(given) != 1:
+        yield broken(
+            f"train.{(given or RUN_LENGTHS)[0]}",
+            reads=tuple(f"train.{name}" for name in RUN_LENGTHS),
+            given=f"{' and '.join(given)}" if given else "no length of the run",
+            needed="exactly one of total_steps, total_epochs, total_episodes",
+            fix="keep one of them" if given else "add total_steps: N",
+        )
+    samples = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
+    if recipe.train.total_episodes is not None and recipe.train.total_episodes < samples:
+        yield broken(
+            "train.total_episodes",
+            reads=("rollout.prompts_per_step", "rollout.samples_per_prompt"),
+            given=f"{recipe.train.total_episodes}, and one step takes {samples} responses",
+            needed=f"at least {samples}",
+            fix="raise it, or lower rollout.prompts_per_step or rollout.samples_per_prompt",
+        )
+
+
+def _batch(recipe: Recipe) -> Iterator[RuleProblem]:
+    rollout, minibatches, data = recipe.rollout, recipe.algorithm.minibatches, recipe.train.layout.data
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    product = f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = {samples}"
+    if samples % minibatches:
+        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+        yield broken(
+            "algorithm.minibatches",
+            reads=("rollout.prompts_per_step", "rollout.samples_per_prompt"),
+            given=f"{minibatches} minibatches of {product}",
+            needed="minibatches of equal size",
+            fix=f"minibatches: {min(divisors, key=lambda n: abs(n - minibatches))}",
+        )
+    elif samples // minibatches < data:
+        yield broken(
+            "train.layout.data",
+            reads=("algorithm.minibatches", "rollout.prompts_per_step", "rollout.samples_per_prompt"),
+            given=f"{data} data ranks, and {product} in {minibatches} minibatches, so {samples // minibatches} samples in each",
+            needed="at least one sample of every minibatch for each data rank",
+            fix=f"lower train.layout.data to {samples // minibatches}, lower algorithm.minibatches, or sample more",
+        )
+    if rollout.samples_per_prompt < 2:
+        yield broken(
+            "rollout.samples_per_prompt",
+            reads=("algorithm.advantage.name",),
+            given=f"{rollout.samples_per_prompt}",
+            needed="at least 2: an advantage compares the samples of one prompt, and that of a single sample is always 0",
+            fix="samples_per_prompt: 8",
+        )
+
+
+def _sampling(recipe: Recipe) -> Iterator[RuleProblem]:
+    reason = "training divides by the probabilities of the whole vocabulary, so sampling must draw from all of it"
+    if recipe.rollout.top_p != 1:
+        yield broken(
+            "rollout.top_p", given=f"{recipe.rollout.top_p}", needed=f"1: {reason}", fix="top_p: 1.0, or remove it"
+        )
+    if recipe.rollout.top_k:
+        yield broken(
+            "rollout.top_k", given=f"{recipe.rollout.top_k}", needed=f"0: {reason}", fix="top_k: 0, or remove it"
+        )
+
+
+def _lengths(recipe: Recipe) -> Iterator[RuleProblem]:
+    context, prompt, response = (
+        recipe.train.layout.context,
+        recipe.data.prompt_tokens_max,
+        recipe.rollout.response_tokens_max,
+    )
+    multiple = 1 if context == 1 else 2 * context  # context ranks each take two equal pieces of a sequence
+    longest = -(-(prompt + response) // multiple) * multiple
+    if recipe.train.tokens_per_microbatch * context < longest:
+        yield broken(
+            "train.tokens_per_microbatch",
+            reads=("train.layout.context", "data.prompt_tokens_max", "rollout.response_tokens_max"),
+            given=f"{recipe.train.tokens_per_microbatch} tokens x {context} context ranks, and prompt + response of up to "
+            f"{prompt} + {response}"
+            + (f", padded to {longest} for context ranks" if longest > prompt + response else ""),
+            needed=f"at least {-(-longest // context)}, to hold the longest sequence",
+            fix="raise it, or lower data.prompt_tokens_max or rollout.response_tokens_max",
+        )
+
+
+def _layout(recipe: Recipe) -> Iterator[RuleProblem]:
+    layout = recipe.train.layout.parallel()
+    for text in layout.problems():
+        field = "virtual_pipeline" if text.startswith("virtual_pipeline") else "expert"
+        read = ("pipeline",) if field == "virtual_pipeline" else ("expert_tensor", "tensor", "context", "data")
+        given = f"virtual_pipeline {layout.virtual_pipeline} with pipeline {layout.pipeline}"
+        if field == "expert":
+            default = "" if recipe.train.layout.expert_tensor else " (the default: as tensor)"
+            given = f"expert {layout.expert} x expert_tensor {layout.expert_tensor}{default}"
+        yield broken(
+            f"train.layout.{field}",
+            reads=tuple(f"train.layout.{name}" for name in read),
+            given=given,
+            needed=text,
+            fix="virtual_pipeline: 1"
+            if field == "virtual_pipeline"
+            else "lower expert or expert_tensor, or raise data",
+        )
+    sizes = tuple(f"train.layout.{name}" for name in ("tensor", "pipeline", "context", "data"))
+    devices = recipe.cluster.trainer_devices
+    if devices is not None and devices != layout.ranks:
+        yield broken(
+            "cluster.trainer_devices",
+            reads=sizes,
+            given=f"{devices} devices",
+            needed=f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {layout.data}"
+            f" = {layout.ranks} ranks, one device each",
+            fix=_devices_fix(devices, layout.ranks, layout.data),
+        )
+
+
+def _devices_fix(devices: int, ranks: int, data: int) -> str:
+    replica = ranks // data
+    if devices % replica == 0:
+        return f"trainer_devices: {ranks}, or train.layout.data: {devices // replica}"
+    return f"trainer_devices: {ranks}, or sizes whose product is {devices}"
+
+
+def _placement(recipe: Recipe) -> Iterator[RuleProblem]:
+    devices, engines = recipe.cluster.engine_devices, recipe.rollout.engines
+    if devices is None:
+        return
+    if recipe.cluster.placement == "colocated":
+        yield broken(
+            "cluster.engine_devices",
+            reads=("cluster.placement",),
+            given=f"{devices}, with placement: colocated",
+            needed="nothing: colocated engines share the trainer's devices",
+            fix="remove it, or write placement: disaggregated",
+        )
+    elif devices > engines:
+        yield broken(
+            "cluster.engine_devices",
+            reads=("rollout.engines", "cluster.placement"),
+            given=f"{devices} devices for {engines} engine{'s' if engines > 1 else ''}",
+            needed="at most one device for each engine",
+            fix=f"engine_devices: {engines}, or rollout.engines: {devices}",
+        )
+
+
+def _algorithm(recipe: Recipe) -> Iterator[RuleProblem]:
+    algorithm = recipe.algorithm
+    if algorithm.clip_low > 1:
+        yield broken(
+            "algorithm.clip_low",
+            given=f"{algorithm.clip_low}",
+            needed="at most 1: a ratio is never below 0",
+            fix="clip_low: 1.0",
+        )
+    if algorithm.advantage.standard_deviation == "sample" and algorithm.advantage.epsilon == 0:
+        yield broken(
+            "algorithm.advantage.epsilon",
+            reads=("algorithm.advantage.standard_deviation",),
+            given="0 with standard_deviation: sample",
+            needed="above 0: a group with equal scores has a standard deviation of 0",
+            fix="epsilon: 1e-6",
+        )
+    if all(function.weight == 0 for function in recipe.reward.functions):
+        yield broken(
+            "reward.functions",
+            given="only weights of 0",
+            needed="a reward that differs between samples",
+            fix="weight: 1.0",
+        )
+
+
+def _optimizer(recipe: Recipe) -> Iterator[RuleProblem]:
+    optimizer = recipe.train.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield broken(
+            "train.optimizer.min_lr",
+            reads=("train.optimizer.lr",),
+            given=f"min_lr {optimizer.min_lr} above lr {optimizer.lr}",
+            needed="at most lr, the peak",
+            fix="lower min_lr or raise lr",
+        )
+    elif optimizer.min_lr > 0 and optimizer.schedule == "constant":
+        yield broken(
+            "train.optimizer.min_lr",
+            reads=("train.optimizer.schedule", "train.optimizer.lr"),
+            given=f"{optimizer.min_lr} with schedule: constant",
+            needed="0: a constant schedule stays at lr",
+            fix="schedule: linear or cosine, or remove min_lr",
+        )
+    steps = recipe.train.total_steps
+    if steps is not None and optimizer.warmup_steps > steps:
+        yield broken(
+            "train.optimizer.warmup_steps",
+            reads=("train.total_steps",),
+            given=f"{optimizer.warmup_steps} of {steps} steps in all",
+            needed="at most train.total_steps",
+            fix="lower it",
+        )
+
+
+def _offload(recipe: Recipe) -> Iterator[RuleProblem]:
+    offload = recipe.train.offload
+    if repeated := sorted({part for part in offload if offload.count(part) > 1}):
+        yield broken(
+            "train.offload", given=f"{', '.join(repeated)} more than once", needed="each part once", fix="remove one"
+        )
+    if "reference" in offload and recipe.algorithm.kl.coefficient == 0:
+        yield broken(
+            "train.offload",
+            reads=("algorithm.kl.coefficient",),
+            given="reference, with algorithm.kl.coefficient 0",
+            needed="a reference policy: there is none without a KL penalty",
+            fix="remove reference from the list, or give a coefficient",
+        )
+
+
+def _device(recipe: Recipe) -> Iterator[RuleProblem]:
+    if recipe.cluster.device == "cpu" and recipe.train.layer_spec == "transformer_engine":
+        yield broken(
+            "train.layer_spec",
+            reads=("cluster.device",),
+            given="transformer_engine with cluster.device: cpu",
+            needed="local or auto: Transformer Engine runs on CUDA only",
+            fix="layer_spec: auto",
+        )
+
+
+def _evaluation(recipe: Recipe) -> Iterator[RuleProblem]:
+    evaluation = recipe.eval
+    if evaluation.samples_per_prompt > 1 and evaluation.temperature == 0:
+        yield broken(
+            "eval.samples_per_prompt",
+            reads=("eval.temperature",),
+            given=f"{evaluation.samples_per_prompt} with temperature 0",
+            needed="1: greedy decoding gives the same response every time",
+            fix="eval.temperature: 1.0, or samples_per_prompt: 1",
+        )
+    for name, value, off in (("top_p", evaluation.top_p, 1.0), ("top_k", evaluation.top_k, 0)):
+        if evaluation.temperature == 0 and value != off:
+            yield broken(
+                f"eval.{name}",
+                reads=("eval.temperature",),
+                given=f"{value} with temperature 0",
+                needed=f"{off:g}: greedy decoding takes the most likely token",
+                fix=f"give eval.temperature, or remove {name}",
+            )
+
+
+def _evaluation_metrics(recipe: Recipe) -> Iterator[RuleProblem]:
+    stopping = recipe.eval.early_stopping
+    asked = {
+        "checkpoint.keep_best": recipe.checkpoint.keep_best,
+        "eval.early_stopping.metric": stopping.metric if stopping else None,
+    }
+    if stopping and stopping.target is None and stopping.patience is None:
+        yield broken(
+            "eval.early_stopping",
+            reads=("eval.early_stopping.target", "eval.early_stopping.patience"),
+            given="neither target nor patience",
+            needed="at least one of them: when to stop",
+            fix="add target: 0.9 or patience: 5",
+        )
+    for field, metric in asked.items():
+        if metric is None:
+            continue
+        if not recipe.eval.files:
+            yield broken(
+                field,
+                reads=("eval.files",),
+                given=f"{metric}, and no eval.files",
+                needed="prompts to evaluate on",
+                fix="give eval.files",
+            )
+        yield from _metric_name(field, metric, recipe.eval.samples_per_prompt)
+
+
+def _metric_name(field: str, metric: str, samples: int) -> Iterator[RuleProblem]:
+    valid = [f"{name}@{samples}" for name in EVAL_METRICS]
+    if metric in valid:
+        return
+    stem = re.sub(r"@.*", "", metric)
+    guess = f"{stem}@{samples}" if stem in EVAL_METRICS else nearest(metric, valid)
+    yield broken(
+        field,
+        reads=("eval.samples_per_prompt",),
+        given=metric,
+        needed=f"one of {', '.join(valid)} (k is eval.samples_per_prompt)",
+        fix=f"did you mean `{guess}`?" if guess else f"write {valid[0]}",
+    )
+
+
+RULES: tuple[Callable[[Recipe], Iterator[RuleProblem]], ...] = (
+    _sampling, _batch, _algorithm, _run_length, _lengths, _layout, _optimizer, _offload, _device,
+    _evaluation, _evaluation_metrics, _placement,
+)  # fmt: skip

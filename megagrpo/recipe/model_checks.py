@@ -1,0 +1,127 @@
+"""Rules between the recipe and the model's architecture: what divides what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megagrpo.recipe.checks import RuleProblem, broken
+from megagrpo.recipe.schema import Recipe
+from megagrpo.weights.families.architecture import Architecture
+
+
+def model_problems(recipe: Recipe, architecture: Architecture) -> list[RuleProblem]:
+    """Every rule that the layout or the lengths break for this model; `where` is a dotted path.
+
+    Any tensor size fits the vocabulary: its rows are padded up to a multiple of it (Architecture.padded_vocab).
+    """
+    return [
+        *_pipeline(recipe, architecture),
+        *_tensor(recipe, architecture),
+        *_experts(recipe, architecture),
+        *_tokens(recipe, architecture),
+    ]
+
+
+def _pipeline(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]:
+    layout, layers = recipe.train.layout, architecture.layers
+    chunks = layout.pipeline * layout.virtual_pipeline
+    if layers % chunks:
+        virtual = f" x virtual_pipeline {layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
+        field = "virtual_pipeline" if layers % layout.pipeline == 0 else "pipeline"
+        sizes = [n for n in divisors(layers // layout.pipeline if virtual and field == "virtual_pipeline" else layers)]
+        yield broken(
+            f"train.layout.{field}",
+            given=f"pipeline {layout.pipeline}{virtual}, and the model has {layers} layers",
+            needed=f"the same number of layers in each of the {chunks} pieces",
+            fix=f"{field} of {either(sizes)}",
+        )
+
+
+def _tensor(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]:
+    tensor = recipe.train.layout.tensor
+    divided = [("attention heads", architecture.heads)]
+    if architecture.experts is None:
+        divided.append(("MLP columns (intermediate_size)", architecture.ffn))
+    for what, count in divided:
+        if count % tensor:
+            yield broken(
+                "train.layout.tensor",
+                given=f"{tensor}, and the model has {count} {what}",
+                needed=f"a size that divides {count}",
+                fix=f"tensor of {either(divisors(architecture.heads))}",
+            )
+    groups = architecture.query_groups
+    if groups % tensor and tensor % groups:
+        yield broken(
+            "train.layout.tensor",
+            given=f"{tensor}, and the model has {groups} query groups (num_key_value_heads)",
+            needed=f"a size that divides {groups}, or a multiple of it",
+            fix=f"tensor of {either([n for n in divisors(architecture.heads) if groups % n == 0 or n % groups == 0])}",
+        )
+
+
+def _experts(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]:
+    layout = recipe.train.layout
+    if architecture.experts is None:
+        if layout.expert > 1:
+            yield broken(
+                "train.layout.expert",
+                given=f"{layout.expert}, and the model ({architecture.family}) has no experts",
+                needed="1",
+                fix="expert: 1, and train.layout.data to use more ranks",
+            )
+        if layout.expert_tensor not in (None, layout.tensor):
+            yield broken(
+                "train.layout.expert_tensor",
+                given=f"{layout.expert_tensor}, and the model ({architecture.family}) has no experts",
+                needed="nothing",
+                fix="remove it",
+            )
+        return
+    experts, expert_tensor = architecture.experts, layout.parallel().expert_tensor
+    if experts.count % layout.expert:
+        yield broken(
+            "train.layout.expert",
+            given=f"{layout.expert}, and each layer has {experts.count} experts",
+            needed=f"a size that divides {experts.count}",
+            fix=f"expert of {either(divisors(experts.count))}",
+        )
+    if experts.ffn % expert_tensor:
+        yield broken(
+            "train.layout.expert_tensor",
+            given=f"{expert_tensor}, and each expert has {experts.ffn} columns (moe_intermediate_size)",
+            needed=f"a size that divides {experts.ffn}",
+            fix="expert_tensor: 1",
+        )
+
+
+def _tokens(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]:
+    prompt = recipe.data.prompt_tokens_max
+    lengths = [("rollout", recipe.rollout.response_tokens_max)]
+    if recipe.eval.files and recipe.eval.response_tokens_max is not None:
+        lengths.append(("eval", recipe.eval.response_tokens_max))
+    for section, response in lengths:
+        if prompt + response > architecture.max_positions:
+            yield broken(
+                f"{section}.response_tokens_max",
+                given=f"prompt + response of up to {prompt} + {response} = {prompt + response} tokens",
+                needed=f"at most {architecture.max_positions}, the model's max_position_embeddings",
+                fix=f"lower {section}.response_tokens_max or data.prompt_tokens_max",
+            )
+    if outside := [token for token in recipe.rollout.stop_token_ids if token >= architecture.vocab]:
+        yield broken(
+            "rollout.stop_token_ids",
+            given=", ".join(map(str, outside)),
+            needed=f"token ids below {architecture.vocab}, the size of the vocabulary",
+            fix="remove them",
+        )
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def either(sizes: list[int]) -> str:
+    """`1, 2 or 4`, the larger ones left out of a long list."""
+    shown = [str(size) for size in sizes[:6]]
+    return f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) > 1 else shown[0]

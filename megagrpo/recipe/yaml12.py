@@ -1,0 +1,171 @@
+"""YAML as recipes use it: YAML 1.2's core schema on PyYAML's safe loader, with the line of every node.
+
+PyYAML follows YAML 1.1, in which `1e-6` is text and `off` is false. Here a number is a number, only true and false are
+booleans, and a key given twice is an error. Mapping keys are always text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from megagrpo.errors import Problem, RecipeError
+
+TAG = "tag:yaml.org,2002:"
+CORE_SCHEMA = (
+    ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ("~", "n", "N", "")),
+    ("bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), tuple("tTfF")),
+    ("int", re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"), tuple("-+0123456789")),
+    (
+        "float",
+        re.compile(
+            r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        ),
+        tuple("-+.0123456789"),
+    ),
+)
+"""Tag, pattern and first characters, from https://yaml.org/spec/1.2.2/#103-core-schema."""
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader without YAML 1.1's ways to read scalars; the core schema's are added below."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either YAML would not read back as text."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _name, _pattern, _first in CORE_SCHEMA:
+    _Loader.add_implicit_resolver(TAG + _name, _pattern, list(_first))
+    _Dumper.add_implicit_resolver(TAG + _name, _pattern, list(_first))
+
+
+@dataclass
+class Document:
+    """A parsed document: plain Python values, the line (from 1) of every dotted path, and what was wrong at which path."""
+
+    tree: Any = None
+    lines: dict[str, int] = field(default_factory=dict)
+    problems: list[tuple[str, Problem]] = field(default_factory=list)
+
+
+def parse(text: str, where: Callable[[int], str]) -> Document:
+    """Read one YAML document. `where` names a line (from 1) in messages.
+
+    Raises RecipeError if the text is not YAML at all; repeated keys and unknown tags are in Document.problems.
+    """
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        document = Document()
+        if node is not None:
+            document.tree = _build(node, "", document, where, ())
+        return document
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line if error.problem_mark else 0
+        lines = text.splitlines()
+        shown = lines[line].strip() if line < len(lines) else "the end of the text"
+        raise RecipeError(
+            Problem(where(line + 1), given=shown, needed=f"valid YAML: {error.problem}", fix=_syntax_fix(error, shown))
+        ) from None
+    except yaml.reader.ReaderError as error:
+        line = text[: error.position].count("\n")
+        raise RecipeError(
+            Problem(where(line + 1), given=f"the character {error.character!a}", needed="printable text")
+        ) from None
+    except RecursionError:
+        raise RecipeError(Problem(where(1), given="lists or mappings nested too deeply", needed="a recipe")) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def to_text(tree: Any) -> str:
+    """YAML of plain values, keys in their order; `parse` gives the same values back."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
+
+
+def _syntax_fix(error: yaml.MarkedYAMLError, line: str) -> str:
+    if "'\\t'" in str(error.problem):
+        return "indent with spaces, not tabs"
+    if "mapping values are not allowed" in str(error.problem):
+        return "put quotes around a value that contains ': ', and check the indentation"
+    return ""
+
+
+def _build(
+    node: yaml.Node, path: str, document: Document, where: Callable[[int], str], above: tuple[yaml.Node, ...]
+) -> Any:
+    line = node.start_mark.line + 1
+    at = f"{where(line)} {path}".rstrip()
+    document.lines.setdefault(path, line)
+    if node in above:
+        document.problems.append((path, Problem(at, given="a value that contains itself", needed="a finite value")))
+        return None
+    if isinstance(node, yaml.SequenceNode):
+        return [_build(item, _join(path, i), document, where, (*above, node)) for i, item in enumerate(node.value)]
+    if isinstance(node, yaml.MappingNode):
+        return _build_mapping(node, path, document, where, (*above, node))
+    try:
+        return _scalar(node.tag.removeprefix(TAG), node.value)
+    except ValueError:
+        given = f"{node.value!r} with the tag {node.tag.replace(TAG, '!!')}"
+        needed = "plain YAML: text, a number, true, false, null, a list or a mapping"
+        document.problems.append((path, Problem(at, given, needed, fix="remove the tag")))
+        return None
+
+
+def _build_mapping(
+    node: yaml.MappingNode, path: str, document: Document, where: Callable[[int], str], above: tuple[yaml.Node, ...]
+) -> dict[str, Any]:
+    built: dict[str, Any] = {}
+    first_lines: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            at = f"{where(line)} {path}".rstrip()
+            document.problems.append((path, Problem(at, given="a list or mapping as a key", needed="a name")))
+            continue
+        key = key_node.value
+        here = _join(path, key)
+        if key in built:
+            given = f"`{key}` a second time (the first is on line {first_lines[key]})"
+            problem = Problem(f"{where(line)} {here}", given, needed="each key once", fix="remove one of them")
+            document.problems.append((here, problem))
+            continue
+        first_lines[key] = line
+        document.lines.setdefault(here, line)
+        built[key] = _build(value_node, here, document, where, above)
+    return built
+
+
+def _join(path: str, key: str | int) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _scalar(tag: str, text: str) -> Any:
+    """The value of a scalar; ValueError if its tag is not in the core schema or does not fit its text."""
+    if tag == "str":
+        return text
+    if tag == "null":
+        return None
+    if tag == "bool" and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if tag == "int":
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    if tag == "float":
+        name = text.lower().lstrip("+-")
+        if name in (".inf", ".nan"):
+            return math.copysign(float(name[1:]), -1 if text[0] == "-" else 1)
+        return float(text)
+    raise ValueError(tag)
