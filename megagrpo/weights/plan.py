@@ -49,6 +49,10 @@ class WeightPlan:
             found[transfer.source, transfer.destination].append(transfer)
         return {pair: tuple(transfers) for pair, transfers in found.items()}
 
+    def destinations_of(self, source: int) -> list[int]:
+        """Whom a source sends to, in order."""
+        return sorted(destination for sender, destination in self.between if sender == source)
+
     def bytes_of(self, transfer: Transfer) -> int:
         """Bytes that travel: values are cast to the destination's dtype before they leave."""
         storage = self.destinations[transfer.destination].storages[transfer.destination_placement.storage]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
-from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.executors.checkpoint_files import load
 from megagrpo.weights.families import read_architecture
-from megagrpo.weights.sides import megatron_local, transformers
+from megagrpo.weights.sides import megatron_local
 from megagrpo.weights.views import torch_dtype
+from safetensors.torch import load_file
 from tests.tiny_models import FAMILIES, make_model
 from tests.weights_oracle import rank_tensors
 

@@ -1,0 +1,131 @@
+"""A digest of each checkpoint tensor that does not depend on who holds which part of it.
+
+    digest(tensor) = sum over its elements of mix(bits) * w0[i0] * w1[i1] ...   mod 2**64
+
+where i0, i1 are the element's indices in the checkpoint tensor, w0 and w1 are fixed pseudo-random odd numbers, and mix
+is a bijection on 64-bit integers (a multiplication and a xor-shift). Sums over disjoint boxes add, so the digest of a
+tensor that is cut over many ranks is the sum of theirs. An odd weight loses no bit: a single changed element always
+changes the digest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache, reduce
+
+import torch
+
+from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
+from megagrpo.weights.plan import make_plan
+from megagrpo.weights.views import box_view, torch_dtype
+
+MODULUS = 1 << 64
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Elements at once: on a CPU the four 64-bit temporaries stay in cache, on a GPU they are a few hundred MiB."""
+
+
+@torch.no_grad()
+def digests(
+    tensors: Mapping[str, torch.Tensor], placements: Iterable[Placement], dtype: str | None = None
+) -> dict[str, int]:
+    """Partial digests, by checkpoint tensor, of what lies in `placements` of these local tensors.
+
+    With `dtype` (a Storage's), the digest of the values after a cast to it: what a holder in that dtype should have.
+    Digests of different dtypes are not comparable.
+    """
+    names, sums = [], []
+    for placement in placements:
+        view = box_view(tensors[placement.storage], placement)
+        names.append(placement.box.tensor)
+        sums.append(_digest(view, placement.box.start, torch_dtype(dtype) if dtype else view.dtype))
+    totals: dict[str, int] = defaultdict(int)
+    if sums:
+        for name, total in zip(names, torch.stack(sums).tolist(), strict=True):
+            totals[name] = (totals[name] + total) % MODULUS
+    return dict(totals)
+
+
+def combine(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The digests of whole tensors from partial ones that count every element once (see `primary_placements`)."""
+    totals: dict[str, int] = defaultdict(int)
+    for part in parts:
+        for name, value in part.items():
+            totals[name] = (totals[name] + value) % MODULUS
+    return dict(totals)
+
+
+def primary_placements(manifests: Sequence[Manifest]) -> list[tuple[Placement, ...]]:
+    """For each manifest, parts of its placements such that every held element is in exactly one of them.
+
+    The work is shared evenly among the holders of the same boxes.
+    """
+    ends: dict[str, tuple[int, ...]] = {}
+    for manifest in manifests:
+        for placement in manifest.placements:
+            box = placement.box
+            end = tuple(start + size for start, size in zip(box.start, box.shape, strict=True))
+            ends[box.tensor] = tuple(map(max, ends.get(box.tensor, end), end))
+    wholes = [Box(name, (0,) * len(end), end) for name, end in ends.items()]
+    everything = Manifest(
+        "checkpoint",
+        {box.tensor: Storage(box.tensor, box.shape, "float32") for box in wholes},
+        tuple(Placement(box.tensor, box.start, tuple(range(len(box.shape))), box) for box in wholes),
+    )
+    plan = make_plan(manifests, [everything])
+    return [
+        tuple(transfer.source_placement for transfer in plan.between.get((index, 0), ()))
+        for index in range(len(manifests))
+    ]
+
+
+def _digest(view: torch.Tensor, start: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The digest of a block that begins at `start` in its tensor, as an int64 scalar on the block's device."""
+    if view.dim() == 0:
+        return _mix(view.reshape(1), dtype)[0]
+    device = view.device
+    rows = _weights(0, start[0], view.shape[0], device)
+    columns = reduce(
+        lambda left, right: (left[:, None] * right).flatten(),
+        (_weights(axis, start[axis], view.shape[axis], device) for axis in range(1, view.dim())),
+        torch.ones(1, dtype=torch.int64, device=device),
+    )
+    step = max(1, CHUNK_ELEMENTS[device.type] // columns.numel())
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for low in range(0, view.shape[0], step):
+        mixed = _mix(view[low : low + step], dtype).view(-1, columns.numel())
+        total += (mixed.mul_(columns).sum(1) * rows[low : low + step]).sum()
+    return total
+
+
+def _mix(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """int64, one for each element: its bits + 1 (so that a zero counts), multiplied and folded."""
+    bits = values.to(dtype).contiguous().view(BITS[dtype.itemsize])
+    mixed = bits.to(torch.int64).add_(1).mul_(_signed(0x9E3779B97F4A7C15))
+    return mixed.bitwise_xor_(mixed >> 32)
+
+
+def _weights(axis: int, start: int, count: int, device: torch.device) -> torch.Tensor:
+    """The odd weights of indices start .. start + count on one axis: int64 [count]."""
+    return _weight_table(axis, 1 << (start + count - 1).bit_length(), device)[start : start + count]
+
+
+@lru_cache(maxsize=64)
+def _weight_table(axis: int, count: int, device: torch.device) -> torch.Tensor:
+    """splitmix64 (Steele, Lea and Flood, 2014) of the index, seeded by the axis, made odd."""
+    x = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
+    x += _signed(0xD1B54A32D192ED03) * (axis + 1) % (1 << 62)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return (x ^ _shift(x, 31)) | 1
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift to the right with zeros; torch's own repeats the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(constant: int) -> int:
+    """An unsigned 64-bit constant as torch's int64 takes it."""
+    return constant - MODULUS if constant >= MODULUS >> 1 else constant

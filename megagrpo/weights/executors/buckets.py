@@ -1,0 +1,129 @@
+"""A plan carried by flat byte arrays, for any transport that moves bytes: Ray objects, shared memory, a socket.
+
+Both ends hold the same plan, so a bucket says only which one it is; what lies where in it follows from the plan.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+import torch
+
+from megagrpo.errors import Problem, WeightSyncError
+from megagrpo.weights.boxes import Box, Placement
+from megagrpo.weights.plan import ITEM_BYTES, WeightPlan
+from megagrpo.weights.views import box_view, stored_tensors, torch_dtype
+
+BUCKET_BYTES = 256 * 1024 * 1024
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """The `number`-th array of bytes from one source to one destination, cut with the limit `bucket_bytes`."""
+
+    source: int
+    destination: int
+    number: int
+    bucket_bytes: int
+    data: np.ndarray  # uint8 [bytes]
+
+
+@torch.no_grad()
+def pack(
+    plan: WeightPlan, source: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES
+) -> list[Bucket]:
+    """Everything that `source` sends, each value in its destination's dtype.
+
+    `tensors` are by storage name, on any device. Raises: ModelError if they are not what the source's manifest says.
+    """
+    storages = stored_tensors(plan.sources[source], tensors)
+    buckets = []
+    for destination in plan.destinations_of(source):
+        for number, pieces in enumerate(contents(plan, source, destination, bucket_bytes)):
+            data = np.empty(pieces[-1].end, np.uint8)
+            flat = torch.from_numpy(data)
+            for piece in pieces:
+                piece.view_in(flat).copy_(box_view(storages[piece.source.storage], piece.source))
+            buckets.append(Bucket(source, destination, number, bucket_bytes, data))
+    return buckets
+
+
+@torch.no_grad()
+def unpack(bucket: Bucket, plan: WeightPlan, destination: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes what a bucket carries into the destination's `tensors`. Padding is not touched (views.fill_padding).
+
+    Raises: WeightSyncError if the bucket is for somebody else, is not in the plan, or has another length than it should.
+    """
+    manifest = plan.destinations[destination]
+    where = f"bucket {bucket.number} from {plan.sources[bucket.source].holder} to {manifest.holder}"
+    if bucket.destination != destination:
+        raise WeightSyncError(Problem(where, f"a bucket for {plan.destinations[bucket.destination].holder}"))
+    of_pair = contents(plan, bucket.source, destination, bucket.bucket_bytes)
+    if bucket.number >= len(of_pair):
+        raise WeightSyncError(Problem(where, f"number {bucket.number}", f"one of the plan's {len(of_pair)} buckets"))
+    pieces = of_pair[bucket.number]
+    if bucket.data.nbytes != pieces[-1].end:
+        raise WeightSyncError(Problem(where, f"{bucket.data.nbytes} bytes", f"{pieces[-1].end} bytes"))
+    storages = stored_tensors(manifest, tensors)
+    flat = _read_only_tensor(bucket.data)
+    for piece in pieces:
+        box_view(storages[piece.destination.storage], piece.destination).copy_(piece.view_in(flat))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a transfer, at bytes begin .. end of its bucket, in row-major order of its box."""
+
+    source: Placement
+    destination: Placement
+    dtype: torch.dtype
+    begin: int
+    end: int
+
+    def view_in(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.begin : self.end].view(self.dtype).view(self.source.box.shape)
+
+
+@lru_cache(maxsize=1024)
+def contents(plan: WeightPlan, source: int, destination: int, bucket_bytes: int) -> tuple[tuple[Piece, ...], ...]:
+    """What each bucket from `source` to `destination` carries. The same at both ends, and kept from sync to sync."""
+    buckets: list[list[Piece]] = []
+    begin = bucket_bytes
+    for transfer in plan.between.get((source, destination), ()):
+        storage = plan.destinations[destination].storages[transfer.destination_placement.storage]
+        item_bytes = ITEM_BYTES[storage.dtype]
+        for box in _cut(transfer.box, max(1, bucket_bytes // item_bytes)):
+            end = begin + box.elements * item_bytes
+            if end > bucket_bytes:
+                buckets.append([])
+                begin, end = 0, box.elements * item_bytes
+            come, go = transfer.source_placement.part(box), transfer.destination_placement.part(box)
+            buckets[-1].append(Piece(come, go, torch_dtype(storage.dtype), begin, end))
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+    return tuple(tuple(pieces) for pieces in buckets)
+
+
+def _cut(box: Box, elements: int) -> Iterator[Box]:
+    """The box in parts of at most this many elements: runs of rows, and parts of a row where one is too long."""
+    if box.elements <= elements:
+        yield box
+        return
+    axis = next(index for index, size in enumerate(box.shape) if size > 1)
+    step = max(1, elements // prod(box.shape[axis + 1 :]))
+    for low in range(0, box.shape[axis], step):
+        start = (*box.start[:axis], box.start[axis] + low, *box.start[axis + 1 :])
+        shape = (*box.shape[:axis], min(step, box.shape[axis] - low), *box.shape[axis + 1 :])
+        yield from _cut(Box(box.tensor, start, shape), elements)
+
+
+def _read_only_tensor(data: np.ndarray) -> torch.Tensor:
+    """The bytes as a tensor, without a copy. Ray's arrays are read-only, of which torch warns; nothing here writes to it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(data)
