@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one element, by the dtype of its storage."""
+
 
 @dataclass(frozen=True, slots=True)
 class Box:

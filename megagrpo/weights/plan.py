@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megagrpo.errors import Problem, WeightPlanError
-from megagrpo.weights.boxes import Box, Manifest, Placement
+from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
 from megagrpo.weights.coverage import describe, first_overlap, subtract, tiling_error, uncovered
 from megagrpo.weights.families.architecture import Tensor
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PIECES_PER_SOURCE = 16
 """A box that several sources hold is cut so that a source's fair share is at least this many pieces."""
 SMALLEST_CUT_BYTES = 1 << 16

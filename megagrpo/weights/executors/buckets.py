@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from megagrpo.errors import Problem, WeightSyncError
-from megagrpo.weights.boxes import Box, Placement
-from megagrpo.weights.plan import ITEM_BYTES, WeightPlan
+from megagrpo.weights.boxes import ITEM_BYTES, Box, Placement
+from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.views import box_view, stored_tensors, torch_dtype
 
 BUCKET_BYTES = 256 * 1024 * 1024

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
+from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage
 from megagrpo.weights.families import read_architecture, tensors_of
+from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.sides import transformers
+from megagrpo.weights.sides.assembly import ManifestBuilder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -125,3 +128,47 @@ def _json(path: Path, text: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(Problem(str(path), type(value).__name__, "a JSON object"))
     return value
+
+
+def new_files(arch: Architecture, dtype: str, file_bytes: int) -> tuple[Manifest, ...]:
+    """The files of a checkpoint to be written: the tensors in model order, in files of at most `file_bytes` each.
+
+    A tensor larger than that has a file of its own. One file is called model.safetensors, several are numbered.
+    """
+    groups: list[list[Tensor]] = []
+    size = file_bytes
+    for tensor in tensors_of(arch):
+        tensor_bytes = prod(tensor.shape) * ITEM_BYTES[dtype]
+        if size + tensor_bytes > file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor_bytes
+    names = [SINGLE] if len(groups) == 1 else [
+        f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)
+    ]
+    found = []
+    for name, group in zip(names, groups, strict=True):
+        builder = ManifestBuilder(name, dtype)
+        for tensor in group:
+            builder.whole(tensor.name, tensor)
+        found.append(builder.build())
+    return tuple(found)
+
+
+def header_of(file: Manifest) -> tuple[bytes, dict[str, Entry]]:
+    """The header of a new file with these storages one after another, and where each of them lies in it."""
+    names = {torch_name: name for name, torch_name in DTYPES.items()}
+    offset, header = 0, {"__metadata__": {"format": "pt"}}
+    for name, storage in file.storages.items():
+        end = offset + prod(storage.shape) * ITEM_BYTES[storage.dtype]
+        header[name] = {"dtype": names[storage.dtype], "shape": list(storage.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    entries = {
+        name: Entry(names[storage.dtype], storage.shape, *(begin + at for at in header[name]["data_offsets"]))
+        for name, storage in file.storages.items()
+    }
+    return len(text).to_bytes(8, "little") + text, entries

@@ -1,0 +1,174 @@
+"""Local tensors of many ranks into Hugging Face safetensors files, without gathering anything.
+
+One process lays out the files at their full size; then every rank writes its boxes at their places; then one process
+makes the directory appear under its name. All need the same file system.
+
+    export = begin_export(directory, model_directory, arch, dtype)      # one process
+    plan = make_plan(rank_manifests, export.files)                      # anywhere
+    write_part(export, plan, rank, tensors)                             # every rank
+    finish_export(export)                                               # one process, when all have written
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megagrpo.errors import CheckpointError, Problem
+from megagrpo.weights.boxes import ITEM_BYTES, Manifest, Placement
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.sides import checkpoint
+from megagrpo.weights.views import box_view, stored_tensors, torch_dtype
+
+FILE_BYTES = 5 * 1000**3
+COMPANIONS = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "*.model", "chat_template*", "*.jinja", "preprocessor_config.json", "LICENSE*", "*.py",
+)  # fmt: skip
+"""Files that belong to a model besides its config and its weights."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export under way: written in `partial`, renamed to `directory` at the end."""
+
+    directory: Path
+    partial: Path
+    files: tuple[Manifest, ...]
+
+
+def begin_export(
+    directory: str | Path,
+    model_directory: str | Path,
+    arch: Architecture,
+    dtype: str,
+    file_bytes: int = FILE_BYTES,
+) -> Export:
+    """Makes the files at their full size, and copies the model's config, tokenizer and generation config beside them.
+
+    What a broken-off export to the same place left behind is removed. `dtype` is a Storage's name, such as bfloat16.
+
+    Raises: CheckpointError if the directory cannot be written.
+    """
+    directory, model_directory = Path(directory).absolute(), Path(model_directory)
+    partial = directory.with_name(f".{directory.name}.partial")
+    export = Export(directory, partial, checkpoint.new_files(arch, dtype, file_bytes))
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for pattern in COMPANIONS:
+            for companion in model_directory.glob(pattern):
+                shutil.copyfile(companion, partial / companion.name)
+        config = json.loads((model_directory / "config.json").read_text(encoding="utf-8"))
+        _write_json(partial / "config.json", _with_dtype(config, dtype))
+        for file in export.files:
+            header, entries = checkpoint.header_of(file)
+            with (partial / file.holder).open("wb") as opened:
+                opened.write(header)
+                opened.truncate(max(entry.end for entry in entries.values()))
+        if len(export.files) > 1:
+            _write_json(partial / checkpoint.INDEX, _index(export.files))
+    except OSError as error:
+        raise CheckpointError(_problem(directory, error)) from error
+    return export
+
+
+@torch.no_grad()
+def write_part(export: Export, plan: WeightPlan, source: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes what `source` sends to the files, cast to their dtype. The ranks write disjoint bytes, in any order.
+
+    Raises: CheckpointError if a file cannot be written; ModelError if `tensors` are not what the manifest says.
+    """
+    storages = stored_tensors(plan.sources[source], tensors)
+    for index in plan.destinations_of(source):
+        file = export.files[index]
+        _, entries = checkpoint.header_of(file)
+        try:
+            descriptor = os.open(export.partial / file.holder, os.O_WRONLY)
+            try:
+                for transfer in plan.between[source, index]:
+                    into = transfer.destination_placement
+                    dtype = file.storages[into.storage].dtype
+                    come = transfer.source_placement
+                    values = box_view(storages[come.storage], come).to("cpu", torch_dtype(dtype)).contiguous()
+                    _write_box(descriptor, entries[into.storage], into, values, ITEM_BYTES[dtype])
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise CheckpointError(_problem(export.partial / file.holder, error)) from error
+
+
+def finish_export(export: Export) -> None:
+    """Gives the directory its name, in place of an earlier export there. Call it when every rank has written."""
+    replaced = export.directory.with_name(f".{export.directory.name}.replaced")
+    try:
+        shutil.rmtree(replaced, ignore_errors=True)
+        if export.directory.exists():
+            export.directory.rename(replaced)
+        export.partial.rename(export.directory)
+        _sync_directory(export.directory.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(_problem(export.directory, error)) from error
+
+
+def _write_box(
+    descriptor: int, entry: checkpoint.Entry, into: Placement, values: torch.Tensor, item_bytes: int
+) -> None:
+    """Writes a box of a matrix or vector: at once if it has all columns, otherwise row by row."""
+    data = memoryview(values.view(-1).view(torch.uint8).numpy())
+    columns = entry.shape[1] if len(entry.shape) > 1 else 1
+    row_bytes = columns * item_bytes
+    begin = entry.begin + into.at[0] * row_bytes + (into.at[1] * item_bytes if len(into.at) > 1 else 0)
+    part_bytes = values.stride(0) * item_bytes
+    if part_bytes == row_bytes:
+        _write_all(descriptor, data, begin)
+        return
+    for row in range(values.shape[0]):
+        _write_all(descriptor, data[row * part_bytes : (row + 1) * part_bytes], begin + row * row_bytes)
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _index(files: tuple[Manifest, ...]) -> dict[str, Any]:
+    sizes = [
+        entry.end - entry.begin for file in files for entry in checkpoint.header_of(file)[1].values()
+    ]
+    return {
+        "metadata": {"total_size": sum(sizes)},
+        "weight_map": {name: file.holder for file in files for name in file.storages},
+    }
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """transformers 4 calls it torch_dtype, transformers 5 dtype."""
+    return config | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _problem(path: Path, error: OSError) -> Problem:
+    return Problem(f"export to {path}", error.strerror or str(error), "a directory that can be written")

@@ -1,0 +1,110 @@
+"""Ranks into files: what was loaded comes out bit for bit, whatever the layout, and only when all of it is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from megagrpo.errors import CheckpointError
+from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.weights.executors.checkpoint_export import begin_export, finish_export, write_part
+from megagrpo.weights.executors.checkpoint_files import load
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.plan import make_plan
+from megagrpo.weights.sides import megatron_local, megatron_te
+from tests.tiny_models import FAMILIES, make_model
+from tests.unit.test_weights_load import LAYOUTS, empty
+
+SIDES = {"local": megatron_local.manifest, "te": megatron_te.manifest}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def round_trip(model: Path, target: Path, layout: ParallelLayout, side: str, **options: int) -> None:
+    arch = read_architecture(model)
+    manifests = [SIDES[side](arch, layout, where, "float32") for where in rank_grid(layout)]
+    ranks = [empty(manifest) for manifest in manifests]
+    for manifest, tensors in zip(manifests, ranks, strict=True):
+        load(model, manifest, tensors)
+    export = begin_export(target, model, arch, "float32", **options)
+    plan = make_plan(manifests, export.files)
+    for rank, tensors in enumerate(ranks):
+        assert not target.exists()
+        write_part(export, plan, rank, tensors)
+    finish_export(export)
+
+
+def saved(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loaded_and_exported_again_is_bit_identical(family: str, models: Path, tmp_path: Path) -> None:
+    model = make_model(family, models / family)
+    original = load_file(model / "model.safetensors")
+    for number, layout in enumerate(LAYOUTS):
+        target = tmp_path / str(number)
+        round_trip(model, target, layout, "te" if number % 2 else "local")
+        exported = load_file(target / "model.safetensors")
+        assert exported.keys() == original.keys()
+        for name, tensor in original.items():
+            assert torch.equal(exported[name].view(torch.int32), tensor.view(torch.int32)), (str(layout), name)
+
+
+def test_transformers_loads_a_sharded_export(models: Path, tmp_path: Path) -> None:
+    model = make_model("qwen2_tied", models / "qwen2_tied")
+    (model / "tokenizer_config.json").write_text("{}")
+    round_trip(model, tmp_path / "out", ParallelLayout(tensor=2, pipeline=2), "local", file_bytes=40_000)
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
+    assert (tmp_path / "out" / "tokenizer_config.json").exists()
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        for path in (model, tmp_path / "out")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in saved(tmp_path / "out").values())
+
+
+def test_an_export_can_be_in_another_dtype(models: Path, tmp_path: Path) -> None:
+    model = make_model("qwen3", models / "qwen3")
+    arch = read_architecture(model)
+    manifest = megatron_local.manifest(arch, ParallelLayout(), rank_grid(ParallelLayout())[0], "float32")
+    tensors = empty(manifest)
+    load(model, manifest, tensors)
+    export = begin_export(tmp_path / "out", model, arch, "bfloat16")
+    write_part(export, make_plan([manifest], export.files), 0, tensors)
+    finish_export(export)
+    original = load_file(model / "model.safetensors")
+    assert all(torch.equal(original[name].bfloat16(), tensor) for name, tensor in saved(tmp_path / "out").items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_second_export_replaces_the_first_and_leftovers(models: Path, tmp_path: Path) -> None:
+    model = make_model("qwen2", models / "qwen2")
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "model.safetensors").write_text("cut short")
+    for _ in range(2):
+        round_trip(model, tmp_path / "out", ParallelLayout(), "local") if not (tmp_path / "out").exists() else (
+            finish_export(begin_export(tmp_path / "out", model, read_architecture(model), "float32"))
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_place_that_cannot_be_written_is_named(models: Path, tmp_path: Path) -> None:
+    model = make_model("qwen2", models / "qwen2")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        begin_export(tmp_path / "file" / "out", model, read_architecture(model), "float32")
