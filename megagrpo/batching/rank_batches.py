@@ -12,18 +12,8 @@ from megagrpo.batching.pack import first_fit_decreasing, padded_lengths
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
 
-IDLE = Microbatch(
-    (
-        TrainSequence(
-            tokens=np.zeros(2, np.int64),
-            loss_mask=np.zeros(2, bool),
-            rollout_logprobs=np.zeros(2, np.float32),
-            group=-1,
-            row=-1,
-        ),
-    )
-)
-"""Keeps a rank in step with the others when there are fewer sequences than microbatches; no token of it has a loss."""
+IDLE = Microbatch(())
+"""Keeps a rank in step with the others when there are fewer sequences than microbatches."""
 
 
 def make_rank_batches(
