@@ -36,9 +36,10 @@ def enable() -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # jit_fuser is torch.compile: minutes of C++ compilation for nothing
         _patch_torch()
     with warnings.catch_warnings():
-        # Said four times at import; `megagrpo doctor` says it once and what it costs.
-        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-        importlib.import_module("megatron.core.optimizer")
+        # Said many times at import; `megagrpo doctor` says it once and what it costs.
+        warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     if find_spec("transformer_engine") is None:
         _define_names_of_transformer_engine()
     if without_cuda:

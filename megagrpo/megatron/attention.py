@@ -1,0 +1,141 @@
+"""Core attention over packed sequences without transformer-engine: rotary embedding, causal attention, context parallelism.
+
+Tokens are spread once into padded batches of similarly long sequences (buckets.py), so that 256 short sequences cost a few
+calls, not 256. Padding stands behind each sequence's last token, where a causal query never looks: sequences do not mix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megagrpo.megatron.buckets import AttentionPlan
+from megagrpo.megatron.packed import PackedSequences
+from megagrpo.megatron.rotary import cosine_and_sine, inverse_frequencies, rotate
+from megagrpo.weights.families.architecture import Rope
+
+
+class PackedAttention(MegatronModule):
+    """core_attention of Megatron's SelfAttention. The model must be built without a rotary embedding of its own."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        rope: Rope,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert pg_collection is not None and config.kv_channels is not None  # both are always set by SelfAttention
+        self.scale = softmax_scale
+        self.context_group = pg_collection.cp
+        self.frequencies = inverse_frequencies(rope, config.kv_channels).to(torch.cuda.current_device())
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {}
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        packed_seq_params: PackedSequences,
+        **_: Any,
+    ) -> torch.Tensor:
+        """query [tokens, heads / tensor, head_dim], key and value [tokens, groups / tensor, head_dim] -> like query."""
+        packed = packed_seq_params
+        if packed.rotary is None:
+            packed.rotary = cosine_and_sine(packed.positions, self.frequencies, query.dtype)
+        query, key = rotate(query, *packed.rotary), rotate(key, *packed.rotary)
+        if self.context_group.size() > 1:
+            both = AllGather.apply(torch.cat([key, value], dim=1), self.context_group)
+            key, value = both.chunk(2, dim=1)
+        assert packed.plan is not None  # pack() always makes one
+        return attend(query, key, value, packed.plan, self.scale)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scale: float | None
+) -> torch.Tensor:
+    """Causal attention within each sequence. Shapes as in PackedAttention.forward; keys of all context ranks."""
+    query = _spread(query, plan.query_slots, plan.queries)
+    key = _spread(key, plan.key_slots, plan.keys)
+    value = _spread(value, plan.key_slots, plan.keys)
+    outputs = []
+    for bucket in plan.buckets:
+        queries = slice(bucket.first_query, bucket.first_query + bucket.sequences * bucket.queries)
+        keys = slice(bucket.first_key, bucket.first_key + bucket.sequences * bucket.keys)
+        output = F.scaled_dot_product_attention(
+            *(x.unflatten(0, (bucket.sequences, -1)).transpose(1, 2) for x in (query[queries], key[keys], value[keys])),
+            attn_mask=bucket.mask,
+            is_causal=bucket.mask is None,
+            scale=scale,
+            enable_gqa=True,
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return _collect(outputs[0] if len(outputs) == 1 else torch.cat(outputs), plan.query_slots)
+
+
+def _spread(tokens: torch.Tensor, slots: torch.Tensor | None, size: int) -> torch.Tensor:
+    return tokens if slots is None else Spread.apply(tokens, slots, size)
+
+
+def _collect(padded: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+    return padded if slots is None else Collect.apply(padded, slots)
+
+
+class Spread(torch.autograd.Function):
+    """padded[slots] = tokens, 0 elsewhere. Its gradient is Collect: slots are distinct, nothing is accumulated."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, slots: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.save_for_backward(slots)
+        return tokens.new_zeros((size, *tokens.shape[1:])).index_copy_(0, slots, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class Collect(torch.autograd.Function):
+    """tokens = padded[slots]. Its gradient is Spread; torch's own would accumulate row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slots)
+        ctx.size = len(padded)
+        return padded.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        slots = ctx.saved_tensors[0]
+        return gradient.new_zeros((ctx.size, *gradient.shape[1:])).index_copy_(0, slots, gradient), None
+
+
+class AllGather(torch.autograd.Function):
+    """[tokens, ...] of every rank -> [ranks * tokens, ...]; the gradient is summed over ranks and scattered back."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        whole = part.new_empty((group.size() * len(part), *part.shape[1:]))
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        part = gradient.new_empty((len(gradient) // ctx.group.size(), *gradient.shape[1:]))
+        dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
+        return part, None

@@ -1,0 +1,152 @@
+"""From a model's architecture and the recipe's train section to Megatron's TransformerConfig."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megagrpo.errors import Problem, RecipeError
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron.options import option_problems
+from megagrpo.recipe.schema import Train
+from megagrpo.weights.families.architecture import Architecture
+
+__all__ = ["layer_spec", "option_problems", "transformer_config"]
+
+LayerSpec = Literal["local", "transformer_engine"]
+
+
+def layer_spec(train: Train, device: str) -> LayerSpec:
+    """The layers that `train.layer_spec` means on `device` (cpu or cuda). Raises RecipeError if they cannot run there."""
+    runs = device != "cpu" and find_spec("transformer_engine") is not None
+    if train.layer_spec == "transformer_engine" and not runs:
+        raise RecipeError(
+            Problem(
+                "train.layer_spec",
+                given=f"transformer_engine on {device}",
+                needed="a CUDA device and the transformer_engine package",
+                fix="pip install megagrpo[te] on a machine with CUDA, or train.layer_spec: auto",
+            )
+        )
+    if train.layer_spec == "auto":
+        return "transformer_engine" if runs else "local"
+    return train.layer_spec
+
+
+def transformer_config(arch: Architecture, train: Train, dtype: torch.dtype, device: str) -> TransformerConfig:
+    """Megatron's config for `arch` in the recipe's layout, with the recipe's `train.megatron` options on top.
+
+    `dtype` is torch.float32 or torch.bfloat16; `device` is cpu or cuda. Raises RecipeError if Megatron refuses the combination.
+    """
+    problems = option_problems(train.megatron)
+    if problems:
+        raise RecipeError(problems)
+    fields = (
+        _of_architecture(arch)
+        | _of_layout(train.layout.parallel())
+        | _of_numbers(dtype)
+        | _of_recompute(train.recompute)
+        | _of_machine(layer_spec(train, device), device, has_experts=arch.experts is not None)
+        | train.megatron
+    )
+    try:
+        return TransformerConfig(**fields)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise RecipeError(
+            Problem(
+                "train: Megatron refuses this combination",
+                given=", ".join(f"{name}: {value}" for name, value in train.megatron.items()),
+                needed=str(error) or "a combination that megatron.core's TransformerConfig accepts",
+            )
+        ) from error
+
+
+def _of_architecture(arch: Architecture) -> dict[str, Any]:
+    fields = {
+        "num_layers": arch.layers,
+        "hidden_size": arch.hidden,
+        "ffn_hidden_size": arch.ffn,
+        "num_attention_heads": arch.heads,
+        "num_query_groups": arch.query_groups,
+        "kv_channels": arch.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": arch.norm_epsilon,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    if arch.experts is None:
+        return fields
+    return fields | {
+        "num_moe_experts": arch.experts.count,
+        "moe_router_topk": arch.experts.per_token,
+        "moe_ffn_hidden_size": arch.experts.ffn,
+        # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
+        "moe_router_pre_softmax": not arch.experts.normalize_top_k,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def _of_layout(layout: ParallelLayout) -> dict[str, Any]:
+    interleaved = layout.virtual_pipeline > 1
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if interleaved else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": layout.sequence_parallel,
+        # Microbatches differ in length. Megatron then wants this dispatcher, even without experts.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # Batched sends of two neighbours are untagged: interleaved over 2 stages, where both neighbours are the same rank,
+        # activations and gradients are exchanged wrongly without an error.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+
+
+def _of_numbers(dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "attention_softmax_in_fp32": True,
+        # The loss has global denominators: gradients are summed over ranks and microbatches, and divided by nothing.
+        "calculate_per_token_loss": True,
+    }
+
+
+def _of_recompute(recompute: Literal["none", "selective", "full"]) -> dict[str, Any]:
+    match recompute:
+        case "none":
+            return {}
+        case "selective":
+            return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        case "full":
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _of_machine(spec: LayerSpec, device: str, has_experts: bool) -> dict[str, Any]:
+    cuda, fused = device != "cpu", spec == "transformer_engine"
+    return {
+        "transformer_impl": spec,
+        "moe_grouped_gemm": fused and has_experts,
+        "apply_rope_fusion": fused,
+        "bias_activation_fusion": cuda,
+        "gradient_accumulation_fusion": cuda and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # apex's
+        "use_cpu_initialization": not cuda,
+        "perform_initialization": False,  # weights are always loaded
+        "cuda_graph_scope": [],  # what Megatron's default stands for, with a warning
+    }

@@ -1,0 +1,122 @@
+"""The ranks' side of the parity tests: build a model in a layout, load it, and run it on packed microbatches.
+
+Not a test module, so that ranks need not import transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megagrpo.batching.microbatch import Microbatch, TrainSequence
+from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.megatron import model, process
+from megagrpo.megatron.config import transformer_config
+from megagrpo.megatron.packed import NO_ROW, PackedTensors, pack
+from megagrpo.recipe.schema import Layout, Train
+from megagrpo.weights.executors import checkpoint_files
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides import megatron_local
+
+
+@dataclass(frozen=True)
+class RankLogits:
+    """Logits [tokens, padded vocab / tensor] that one rank computed, and which sequence and position each is of."""
+
+    tensor_rank: int
+    rows: np.ndarray
+    positions: np.ndarray
+    logits: np.ndarray
+
+
+def logits_of_families(
+    directories: list[Path], layout: ParallelLayout, microbatches: list[list[list[int]]], dtype: str = "float32"
+) -> list[RankLogits | None]:
+    """For each model, this rank's logits of its part of `microbatches[m][sequence][token]`; None before the last stage."""
+    process.start_parallel(layout, seed=1)
+    try:
+        return [_logits(directory, layout, microbatches, getattr(torch, dtype)) for directory in directories]
+    finally:
+        process.stop_parallel()
+
+
+def _logits(
+    directory: Path, layout: ParallelLayout, microbatches: list[list[list[int]]], dtype: torch.dtype
+) -> RankLogits | None:
+    chunks, _ = load_model(directory, layout, dtype)
+    outputs: list[tuple[torch.Tensor, PackedTensors]] = []
+
+    def forward_step(batches: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        packed = next(batches)
+
+        def keep(logits: torch.Tensor, non_loss_data: bool) -> None:
+            outputs.append((logits.float(), packed))
+
+        return model.forward(chunk, packed), keep
+
+    with torch.no_grad():
+        run_schedule(chunks, forward_step, rank_microbatches(layout, microbatches), forward_only=True)
+    if not outputs:
+        return None
+    rows, positions = (torch.cat([getattr(packed, name) for _, packed in outputs]) for name in ("rows", "positions"))
+    real = rows != NO_ROW
+    return RankLogits(
+        parallel_state.get_tensor_model_parallel_rank(),
+        rows[real].numpy(),
+        positions[real].numpy(),
+        torch.cat([logits for logits, _ in outputs])[real].numpy(),
+    )
+
+
+def load_model(
+    directory: Path, layout: ParallelLayout, dtype: torch.dtype, **train: Any
+) -> tuple[list[torch.nn.Module], Architecture]:
+    """This rank's chunks of the model in `directory`; `train` sets other fields of the recipe's train section."""
+    arch = read_architecture(directory)
+    recipe = Train(layout=Layout(**vars(layout)), **train)
+    chunks = model.build_chunks(arch, transformer_config(arch, recipe, dtype, "cpu"), layout)
+    where = rank_grid(layout)[torch.distributed.get_rank()]
+    manifest = megatron_local.manifest(arch, layout, where, str(dtype).removeprefix("torch."))
+    checkpoint_files.load(directory, manifest, model.named_tensors(chunks))
+    return chunks, arch
+
+
+def rank_microbatches(layout: ParallelLayout, microbatches: list[list[list[int]]]) -> list[PackedTensors]:
+    """Each data rank takes every data-th sequence of each microbatch. Rows count the sequences in order."""
+    where = rank_grid(layout)[torch.distributed.get_rank()]
+    packed, row = [], 0
+    for sequences in microbatches:
+        mine = []
+        for index, tokens in enumerate(sequences):
+            if index % layout.data == where.data:
+                mine.append(train_sequence(tokens, row))
+            row += 1
+        packed.append(pack(Microbatch(tuple(mine)), layout=layout, context_rank=where.context, device="cpu"))
+    return packed
+
+
+def train_sequence(tokens: list[int], row: int) -> TrainSequence:
+    return TrainSequence(
+        tokens=np.array(tokens), loss_mask=np.arange(len(tokens)) > 0, rollout_logprobs=np.zeros(len(tokens)), group=0, row=row
+    )
+
+
+def run_schedule(chunks: list[torch.nn.Module], forward_step: Any, packed: list[PackedTensors], forward_only: bool) -> Any:
+    """Megatron's pipeline schedule over `packed`; every model chunk sees all microbatches in order."""
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(packed) for _ in chunks] if len(chunks) > 1 else iter(packed),
+        model=chunks,
+        num_microbatches=len(packed),
+        seq_length=1,  # not used: lengths vary
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )

@@ -1,0 +1,106 @@
+"""Logits of every family in every layout equal those of transformers on each sequence alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megagrpo.layout.parallel import ParallelLayout
+from tests.distributed.parity_ranks import RankLogits
+from tests.rank_group import run_ranks
+from tests.tiny_models import DIMENSIONS, FAMILIES, make_model, reference_logits
+
+VOCAB = DIMENSIONS["vocab_size"]
+LENGTHS = [[17, 1, 40, 3], [2, 31], [5, 5, 5, 64, 1, 9], [80, 12]]
+GENERATOR = np.random.default_rng(0)
+MICROBATCHES = [[GENERATOR.integers(0, VOCAB, n).tolist() for n in lengths] for lengths in LENGTHS]
+SEQUENCES = [tokens for microbatch in MICROBATCHES for tokens in microbatch]
+
+LAYOUTS = {
+    "one rank": ParallelLayout(),
+    "tensor": ParallelLayout(tensor=2, expert_tensor=2),
+    "pipeline": ParallelLayout(pipeline=2),
+    "tensor and pipeline": ParallelLayout(tensor=2, pipeline=2, expert_tensor=2),
+    "virtual pipeline": ParallelLayout(pipeline=2, virtual_pipeline=2),
+    "context": ParallelLayout(context=2),
+    "data": ParallelLayout(data=2),
+    "tensor and context": ParallelLayout(tensor=2, context=2, expert_tensor=2),
+    "all": ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2, context=2, expert=2, expert_tensor=2),
+}
+EXPERT_LAYOUTS = {
+    "expert": ParallelLayout(data=2, expert=2),
+    "expert over tensor": ParallelLayout(tensor=2, expert=2, expert_tensor=1),
+    "expert and expert tensor": ParallelLayout(tensor=2, data=2, expert=2, expert_tensor=2),
+    "expert and context": ParallelLayout(context=2, expert=2),
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("models")
+    return {family: make_model(family, parent / family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def references(models: dict[str, Path]) -> dict[str, list[torch.Tensor]]:
+    return {family: reference_logits(directory, SEQUENCES) for family, directory in models.items()}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_family_agrees_with_transformers(
+    name: str, models: dict[str, Path], references: dict[str, list[torch.Tensor]]
+) -> None:
+    layout = LAYOUTS[name]
+    families = [family for family in FAMILIES if layout.expert == 1 or family == "qwen3_moe"]
+    check_families(families, layout, models, references)
+    if layout.expert > 1:  # the other families have no experts to split
+        dense = ParallelLayout(**(vars(layout) | {"expert": 1}))
+        check_families([family for family in FAMILIES if family != "qwen3_moe"], dense, models, references)
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_experts_agree_with_transformers(
+    name: str, models: dict[str, Path], references: dict[str, list[torch.Tensor]]
+) -> None:
+    check_families(["qwen3_moe"], EXPERT_LAYOUTS[name], models, references)
+
+
+def test_bfloat16_is_near_float32(models: dict[str, Path], references: dict[str, list[torch.Tensor]]) -> None:
+    families = ["llama", "qwen3"]
+    for layout in (ParallelLayout(), ParallelLayout(tensor=2, expert_tensor=2)):
+        by_rank = run_ranks(
+            layout.ranks, "tests.distributed.parity_ranks:logits_of_families", [models[f] for f in families], layout, MICROBATCHES, "bfloat16"
+        )
+        for index, family in enumerate(families):
+            for got, wanted in zip(assemble([r[index] for r in by_rank], layout), references[family], strict=True):
+                assert 1e-4 < np.abs(got - wanted.numpy()).max() < 0.15
+
+
+def check_families(
+    families: list[str], layout: ParallelLayout, models: dict[str, Path], references: dict[str, list[torch.Tensor]]
+) -> None:
+    by_rank = run_ranks(
+        layout.ranks, "tests.distributed.parity_ranks:logits_of_families", [models[f] for f in families], layout, MICROBATCHES
+    )
+    for index, family in enumerate(families):
+        for row, got in enumerate(assemble([results[index] for results in by_rank], layout)):
+            np.testing.assert_allclose(got, references[family][row].numpy(), rtol=0, atol=2e-5, err_msg=f"{family} sequence {row}")
+
+
+def assemble(by_rank: list[RankLogits | None], layout: ParallelLayout) -> list[np.ndarray]:
+    """Logits [tokens, vocab] of each sequence, without padded columns. Every token must have come from every tensor rank, once."""
+    vocab = -(-VOCAB // layout.tensor) * layout.tensor
+    logits = [np.full((len(tokens), vocab), np.nan, dtype=np.float32) for tokens in SEQUENCES]
+    width = vocab // layout.tensor
+    for part in by_rank:
+        if part is None:
+            continue
+        columns = slice(part.tensor_rank * width, (part.tensor_rank + 1) * width)
+        for row in np.unique(part.rows):
+            of_row = part.rows == row
+            assert np.isnan(logits[row][part.positions[of_row], columns]).all(), "computed twice"
+            logits[row][part.positions[of_row], columns] = part.logits[of_row]
+    return [of_sequence[:, :VOCAB] for of_sequence in logits]
