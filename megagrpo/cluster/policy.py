@@ -1,0 +1,92 @@
+"""The policy as the trainer sees it: all training ranks as one object. Every call has a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from megagrpo.batching.microbatch import RankBatch
+from megagrpo.cluster.actors import RankActor
+from megagrpo.cluster.runtime import Runtime
+from megagrpo.cluster.waiting import call_all, wait_for
+from megagrpo.errors import RankError
+from megagrpo.layout.parallel import rank_grid
+from megagrpo.recipe.schema import Recipe
+from megagrpo.weights.boxes import Manifest
+
+if TYPE_CHECKING:
+    from megagrpo.megatron.results import StepMetrics
+
+
+class Policy:
+    """One actor per training rank. Ready once constructed."""
+
+    def __init__(self, runtime: Runtime, recipe: Recipe, model_directory: Path) -> None:
+        self._timeout = recipe.cluster.step_timeout_seconds
+        self._data_rank = {f"train rank {at.rank}": at.data for at in rank_grid(recipe.train.layout.parallel())}
+        self.actors: dict[str, Any] = {
+            name: RankActor.options(**runtime.options(bundle, runtime.devices.rank_share)).remote()
+            for name, bundle in zip(self._data_rank, runtime.devices.bundle_of_rank, strict=True)
+        }
+        start = {"doing": "starting", "timeout_seconds": recipe.cluster.start_timeout_seconds, "error": RankError}
+        first = next(iter(self.actors))
+        address = wait_for({first: self.actors[first].free_address.remote()}, **start)[first]
+        wait_for(
+            {
+                name: actor.start.remote(recipe, rank, address, str(model_directory), runtime.device)
+                for rank, (name, actor) in enumerate(self.actors.items())
+            },
+            **start,
+        )
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of every TrainRank with the same arguments; results by rank. Raises RankError."""
+        results = call_all(
+            self.actors,
+            lambda actor: actor.call.remote(method, *arguments),
+            doing=method,
+            timeout_seconds=self._timeout,
+            error=RankError,
+        )
+        return [results[name] for name in self.actors]
+
+    def manifests(self) -> list[Manifest]:
+        return self.call("manifest")
+
+    def load_batch(self, batches: Sequence[RankBatch]) -> None:
+        """Hands each data rank its part of the step; ranks of one data rank read one shared object."""
+        shared = [ray.put(batch) for batch in batches]
+        wait_for(
+            {name: actor.call.remote("load_batch", shared[self._data_rank[name]]) for name, actor in self.actors.items()},
+            doing="load_batch",
+            timeout_seconds=self._timeout,
+            error=RankError,
+        )
+
+    def compute_old_logprobs(self) -> None:
+        """Logprobs of the loaded batch under the policy as it is before the update; they stay on the ranks."""
+        self.call("compute_old_logprobs")
+
+    def compute_reference_logprobs(self) -> None:
+        """Logprobs of the loaded batch under the reference policy; they stay on the ranks."""
+        self.call("compute_reference_logprobs")
+
+    def sequence_kl(self, rows: int) -> np.ndarray:
+        """KL estimate against the reference, summed over response tokens: float64 [rows], 0 for rows not loaded."""
+        sums = np.zeros(rows)
+        for part in self.call("sequence_kl"):
+            for row, kl in part.items():
+                sums[row] = kl
+        return sums
+
+    def update(self, advantages: np.ndarray, lr: float) -> StepMetrics:
+        """All minibatches and epochs over the loaded batch. `advantages` is float32 [rows]."""
+        return next(metrics for metrics in self.call("update", advantages, lr) if metrics is not None)
+
+    def close(self) -> None:
+        for actor in self.actors.values():
+            ray.kill(actor)

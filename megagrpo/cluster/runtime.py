@@ -1,0 +1,83 @@
+"""The Ray cluster of a run: joined or started here, with one placement group for all its devices."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megagrpo.cluster.placement import DevicePlan, plan_devices
+from megagrpo.errors import Problem, RankError
+from megagrpo.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A connected Ray with this run's devices reserved. `device` is cpu or cuda, for every rank and engine."""
+
+    device: str
+    devices: DevicePlan
+    group: PlacementGroup
+
+    def options(self, bundle: int, share: float) -> dict[str, Any]:
+        """Actor options that place it on `share` of the device of `bundle`."""
+        resources = {"num_gpus": share, "num_cpus": 0} if self.devices.resource == "GPU" else {"num_cpus": share}
+        return {
+            **resources,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
+        }
+
+
+def start(recipe: Recipe) -> Runtime:
+    """Joins `cluster.address` (or RAY_ADDRESS), or starts Ray on this machine, and reserves the run's devices.
+
+    Raises RankError if the devices cannot be had in `cluster.start_timeout_seconds`.
+    """
+    device = _device(recipe)
+    devices = plan_devices(recipe, device)
+    address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+    local = {"num_cpus": max(devices.bundles, os.cpu_count() or 1), "include_dashboard": False} if address == "local" else {}
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    ray.init(
+        address=address,
+        namespace=f"megagrpo-{recipe.name}-{os.getpid()}",
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        **local,
+    )
+    bundle = {"GPU": 1.0, "CPU": 1.0} if devices.resource == "GPU" else {"CPU": 1.0}
+    group = placement_group([dict(bundle) for _ in range(devices.bundles)], strategy="PACK")
+    try:
+        ray.get(group.ready(), timeout=recipe.cluster.start_timeout_seconds)
+    except GetTimeoutError:
+        have = ray.cluster_resources()
+        ray.shutdown()
+        raise RankError(
+            Problem(
+                where="cluster: the run's devices are not available",
+                given=f"the Ray cluster at {address} has {have.get(devices.resource, 0):g} {devices.resource} in all",
+                needed=f"{devices.bundles} free {devices.resource}",
+                fix="wait for other jobs to end, add nodes, or use a smaller train.layout",
+            )
+        ) from None
+    return Runtime(device, devices, group)
+
+
+def stop(runtime: Runtime) -> None:
+    """Gives the devices back; ends Ray if it was started here."""
+    remove_placement_group(runtime.group)
+    ray.shutdown()
+
+
+def _device(recipe: Recipe) -> str:
+    if recipe.cluster.device != "auto":
+        return recipe.cluster.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

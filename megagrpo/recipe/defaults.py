@@ -1,0 +1,27 @@
+"""What a recipe's open values mean on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megagrpo.recipe.schema import Recipe
+
+
+def dtype_name(recipe: Recipe, device: str) -> str:
+    """float32 or bfloat16: of weights and activations, in ranks and engines alike."""
+    if recipe.model.dtype != "auto":
+        return recipe.model.dtype
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+def run_directory(recipe: Recipe) -> Path:
+    return Path(recipe.track.directory) / recipe.name
+
+
+def checkpoint_directory(recipe: Recipe) -> Path:
+    return Path(recipe.checkpoint.directory) if recipe.checkpoint.directory else run_directory(recipe) / "checkpoints"
+
+
+def export_directory(recipe: Recipe) -> Path:
+    """Where the final Hugging Face model goes."""
+    return run_directory(recipe) / "hugging_face"
