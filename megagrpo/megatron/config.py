@@ -147,6 +147,7 @@ def _of_machine(spec: LayerSpec, device: str, has_experts: bool) -> dict[str, An
         "bias_activation_fusion": cuda,
         "gradient_accumulation_fusion": cuda and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # apex's
         "use_cpu_initialization": not cuda,
-        "perform_initialization": False,  # weights are always loaded
+        # Weights are always loaded, but only this marks them as split over tensor ranks: without, the gradient norm misses them.
+        "perform_initialization": True,
         "cuda_graph_scope": [],  # what Megatron's default stands for, with a warning
     }

@@ -75,7 +75,7 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "overlap_p2p_comm": ((), "it follows from train.layout: interleaved stages need it, others cannot have it"),
     "batch_p2p_comm": ((), "it follows from train.layout: it gives wrong numbers for interleaved stages"),
     "use_ring_exchange_p2p": ((False,), "it needs a torch built with it, and fixed sequence lengths"),
-    "perform_initialization": ((False,), "weights are always loaded"),
+    "perform_initialization": ((True,), "without it Megatron leaves tensor-parallel weights out of the gradient norm, silently"),
     "init_model_with_meta_device": ((False,), "weights are loaded into the model as it is built"),
     "num_layers_in_first_pipeline_stage": ((None,), _OWN_STAGES),
     "num_layers_in_last_pipeline_stage": ((None,), _OWN_STAGES),
