@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -29,6 +29,8 @@ class Cursor:
         self.epoch = 0
         self.position = 0
         self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
         self._data = {"prompts": len(prompts), "seed": seed, "shuffle": shuffle, "fingerprint": fingerprint(prompts)}
         self._order = self._order_of(0)
 
@@ -66,7 +68,7 @@ class Cursor:
             if state.get(name) != value
         ]
         epoch, position = state.get("epoch"), state.get("position")
-        if not _is_index(epoch) or not _is_index(position) or position >= len(self):
+        if not (_is_index(epoch) and _is_index(position) and position < len(self)):
             problems.append(
                 Problem(
                     "the saved place in the data is not valid",
@@ -76,7 +78,7 @@ class Cursor:
             )
         if problems:
             raise DataError(problems)
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._order_of(self.epoch)
 
     def _advance(self, count: int) -> None:
@@ -86,9 +88,9 @@ class Cursor:
             self._order = self._order_of(self.epoch)
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        if not self._data["shuffle"]:
+        if not self._shuffle:
             return np.arange(len(self))
-        return permutation(len(self), self._data["seed"], epoch)
+        return permutation(len(self), self._seed, epoch)
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
@@ -110,5 +112,5 @@ def _with_unique_ids(prompts: list[Prompt]) -> list[Prompt]:
     return unique
 
 
-def _is_index(value: object) -> bool:
+def _is_index(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -40,7 +41,7 @@ def load_tokenizer(
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-    except Exception as reason:  # the Rust tokenizers raise plain Exception for a bad tokenizer.json
+    except Exception as reason:  # noqa: BLE001  the Rust tokenizers raise plain Exception for a bad tokenizer.json
         raise ModelError(
             Problem(
                 f"{path}: no usable tokenizer",
@@ -125,9 +126,10 @@ def _texts(
     path: Path,
     findings: Findings,
 ) -> list[str]:
-    chats = [list(row.messages) for row in rows]
+    chats: list[Any] = [list(row.messages) for row in rows]
+    render_chats = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **arguments)
     try:
-        return tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True, **arguments)
+        return cast(list[str], render_chats(chats))
     except TemplateSyntaxError as reason:
         raise ModelError(
             Problem(
@@ -139,7 +141,7 @@ def _texts(
     except _RENDER_ERRORS:
         for row, chat in zip(rows, chats, strict=True):
             try:
-                tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments)
+                render_chats(chat)
             except _RENDER_ERRORS as reason:
                 where = f"{place(path, row.number)}: the chat template refuses the messages"
                 findings.add(

@@ -1,0 +1,89 @@
+"""Samples to scores: every function of the recipe on every response, weighted and summed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megagrpo.recipe import schema
+from megagrpo.reward.function import Outcome, RewardCallable, Task, failure_of, outcome_of
+from megagrpo.reward.functions import INLINE, load_functions
+from megagrpo.reward.loading import FunctionSpec, load
+from megagrpo.reward.workers import WorkerPool
+from megagrpo.types import Group, Sample, Score
+
+
+class Scorer:
+    """Scores groups by the `reward:` section. `gsm8k` runs here; all else in worker processes, started at the first score.
+
+    Raises RewardError: from the constructor for what is wrong with the section, from `score` if a user's file cannot be
+    loaded. A function that fails on a response masks that sample (Score.value None, Score.error says why); it never scores 0.
+    """
+
+    def __init__(self, reward: schema.Reward) -> None:
+        self._specs = load_functions(reward)
+        self._inline: dict[int, RewardCallable] = {
+            i: load(spec) for i, spec in enumerate(self._specs) if spec.function in INLINE
+        }
+        self._isolated = [i for i in range(len(self._specs)) if i not in self._inline]
+        self._pool = WorkerPool(
+            [self._specs[i] for i in self._isolated], workers=reward.workers, timeout_seconds=reward.timeout_seconds
+        )
+
+    def score(self, groups: Sequence[Group]) -> list[Group]:
+        """The same groups with a score for each sample."""
+        tasks = [
+            Task(group.prompt.data_source, sample.text, group.prompt.ground_truth, group.prompt.extra_info)
+            for group in groups
+            for sample in group.samples
+        ]
+        by_function = {i: [_call(function, task) for task in tasks] for i, function in self._inline.items()}
+        isolated = self._pool.run([(index, task) for index in range(len(self._isolated)) for task in tasks])
+        for index, function in enumerate(self._isolated):
+            by_function[function] = isolated[index * len(tasks) : (index + 1) * len(tasks)]
+        in_order = zip(*(by_function[i] for i in range(len(self._specs))), strict=True)
+        scores = iter([_combine(self._specs, outcomes) for outcomes in in_order])
+        return [
+            replace(group, scores=tuple(_unless_aborted(sample, next(scores)) for sample in group.samples))
+            for group in groups
+        ]
+
+    def close(self) -> None:
+        """End the worker processes. A later `score` starts them again."""
+        self._pool.close()
+
+
+def _call(function: RewardCallable, task: Task) -> Outcome:
+    try:
+        return outcome_of(
+            function(
+                data_source=task.data_source,
+                response=task.response,
+                ground_truth=task.ground_truth,
+                extra_info=task.extra_info,
+            )
+        )
+    except ValueError as raised:  # how a built-in refuses a ground truth
+        return failure_of(raised)
+
+
+def _unless_aborted(sample: Sample, score: Score) -> Score:
+    return Score(None, error="the engine gave up on the response") if sample.finish == "abort" else score
+
+
+def _combine(specs: Sequence[FunctionSpec], outcomes: Sequence[Outcome]) -> Score:
+    """The weighted sum, or a mask if any function failed. `parts` holds raw scores by function, and its metrics as name.metric."""
+    parts: dict[str, float] = {}
+    errors: list[str] = []
+    total = 0.0
+    for spec, outcome in zip(specs, outcomes, strict=True):
+        if outcome.score is None:
+            errors.append(f"{spec.name}: {outcome.error}")
+            continue
+        total += spec.weight * outcome.score
+        parts[spec.name] = outcome.score
+        parts.update({f"{spec.name}.{metric}": value for metric, value in outcome.metrics.items()})
+    if not errors and not math.isfinite(total):
+        errors.append(f"the weighted sum is {total}")
+    return Score(None if errors else total, parts, "; ".join(errors))

@@ -1,0 +1,236 @@
+"""Worker processes for reward functions that may hang, crash, or be async: every response gets an outcome, whatever happens.
+
+A worker runs one synchronous call, or up to `ASYNC_AT_ONCE` async ones, at a time, so when it dies or hangs it is known which
+responses it was working on. One: that response is an error. Several: each is run again alone, so only the guilty one fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+
+from megagrpo.errors import Problem, RewardError
+from megagrpo.reward.function import Outcome, Task, timed_out
+from megagrpo.reward.loading import FunctionSpec
+
+ASYNC_AT_ONCE = 64
+START_TIMEOUT_SECONDS = 60.0
+ASYNC_GRACE_SECONDS = 1.0
+"""A worker cancels its own async calls at the time limit; it is killed only if it has not done so this much later."""
+
+_BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[2]); from megagrpo.reward.worker import main; main(int(sys.argv[1]))"
+
+
+class Worker:
+    """One process and what it is working on. `ready` once its functions are loaded."""
+
+    def __init__(self, specs: Sequence[FunctionSpec], timeout_seconds: float) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # A plain subprocess: multiprocessing would fork a threaded driver or import its main module again.
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(sys.path)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # so that what it starts is killed with it
+            )
+        # A worker that does not read must not block us for ever: sending gives up at the time limit.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1 + int(timeout_seconds), 0))
+        self.connection = Connection(ours.detach())
+        self.timeout_seconds = timeout_seconds
+        self.ready = False
+        self.is_async: tuple[bool, ...] = ()
+        self.in_flight: dict[int, float] = {}  # number of the task: its deadline
+        self.alone = False
+        self.broken = False
+        self.start_deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        self.specs = tuple(specs)
+        self._write((list(specs), timeout_seconds))
+
+    @property
+    def deadline(self) -> float:
+        """When to give it up, on time.monotonic's clock."""
+        if self.broken:
+            return 0.0
+        if not self.ready:
+            return self.start_deadline
+        return min(self.in_flight.values(), default=float("inf"))
+
+    def greet(self, message: tuple[list[Problem], tuple[bool, ...]]) -> None:
+        """Take the first message. Raises RewardError if a function cannot be loaded."""
+        problems, self.is_async = message
+        if problems:
+            raise RewardError(problems)
+        self.ready = True
+
+    def start_failure(self, reason: str) -> RewardError:
+        functions = ", ".join(spec.function for spec in self.specs)
+        return RewardError(
+            Problem(
+                f"the reward functions {functions} cannot be loaded", given=reason, needed="a file that can be imported"
+            )
+        )
+
+    def send(self, number: int, function: int, task: Task) -> None:
+        grace = ASYNC_GRACE_SECONDS if self.is_async[function] else 0.0
+        self.in_flight[number] = time.monotonic() + self.timeout_seconds + grace
+        self._write((number, function, task))
+
+    def _write(self, message: object) -> None:
+        try:
+            self.connection.send(message)
+        except OSError:  # dead, or not reading
+            self.broken = True
+
+    def kill(self) -> int:
+        """End the process and all it started; its exit status."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.connection.close()
+        return self.process.wait()
+
+
+class WorkerPool:
+    """`workers` processes, each with all of `specs` loaded. They start at the first `run`, and again after a failure."""
+
+    def __init__(self, specs: Sequence[FunctionSpec], *, workers: int, timeout_seconds: float) -> None:
+        self.specs = tuple(specs)
+        self.size = workers
+        self.timeout_seconds = timeout_seconds
+        self._workers: list[Worker] = []
+        self._lock = threading.Lock()
+
+    def run(self, calls: Sequence[tuple[int, Task]]) -> list[Outcome]:
+        """The outcome of each call (index of the function, task), in order.
+
+        Takes at most about len(calls) x timeout_seconds / workers. Raises RewardError if the functions cannot be loaded.
+        """
+        with self._lock:
+            for worker in [w for w in self._workers if w.process.poll() is not None]:
+                self.remove(worker)  # died while idle: no response is to blame
+            try:
+                return _Run(self, calls).outcomes()
+            except BaseException:
+                self._kill_all()  # tasks of this run may be in flight: no later run may see their answers
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._kill_all()
+
+    def workers(self) -> list[Worker]:
+        """All of them, with those that are missing started."""
+        while len(self._workers) < self.size:
+            self._workers.append(Worker(self.specs, self.timeout_seconds))
+        return self._workers
+
+    def remove(self, worker: Worker) -> int:
+        self._workers.remove(worker)
+        return worker.kill()
+
+    def _kill_all(self) -> None:
+        while self._workers:
+            self._workers.pop().kill()
+
+
+class _Run:
+    """One call of WorkerPool.run."""
+
+    def __init__(self, pool: WorkerPool, calls: Sequence[tuple[int, Task]]) -> None:
+        self.pool = pool
+        self.calls = calls
+        self.waiting = deque(range(len(calls)))
+        self.suspects: deque[int] = deque()  # were in flight together when their worker fell: to be run alone
+        self.done: dict[int, Outcome] = {}
+
+    def outcomes(self) -> list[Outcome]:
+        while len(self.done) < len(self.calls):
+            workers = self.pool.workers()
+            for worker in workers:
+                self._assign(worker)
+            first_deadline = min(worker.deadline for worker in workers)
+            readable = wait([worker.connection for worker in workers], max(0.0, first_deadline - time.monotonic()))
+            for worker in list(workers):
+                if worker.connection in readable:
+                    self._read(worker)
+                elif worker.deadline <= time.monotonic():
+                    self._fell(
+                        worker, timed_out(self.pool.timeout_seconds), f"not ready after {START_TIMEOUT_SECONDS:g} s"
+                    )
+        return [self.done[number] for number in range(len(self.calls))]
+
+    def _assign(self, worker: Worker) -> None:
+        if not worker.ready or worker.alone or worker.broken:
+            return
+        if self.suspects and not worker.in_flight:
+            worker.alone = True
+            self._send(worker, self.suspects.popleft())
+            return
+        while self.waiting and len(worker.in_flight) < ASYNC_AT_ONCE and not worker.broken:
+            is_async = worker.is_async[self.calls[self.waiting[0]][0]]
+            if worker.in_flight and not is_async:
+                return
+            self._send(worker, self.waiting.popleft())
+            if not is_async:
+                worker.alone = True
+                return
+
+    def _send(self, worker: Worker, number: int) -> None:
+        function, task = self.calls[number]
+        worker.send(number, function, task)
+
+    def _read(self, worker: Worker) -> None:
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError):
+            self._fell(worker, None, "its process died")
+            return
+        if not worker.ready:
+            worker.greet(message)
+            return
+        number, outcome = message
+        del worker.in_flight[number]
+        worker.alone = False
+        self.done[number] = outcome
+
+    def _fell(self, worker: Worker, outcome: Outcome | None, start_reason: str) -> None:
+        numbers, ready = list(worker.in_flight), worker.ready
+        status = self.pool.remove(worker)
+        if not ready:
+            raise worker.start_failure(f"{start_reason} ({_exit_words(status)})")
+        if len(numbers) > 1:
+            self.suspects.extend(numbers)
+        for number in numbers if len(numbers) == 1 else ():
+            self.done[number] = outcome or Outcome(None, error=f"the reward's process died ({_exit_words(status)})")
+
+
+def load_problems(specs: Sequence[FunctionSpec]) -> list[Problem]:
+    """What is wrong with these functions, found by loading them in a process that is ended afterwards."""
+    worker = Worker(specs, timeout_seconds=0.0)
+    try:
+        if not worker.connection.poll(START_TIMEOUT_SECONDS):
+            return list(worker.start_failure(f"not ready after {START_TIMEOUT_SECONDS:g} s").problems)
+        worker.greet(worker.connection.recv())
+    except RewardError as error:
+        return list(error.problems)
+    except (EOFError, OSError):
+        return list(worker.start_failure(f"its process died ({_exit_words(worker.kill())})").problems)
+    finally:
+        worker.kill()
+    return []
+
+
+def _exit_words(status: int) -> str:
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
