@@ -53,6 +53,13 @@ class RecipeError(MegagrpoError):
     exit_code = EXIT_USER_ERROR
 
 
+class PreflightError(MegagrpoError):
+    """The run cannot start: everything that is wrong with its recipe, model, data, rewards and directories."""
+
+    title = "cannot start"
+    exit_code = EXIT_USER_ERROR
+
+
 class DataError(MegagrpoError):
     """A prompt file is missing, unreadable, or has a bad row."""
 

@@ -24,39 +24,46 @@ def model_problems(recipe: Recipe, architecture: Architecture) -> list[RuleProbl
 
 def _pipeline(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]:
     layout, layers = recipe.train.layout, architecture.layers
-    chunks = layout.pipeline * layout.virtual_pipeline
-    if layers % chunks:
-        virtual = f" x virtual_pipeline {layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
-        field = "virtual_pipeline" if layers % layout.pipeline == 0 else "pipeline"
-        sizes = [n for n in divisors(layers // layout.pipeline if virtual and field == "virtual_pipeline" else layers)]
-        yield broken(
-            f"train.layout.{field}",
-            given=f"pipeline {layout.pipeline}{virtual}, and the model has {layers} layers",
-            needed=f"the same number of layers in each of the {chunks} pieces",
-            fix=f"{field} of {either(sizes)}",
-        )
+    pieces = layout.pipeline * layout.virtual_pipeline
+    if layers % pieces == 0:
+        return
+    if layers % layout.pipeline:
+        field, sizes = "pipeline", divisors(layers)
+    else:
+        field, sizes = "virtual_pipeline", divisors(layers // layout.pipeline)
+    chunks = f" x virtual_pipeline {layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
+    yield broken(
+        f"train.layout.{field}",
+        given=f"pipeline {layout.pipeline}{chunks}, and the model has {layers} layers",
+        needed=f"the same number of layers in each of the {pieces} pieces",
+        fix=f"{field} of {either(sizes)}",
+    )
 
 
 def _tensor(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]:
-    tensor = recipe.train.layout.tensor
-    divided = [("attention heads", architecture.heads)]
+    tensor, groups = recipe.train.layout.tensor, architecture.query_groups
+    divided = {"attention heads (num_attention_heads)": architecture.heads}
     if architecture.experts is None:
-        divided.append(("MLP columns (intermediate_size)", architecture.ffn))
-    for what, count in divided:
+        divided["MLP columns (intermediate_size)"] = architecture.ffn
+    fitting = [
+        size
+        for size in divisors(architecture.heads)
+        if all(count % size == 0 for count in divided.values()) and (groups % size == 0 or size % groups == 0)
+    ]
+    for what, count in divided.items():
         if count % tensor:
             yield broken(
                 "train.layout.tensor",
                 given=f"{tensor}, and the model has {count} {what}",
                 needed=f"a size that divides {count}",
-                fix=f"tensor of {either(divisors(architecture.heads))}",
+                fix=f"tensor of {either(fitting)}",
             )
-    groups = architecture.query_groups
     if groups % tensor and tensor % groups:
         yield broken(
             "train.layout.tensor",
             given=f"{tensor}, and the model has {groups} query groups (num_key_value_heads)",
-            needed=f"a size that divides {groups}, or a multiple of it",
-            fix=f"tensor of {either([n for n in divisors(architecture.heads) if groups % n == 0 or n % groups == 0])}",
+            needed=f"a size that divides {groups}, or a multiple of it (the groups are then held more than once)",
+            fix=f"tensor of {either(fitting)}",
         )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from megagrpo.errors import Problem
 from megagrpo.recipe.fields import is_field
+
+ITEM = re.compile(r"\[(\d+)\]")
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,9 @@ class Places:
         )
 
     def located(self, problem: Problem) -> Problem:
-        """The problem with its place, if its `where` is a field of the recipe; otherwise as it is."""
-        return replace(problem, where=self.where(problem.where)) if is_field(problem.where) else problem
+        """The problem with its place, if its `where` is a field of the recipe (items as .0 or [0]); otherwise as it is."""
+        path = ITEM.sub(r".\1", problem.where)
+        return replace(problem, where=self.where(path)) if is_field(path) else problem
 
 
 def _outwards(path: str) -> Iterator[str]:

@@ -1,0 +1,130 @@
+"""The megagrpo command. Thin: each command reads its arguments, calls one function and prints what it returned."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megagrpo import __version__
+from megagrpo.errors import MegagrpoError
+
+if TYPE_CHECKING:
+    from megagrpo.data.prepared import Prepared
+
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 2 for what the user can correct, 3 for a run that failed."""
+    asked = _parser().parse_args(arguments)
+    try:
+        code: int = asked.command(asked)
+        return code
+    except MegagrpoError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def train(asked: argparse.Namespace) -> int:
+    from megagrpo.recipe.load import load
+    from megagrpo.trainer.preflight import preflight
+
+    ready = preflight(load(asked.recipe, asked.overrides))
+    from megagrpo.trainer.train import train as run  # imports ray: only once the recipe is known to be good
+
+    return run(ready)
+
+
+def plan(asked: argparse.Namespace) -> int:
+    from megagrpo.plan.summary import summary
+    from megagrpo.recipe.load import load
+    from megagrpo.trainer.preflight import preflight
+
+    ready = preflight(load(asked.recipe, asked.overrides), weights=False)
+    for name, text in summary(ready.recipe, ready.architecture, ready.model_directory):
+        print(f"{name:<12} {text}")
+    print("OK")
+    return 0
+
+
+def prepare_gsm8k(asked: argparse.Namespace) -> int:
+    from megagrpo.data.prepare_gsm8k import prepare
+
+    return _report(prepare(asked.source, asked.output))
+
+
+def prepare_jsonl(asked: argparse.Namespace) -> int:
+    from megagrpo.data.prepare_jsonl import prepare
+
+    prepared = prepare(
+        asked.source,
+        asked.output,
+        prompt_column=asked.prompt_column,
+        answer_column=asked.answer_column,
+        data_source=asked.data_source,
+        instruction=asked.instruction,
+        system_prompt=asked.system_prompt,
+        test_share=asked.test_share,
+        seed=asked.seed,
+    )
+    return _report(prepared)
+
+
+def _report(prepared: Prepared) -> int:
+    print(f"{prepared.train_rows} rows in {prepared.train}")
+    if prepared.test is not None:
+        print(f"{prepared.test_rows} rows in {prepared.test}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megagrpo", description="GRPO for large language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"megagrpo {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    for name, command, text in (
+        ("train", train, "check a recipe, then train; continues from the newest checkpoint of the run"),
+        ("plan", plan, "check a recipe and print its sizes; starts nothing"),
+    ):
+        added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file, see docs/recipes.md")
+        added.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as train.layout.tensor=4")
+        added.set_defaults(command=command)
+
+    text = "write prompt files (parquet)"
+    preparers = commands.add_parser("prepare", help=text, description=text, allow_abbrev=False).add_subparsers(
+        title="data sets", required=True, metavar="DATA_SET"
+    )
+    text = "GSM8K, from the folder with its own parquet or JSONL files"
+    gsm8k = preparers.add_parser("gsm8k", help=text, description=text, allow_abbrev=False)
+    gsm8k.add_argument("--source", type=Path, required=True, metavar="DIR", help="folder with both splits")
+    gsm8k.add_argument("--output", type=Path, required=True, metavar="DIR", help="for train.parquet and test.parquet")
+    gsm8k.set_defaults(command=prepare_gsm8k)
+
+    text = "your own questions and answers, JSONL or parquet"
+    jsonl = preparers.add_parser("jsonl", help=text, description=text, allow_abbrev=False)
+    jsonl.add_argument("--source", type=Path, required=True, metavar="FILE", help="one object or row per question")
+    jsonl.add_argument("--output", type=Path, required=True, metavar="DIR", help="for train.parquet and test.parquet")
+    jsonl.add_argument("--prompt-column", default="prompt", metavar="NAME", help="default: prompt")
+    jsonl.add_argument("--answer-column", default="answer", metavar="NAME", help="default: answer")
+    jsonl.add_argument(
+        "--data-source", metavar="NAME", help="what rewards receive as data_source; default: the file's name"
+    )
+    jsonl.add_argument("--instruction", default="", metavar="TEXT", help="appended to every question")
+    jsonl.add_argument("--system-prompt", default="", metavar="TEXT", help="system message of every prompt")
+    jsonl.add_argument(
+        "--test-share", type=float, default=0.0, metavar="X", help="share of the questions held out; default: 0"
+    )
+    jsonl.add_argument("--seed", type=int, default=0, metavar="N", help="chooses the questions held out; default: 0")
+    jsonl.set_defaults(command=prepare_jsonl)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""What a checked recipe comes to: sizes that follow from it, as pairs of a name and a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.recipe.defaults import checkpoint_directory, run_directory
+from megagrpo.recipe.schema import Recipe
+from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families.architecture import Architecture
+
+
+def summary(recipe: Recipe, architecture: Architecture, model_directory: Path) -> list[tuple[str, str]]:
+    return [
+        ("run", f"{recipe.name}, seed {recipe.seed}, in {run_directory(recipe)}"),
+        ("model", f"{architecture.family} of {_count(parameters(architecture))} parameters, from {model_directory}"),
+        ("ranks", _ranks(recipe, architecture)),
+        ("layers", _layers(recipe, architecture)),
+        ("vocabulary", _vocabulary(recipe, architecture)),
+        ("step", _step(recipe)),
+        ("minibatches", _minibatches(recipe)),
+        ("sequence", _sequence(recipe)),
+        ("length", _length(recipe)),
+        ("evaluation", _evaluation(recipe)),
+        ("checkpoints", f"every {recipe.checkpoint.every_steps} steps, in {checkpoint_directory(recipe)}"),
+    ]
+
+
+def parameters(architecture: Architecture) -> int:
+    """Elements of all tensors of the checkpoint; a tied embedding counts once."""
+    return sum(prod(tensor.shape) for tensor in tensors_of(architecture))
+
+
+def _count(number: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return str(number)
+
+
+def _ranks(recipe: Recipe, architecture: Architecture) -> str:
+    layout = recipe.train.layout.parallel()
+    shown = layout if architecture.experts else replace(layout, expert_tensor=1)
+    engines = f"{recipe.rollout.engines} {recipe.rollout.engine} engine{'s' if recipe.rollout.engines > 1 else ''}"
+    return f"{layout.ranks}{f' ({shown})' if layout.ranks > 1 else ''}, {engines}, {recipe.cluster.placement}"
+
+
+def _layers(recipe: Recipe, architecture: Architecture) -> str:
+    layout = recipe.train.layout
+    each = len(layers_of_chunk(architecture.layers, layout.pipeline, layout.virtual_pipeline, 0, 0))
+    chunks = f" in {layout.virtual_pipeline} chunks of {each}" if layout.virtual_pipeline > 1 else ""
+    return f"{architecture.layers}, {each * layout.virtual_pipeline} on each pipeline stage{chunks}"
+
+
+def _vocabulary(recipe: Recipe, architecture: Architecture) -> str:
+    tensor = recipe.train.layout.tensor
+    padded = architecture.padded_vocab(tensor)
+    padding = f", padded to {padded}" if padded > architecture.vocab else ""
+    return f"{architecture.vocab}{padding}, {padded // tensor} on each tensor rank"
+
+
+def _step(recipe: Recipe) -> str:
+    prompts, samples = recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt
+    return f"{prompts} prompts x {samples} samples = {prompts * samples} responses"
+
+
+def _minibatches(recipe: Recipe) -> str:
+    algorithm, data = recipe.algorithm, recipe.train.layout.data
+    responses = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt // algorithm.minibatches
+    steps = (
+        f"{algorithm.epochs} epochs x {algorithm.minibatches} minibatches"
+        if algorithm.epochs > 1
+        else f"{algorithm.minibatches}"
+    )
+    share = f", about {responses / data:g} on each of {data} data ranks" if data > 1 else ""
+    return f"{steps} of {responses} responses{share}"
+
+
+def _sequence(recipe: Recipe) -> str:
+    prompt, response, context = (
+        recipe.data.prompt_tokens_max,
+        recipe.rollout.response_tokens_max,
+        recipe.train.layout.context,
+    )
+    return f"up to {prompt} + {response} tokens, packed into microbatches of {recipe.train.tokens_per_microbatch * context}"
+
+
+def _length(recipe: Recipe) -> str:
+    train = recipe.train
+    responses = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
+    if train.total_steps is not None:
+        return f"{train.total_steps} steps, {train.total_steps * responses} responses"
+    if train.total_episodes is not None:
+        return f"{train.total_episodes} responses"
+    return f"{train.total_epochs} passes over the training prompts"
+
+
+def _evaluation(recipe: Recipe) -> str:
+    evaluation = recipe.eval
+    if not evaluation.files:
+        return "none"
+    how = (
+        "greedy"
+        if evaluation.temperature == 0
+        else f"{evaluation.samples_per_prompt} samples at {evaluation.temperature:g}"
+    )
+    return f"every {evaluation.every_steps} steps on {', '.join(file.path for file in evaluation.files)}, {how}"

@@ -1,0 +1,141 @@
+"""A model's directory, and what can be known of its tokenizer without loading it (no torch, no transformers)."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from megagrpo.errors import ModelError, Problem
+
+HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.jinja",
+    "chat_template.json",
+)
+CONFIG_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json")
+VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
+# Tags that transformers adds to Jinja; without a meaning of their own when a prompt is rendered.
+GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+
+
+def local_directory(path: str, revision: str | None, patterns: tuple[str, ...], field: str) -> Path:
+    """`path` itself if it is a directory; else the files matching `patterns` of that hub id, from the cache or the hub.
+
+    HF_HUB_OFFLINE is honoured. `field` is the recipe's, for messages. Raises ModelError if it is neither.
+    """
+    directory = Path(path)
+    if directory.is_dir():
+        if revision is not None:
+            given = f"{revision}, and {path} is a directory"
+            raise ModelError(Problem("model.revision", given, "a hub id in model.path", "remove it"))
+        return directory
+    if not HUB_ID.fullmatch(path):
+        given = f"{path}, which is not a directory"
+        raise ModelError(Problem(field, given, "a model directory or a Hugging Face hub id", _near(directory)))
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError
+
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
+    except (OSError, HFValidationError, IncompleteSnapshotError) as error:
+        raise ModelError(
+            Problem(
+                field,
+                given=f"{path}{f' at {revision}' if revision else ''}: no such directory, and not to be had from the Hugging Face hub: "
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+                needed="a model directory, a hub id in the local cache, or one that can be downloaded",
+                fix=_near(directory) or "check the name, the network, HF_HUB_OFFLINE and HF_TOKEN",
+            )
+        ) from None
+
+
+def tokenizer_problems(directory: Path, chat_template: str | None, vocabulary: int | None) -> list[Problem]:
+    """What is wrong with the tokenizer in `directory`, or with the template file that replaces its own.
+
+    `vocabulary` is the number of rows of the model's embedding (None: not known).
+    """
+    if not directory.is_dir():
+        return []
+    return [*_vocabulary_problems(directory, vocabulary), *_template_problems(directory, chat_template)]
+
+
+def _near(directory: Path) -> str:
+    siblings = [p.name for p in directory.parent.iterdir() if p.is_dir()] if directory.parent.is_dir() else []
+    near = difflib.get_close_matches(directory.name, siblings, n=1)
+    return f"did you mean {directory.parent / near[0]}?" if near else ""
+
+
+def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Problem]:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        if any((directory / name).is_file() for name in VOCABULARY_FILES):
+            return []
+        fix = "copy the tokenizer's files there, or set model.tokenizer"
+        return [Problem(str(directory), "no tokenizer", "tokenizer.json, or another tokenizer's files", fix)]
+    from tokenizers import Tokenizer
+
+    try:
+        tokens = Tokenizer.from_file(str(path)).get_vocab()
+    except Exception as error:  # noqa: BLE001  (what the Rust library raises)
+        reason = str(error).strip().splitlines()[0]
+        return [Problem(str(path), reason, "a tokenizer of the tokenizers library", "download it again")]
+    largest = max(tokens.values(), default=-1)
+    if vocabulary is not None and largest >= vocabulary:
+        token = next(token for token, number in tokens.items() if number == largest)
+        given = f"token {token!r} has the id {largest}"
+        return [
+            Problem(
+                str(path), given, f"ids below {vocabulary}, the model's vocab_size", "use the model's own tokenizer"
+            )
+        ]
+    return []
+
+
+def _template_problems(directory: Path, chat_template: str | None) -> list[Problem]:
+    needed = "a Jinja template that turns messages into text"
+    if chat_template is not None:
+        try:
+            return _syntax_problems(Path(chat_template).read_text(encoding="utf-8"), "model.chat_template")
+        except OSError as error:
+            return [Problem("model.chat_template", f"{chat_template}: {error.strerror}", needed)]
+        except UnicodeDecodeError:
+            return [Problem("model.chat_template", f"{chat_template} is not UTF-8", needed, "save it as UTF-8")]
+    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
+        try:
+            text = (directory / name).read_text(encoding="utf-8")
+            template = text if name.endswith(".jinja") else _template_in(json.loads(text))
+        except OSError:
+            continue
+        except ValueError as error:
+            return [Problem(str(directory / name), str(error), "JSON in UTF-8")]
+        if template:
+            return _syntax_problems(template, str(directory / name))
+    fix = "set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model"
+    return [Problem(str(directory), "a tokenizer without a chat template", needed, fix)]
+
+
+def _template_in(config: Any) -> str | None:
+    """The template of a tokenizer_config.json; a list of named ones has a default."""
+    template = config.get("chat_template") if isinstance(config, dict) else None
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        return named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _syntax_problems(template: str, where: str) -> list[Problem]:
+    import jinja2
+
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", template))
+    except jinja2.TemplateSyntaxError as error:
+        return [Problem(where, f"line {error.lineno}: {error.message}", "a valid Jinja template")]
+    return []

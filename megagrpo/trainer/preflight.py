@@ -1,0 +1,132 @@
+"""All that can be known of a run before any process starts, checked at once and in about a second."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from megagrpo.data.rows import file_problems
+from megagrpo.errors import MegagrpoError, PreflightError, Problem
+from megagrpo.recipe.checks import recipe_problems
+from megagrpo.recipe.defaults import checkpoint_directory, run_directory
+from megagrpo.recipe.load import LoadedRecipe
+from megagrpo.recipe.model_checks import model_problems
+from megagrpo.recipe.schema import Recipe
+from megagrpo.reward.functions import reward_problems
+from megagrpo.trainer.model_files import CONFIG_FILES, TOKENIZER_FILES, local_directory, tokenizer_problems
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides.checkpoint import manifests
+
+PROBLEMS_OF_A_PART = 10
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A recipe that can run, and what was found out on the way. Directories are local, hub ids resolved."""
+
+    recipe: Recipe
+    architecture: Architecture
+    model_directory: Path
+    tokenizer_directory: Path
+
+
+def preflight(loaded: LoadedRecipe, *, weights: bool = True) -> Preflight:
+    """Check the recipe's rules, the model, the data files, the rewards, Megatron's options, packages and directories.
+
+    `weights=False` leaves the safetensors files of a hub model on the hub; those of a directory are always checked
+    (their headers). Raises PreflightError with every problem found.
+    """
+    recipe = loaded.recipe
+    problems: list[Problem] = [*recipe_problems(recipe)]
+    model = _attempt(problems, lambda: _model_directory(recipe, weights))
+    architecture = _attempt(problems, lambda: read_architecture(model)) if model else None
+    if architecture:
+        problems += model_problems(recipe, architecture)
+    if model and architecture and (weights or Path(recipe.model.path).is_dir()):
+        _attempt(problems, lambda: manifests(model))
+    tokenizer = _attempt(problems, lambda: _tokenizer_directory(recipe, model))
+    if tokenizer:
+        vocabulary = architecture.vocab if architecture else None
+        problems += tokenizer_problems(tokenizer, recipe.model.chat_template, vocabulary)
+    problems += _data_problems(loaded)
+    problems += reward_problems(recipe.reward)
+    problems += _megatron_problems(recipe)
+    problems += _package_problems(recipe)
+    problems += _directory_problems(recipe)
+    if problems or not (model and architecture and tokenizer):
+        raise PreflightError(map(loaded.places.located, problems))
+    return Preflight(recipe, architecture, model, tokenizer)
+
+
+def _attempt(problems: list[Problem], find: Callable[[], Found]) -> Found | None:
+    """What `find` finds, or None and its problems added; the first ten of a long list."""
+    try:
+        return find()
+    except MegagrpoError as error:
+        problems += error.problems[:PROBLEMS_OF_A_PART]
+        if (more := len(error.problems) - PROBLEMS_OF_A_PART) > 0:
+            problems.append(Problem(f"and {more} more problems like the last"))
+        return None
+
+
+def _model_directory(recipe: Recipe, weights: bool) -> Path:
+    patterns = CONFIG_FILES + TOKENIZER_FILES + (("*.safetensors",) if weights else ())
+    return local_directory(recipe.model.path, recipe.model.revision, patterns, "model.path")
+
+
+def _tokenizer_directory(recipe: Recipe, model: Path | None) -> Path | None:
+    if recipe.model.tokenizer is None:
+        return model
+    return local_directory(recipe.model.tokenizer, None, TOKENIZER_FILES, "model.tokenizer")
+
+
+def _data_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
+    sections = {"data.train": loaded.recipe.data.train, "eval.files": loaded.recipe.eval.files}
+    for section, files in sections.items():
+        for index, file in enumerate(files):
+            written = loaded.places.where(f"{section}.{index}.path")
+            for problem in file_problems(Path(file.path)):
+                yield replace(problem, where=f"{written}: {problem.where}")
+
+
+def _megatron_problems(recipe: Recipe) -> list[Problem]:
+    if not recipe.train.megatron:
+        return []
+    from megagrpo.megatron.options import option_problems  # imports megatron: seconds
+
+    return option_problems(recipe.train.megatron)
+
+
+def _package_problems(recipe: Recipe) -> Iterator[Problem]:
+    chosen = {
+        "track.wandb": ("wandb", recipe.track.wandb is not None, "pip install megagrpo[wandb]"),
+        "track.tensorboard": ("tensorboard", recipe.track.tensorboard, "pip install megagrpo[tensorboard]"),
+        "train.layer_spec": (
+            "transformer_engine",
+            recipe.train.layer_spec == "transformer_engine",
+            "pip install megagrpo[te], or layer_spec: auto",
+        ),
+    }
+    for field, (package, needed, fix) in chosen.items():
+        if needed and importlib.util.find_spec(package) is None:
+            yield Problem(field, given="switched on", needed=f"the package {package}, which is not installed", fix=fix)
+
+
+def _directory_problems(recipe: Recipe) -> Iterator[Problem]:
+    directories = {"track.directory": run_directory(recipe), "checkpoint.directory": checkpoint_directory(recipe)}
+    for field, directory in directories.items():
+        existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            yield Problem(
+                field, given=f"{directory}, and {existing} is a file", needed="a directory, or a place to make one"
+            )
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            yield Problem(
+                field, given=f"{directory}, and {existing} is not writable", needed="a directory that can be written"
+            )

@@ -1,0 +1,81 @@
+"""Everything a recipe names, small enough to be made in a blink: a model of zeros, its tokenizer, prompts and a recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
+
+from megagrpo.weights.families import architecture_of, tensors_of
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 31,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "head_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+ROW = {
+    "data_source": "sums",
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 0},
+}
+
+
+def make_run(directory: Path, **config: Any) -> Path:
+    """Write model/, train.jsonl and recipe.yaml into `directory`; return the recipe's path. `config` changes config.json."""
+    make_model(directory / "model", **config)
+    (directory / "train.jsonl").write_text(f"{json.dumps(ROW)}\n" * 8)
+    path = directory / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe(directory), sort_keys=False))
+    return path
+
+
+def recipe(directory: Path) -> dict[str, Any]:
+    """Only what has no default, as plain values."""
+    return {
+        "name": "tiny",
+        "model": {"path": str(directory / "model")},
+        "data": {"train": [{"path": str(directory / "train.jsonl")}], "prompt_tokens_max": 16},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "response_tokens_max": 16},
+        "reward": {"functions": [{"function": "gsm8k"}]},
+        "train": {"layout": {"tensor": 1}, "total_steps": 2, "tokens_per_microbatch": 64},
+        "track": {"directory": str(directory / "runs")},
+    }
+
+
+def make_model(directory: Path, **config: Any) -> None:
+    directory.mkdir(parents=True)
+    whole = CONFIG | config
+    (directory / "config.json").write_text(json.dumps(whole))
+    tensors = tensors_of(architecture_of(whole))
+    save_file({t.name: np.zeros(t.shape, np.float32) for t in tensors}, directory / "model.safetensors")
+    letters = {letter: number for number, letter in enumerate("0123456789+=# abcdefghij")}
+    Tokenizer(models.WordLevel(letters, unk_token=" ")).save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
