@@ -1,0 +1,245 @@
+"""Save and load the state of the training ranks: main weights, Adam's moments and step count, random generators.
+
+Every state is written in the coordinates of the Hugging Face checkpoint: `exp_avg.model.layers.3.self_attn.q_proj.weight` has
+the shape of that tensor, and each rank writes the boxes of it that it holds (checkpoint/state_boxes.py). The files are
+Megatron's dist_checkpointing format, torch_dist. So a checkpoint does not know its layout: any other loads it, for experts too,
+and with or without the distributed optimizer.
+
+Not in it: the learning rate (a function of the step), the reference policy and padding (known from the model), and the
+model's own bfloat16 weights (the main weights, rounded).
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megagrpo.checkpoint.integrity import SavedFile, describe, sync_directories
+from megagrpo.checkpoint.state_boxes import BoxInRange, boxes_in_range, fills_in_range, first_holders
+from megagrpo.errors import CheckpointError, Problem
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
+from megagrpo.megatron.state_shards import (
+    STATES,
+    StateShard,
+    adam_steps,
+    parameters_of,
+    publish_main_weights,
+    set_adam_step,
+    shards_of,
+)
+from megagrpo.megatron.state_writer import write
+from megagrpo.weights.boxes import Box, Manifest, Placement
+from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families.architecture import Architecture
+
+FORMAT = 1
+READ_FAILURES = (CheckpointException, CheckpointingException, OSError, EOFError, RuntimeError, ValueError, pickle.PickleError)
+"""What the two libraries raise for files that cannot be read; the first is not even an Exception."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What this rank trains, and what it needs to know to say where each part of it belongs.
+
+    `manifest_of` gives any rank's manifest, from the side that the layer spec belongs to (weights/sides/megatron_*).
+    The parameters, gradients and optimizer must be on the device (offload.py) when it is saved or loaded.
+    """
+
+    chunks: Sequence[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    architecture: Architecture
+    layout: ParallelLayout
+    manifest_of: Callable[[RankCoordinates], Manifest]
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        return self.manifest_of(rank_grid(self.layout)[dist.get_rank()])
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {tensor.name: tensor.shape for tensor in tensors_of(self.architecture)}
+
+    @cached_property
+    def savers(self) -> Mapping[Box, int]:
+        """The rank that saves each box; with the distributed optimizer, the one whose data ranks do it together."""
+        return first_holders(self.layout, self.manifest_of)
+
+
+def save(state: TrainingState, directory: Path) -> tuple[SavedFile, ...]:
+    """Write this rank's part of the state into `directory`, which exists and is empty. Every rank calls it.
+
+    Returns what this rank wrote, on disk and with checksums, for CheckpointStore.commit. Raises CheckpointError on every rank
+    if any fails; the directory is then worthless. No process is started: it works in an actor and leaves nothing behind.
+    """
+    steps = adam_steps(state.optimizer)
+    if len(steps) > 1:
+        raise ValueError(f"parameters have taken different numbers of Adam steps: {sorted(steps)}")
+    common = {"format": FORMAT, "layout": asdict(state.layout), "adam_step": max(steps, default=0)}
+    sharded: dict[str, ShardedTensor | ShardedObject] = {"generators": _generators_entry(_generators())}
+    for placement, shard in _held(state):
+        if state.savers[placement.box] in shard.ranks:
+            sharded |= _sharded_tensors(state, placement, shard)
+    try:
+        write(sharded, common, directory)
+        return _written_files(directory)
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(_failed("written", directory, error)) from error
+
+
+def load(state: TrainingState, directory: Path) -> None:
+    """Replace this rank's state by that in `directory`, saved in whatever layout. Every rank calls it.
+
+    In the layout that saved it everything is restored bit for bit, the random generators too; in another one the generators
+    stay as they are. Raises CheckpointError on every rank, before anything is changed if the checkpoint is of another model.
+    """
+    saved = _read_common(state, directory)
+    wanted: dict[str, ShardedTensor | ShardedObject] = {}
+    for placement, shard in _held(state):
+        wanted |= _sharded_tensors(state, placement, shard)
+    same_layout = saved["layout"] == asdict(state.layout)
+    if same_layout:
+        wanted["generators"] = _generators_entry(None)
+    try:
+        loaded = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
+    except READ_FAILURES as error:
+        raise CheckpointError(_failed("read", directory, error)) from error
+    set_adam_step(state.optimizer, saved["adam_step"])
+    _fill_padding(state)
+    publish_main_weights(state.chunks, state.optimizer)
+    if same_layout:
+        _set_generators(loaded["generators"])
+
+
+# --- boxes ------------------------------------------------------------------------------------------------------------
+
+
+def _held(state: TrainingState) -> Iterator[tuple[Placement, StateShard]]:
+    """This rank's placements whose parameters have state here."""
+    shards, parameters = shards_of(state.optimizer), parameters_of(state.chunks)
+    for placement in state.manifest.placements:
+        shard = shards.get(parameters[placement.storage])
+        if shard is not None:
+            yield placement, shard
+
+
+def _sharded_tensors(state: TrainingState, placement: Placement, shard: StateShard) -> dict[str, ShardedTensor]:
+    """The boxes of this placement that the shard holds, for each kind of state. Their data are views of the shard."""
+    shape = state.manifest.storages[placement.storage].shape
+    return {
+        f"{name}.{part.box.tensor}@{part.box.start}": _sharded_tensor(name, part, flat, state.shapes[part.box.tensor])
+        for part in boxes_in_range(placement, shape, shard.start, shard.stop)
+        for name, flat in shard.tensors.items()
+    }
+
+
+def _sharded_tensor(name: str, part: BoxInRange, flat: torch.Tensor, shape: tuple[int, ...]) -> ShardedTensor:
+    view = part.view
+    return ShardedTensor(
+        key=f"{name}.{part.box.tensor}",
+        data=torch.as_strided(flat, view.shape, view.strides, flat.storage_offset() + view.offset),
+        dtype=flat.dtype,
+        local_shape=part.box.shape,
+        global_shape=shape,
+        global_offset=part.box.start,
+        axis_fragmentations=None,  # boxes of any size and place, not a regular grid
+    )
+
+
+def _fill_padding(state: TrainingState) -> None:
+    """Local elements of no box, such as vocabulary padding: their stated value, and no moments."""
+    shards, parameters = shards_of(state.optimizer), parameters_of(state.chunks)
+    for fill in state.manifest.fills:
+        shard = shards.get(parameters[fill.storage])
+        if shard is None:
+            continue
+        for view in fills_in_range(fill, state.manifest.storages[fill.storage].shape, shard.start, shard.stop):
+            for name, flat in shard.tensors.items():
+                part = torch.as_strided(flat, view.shape, view.strides, flat.storage_offset() + view.offset)
+                part.fill_(fill.value if name == "param" else 0.0)
+
+
+def _read_common(state: TrainingState, directory: Path) -> dict[str, Any]:
+    """What rank 0 saved for all. CheckpointError, the same on every rank, if any rank cannot read the checkpoint or needs a
+    tensor that is not in it or has another shape there."""
+    common: dict[str, Any] = {}
+    problems: list[Problem] = []
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(directory))
+        stored = dist_checkpointing.load_tensors_metadata(str(directory))
+    except READ_FAILURES as error:
+        problems = _failed("read", directory, error)
+    else:
+        if common.get("format") != FORMAT:
+            problems.append(Problem(f"format of {directory}", f"{common.get('format')}", f"{FORMAT}"))
+        for tensor in sorted({placement.box.tensor for placement in state.manifest.placements}):
+            for key in (f"{name}.{tensor}" for name in STATES):
+                found = tuple(stored[key].global_shape) if key in stored else "nothing"
+                if found != state.shapes[tensor]:
+                    problems.append(Problem(f"{directory}: {key}", f"{found}", f"{state.shapes[tensor]}"))
+    everyones: list[list[Problem]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, problems)
+    if different := dict.fromkeys(problem for problems in everyones for problem in problems):
+        raise CheckpointError(different)
+    return common
+
+
+# --- random generators ------------------------------------------------------------------------------------------------
+
+
+def _generators() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tensor_parallel": get_cuda_rng_tracker().get_states(),
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+    }
+
+
+def _set_generators(saved: Mapping[str, Any]) -> None:
+    torch.set_rng_state(saved["torch"])
+    torch.cuda.set_rng_state(saved["cuda"])
+    get_cuda_rng_tracker().set_states(saved["tensor_parallel"])
+    random.setstate(saved["python"])
+    numpy.random.set_state(saved["numpy"])
+
+
+def _generators_entry(data: Any) -> ShardedObject:
+    """One object for each rank: no other layout has a use for them."""
+    return ShardedObject("generators", data, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _written_files(directory: Path) -> tuple[SavedFile, ...]:
+    """Sizes and checksums of the files that this rank wrote; rank 0 also wrote what is common to all."""
+    rank = dist.get_rank()
+    mine = sorted(directory.glob(f"__{rank}_*"))
+    if rank == 0:
+        mine += sorted(path for path in directory.iterdir() if not path.name.startswith("__"))
+        sync_directories([directory])
+    return tuple(describe(directory, path) for path in mine)
+
+
+def _failed(what: str, directory: Path, error: BaseException) -> list[Problem]:
+    """A problem for each different cause. torch reports those of all ranks, each as (exception, traceback)."""
+    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    texts = dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes)
+    return [Problem(f"{directory} cannot be {what}", given=text) for text in texts]

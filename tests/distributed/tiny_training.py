@@ -1,0 +1,122 @@
+"""A small training rank for the tests of checkpoints and memory release: plain cross-entropy on fixed sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megagrpo.batching.microbatch import Microbatch, TrainSequence
+from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.megatron import process
+from megagrpo.megatron.config import transformer_config
+from megagrpo.megatron.forward_backward import forward_backward, sum_gradients
+from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.model import build_chunks, named_tensors
+from megagrpo.megatron.optimizer import make_optimizer, set_learning_rate, wrap_chunks
+from megagrpo.megatron.packed import pack
+from megagrpo.megatron.state import TrainingState
+from megagrpo.recipe import schema
+from megagrpo.weights.executors import checkpoint_files
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.sides import megatron_local
+
+LENGTHS = (9, 17, 5, 12)
+
+
+@dataclass
+class TinyTraining:
+    """The model in `directory` in a layout (sizes as in ParallelLayout), on ranks that tests.rank_group has started."""
+
+    directory: Path
+    sizes: dict[str, int]
+    distributed_optimizer: bool = True
+    dtype: torch.dtype = torch.float32
+    weights: bool = True  # load them; otherwise they are noise, for a checkpoint to replace
+    state: TrainingState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layout = ParallelLayout(**self.sizes)
+        process.start_parallel(self.layout, seed=7)
+        self.where = rank_grid(self.layout)[dist.get_rank()]
+        self.architecture = read_architecture(self.directory)
+        train = schema.Train(layout=schema.Layout(**self.sizes), total_steps=1)
+        self.config = transformer_config(self.architecture, train, self.dtype, "cpu")
+        chunks = build_chunks(self.architecture, self.config, self.layout)
+        manifest_of = partial(
+            megatron_local.manifest, self.architecture, self.layout, dtype=str(self.dtype).removeprefix("torch.")
+        )
+        tensors = named_tensors(chunks)
+        if self.weights:
+            checkpoint_files.load(self.directory, manifest_of(self.where), tensors)
+        else:
+            for tensor in tensors.values():
+                tensor.normal_()
+        self.wrapped = wrap_chunks(chunks, self.config, self.distributed_optimizer)
+        settings = schema.Optimizer(lr=1e-2, weight_decay=0.1, clip_grad=1.0)
+        self.optimizer = make_optimizer(self.wrapped, settings, self.distributed_optimizer, self.dtype)
+        sum_gradients(self.config)
+        self.state = TrainingState(self.wrapped, self.optimizer, self.architecture, self.layout, manifest_of)
+
+    def step(self) -> tuple[float, float]:
+        """One Adam step on all sequences: loss (mean over tokens) and gradient norm, on every rank."""
+        sequences = [_sequence(row, length, self.architecture.vocab) for row, length in enumerate(LENGTHS)]
+        total = sum(length - 1 for length in LENGTHS)
+        mine = [
+            pack(Microbatch((sequence,)), layout=self.layout, context_rank=self.where.context, device="cpu")
+            for sequence in sequences[self.where.data :: self.layout.data]
+        ]
+        losses = torch.zeros(1, dtype=torch.float64)
+        group = parallel_state.get_tensor_model_parallel_group()
+        columns = self.architecture.padded_vocab(self.layout.tensor) // self.layout.tensor
+        shard = VocabularyShard(self.architecture.vocab, columns * self.where.tensor, group if group.size() > 1 else None)
+
+        def loss(index: int, logits: torch.Tensor) -> torch.Tensor:
+            packed = mine[index]
+            at = packed.mask.nonzero()[:, 0]
+            logprobs, _ = vocabulary_logprobs(logits, at, packed.labels[at], shard, temperature=1.0, entropy=False)
+            part = -logprobs.sum() / total
+            losses.add_(part.detach().double() / self.layout.tensor)
+            return part
+
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        forward_backward(self.wrapped, mine, loss)
+        set_learning_rate(self.optimizer, 1e-2, 0.1)
+        _, norm, _ = self.optimizer.step()
+        dist.all_reduce(losses)
+        return losses.item(), float(norm)
+
+    def steps(self, count: int) -> list[tuple[float, float]]:
+        return [self.step() for _ in range(count)]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Copies of all weights and states of this rank."""
+        from megagrpo.megatron.state_shards import parameters_of, shards_of
+
+        shards = shards_of(self.optimizer)
+        found = {name: parameter.detach().clone() for name, parameter in parameters_of(self.wrapped).items()}
+        for name, parameter in parameters_of(self.wrapped).items():
+            if parameter in shards:
+                found |= {f"{kind}.{name}": flat.clone() for kind, flat in shards[parameter].tensors.items()}
+        return found
+
+
+def _sequence(row: int, length: int, vocab: int) -> TrainSequence:
+    random = np.random.default_rng(row)
+    mask = np.ones(length, dtype=bool)
+    mask[0] = False
+    return TrainSequence(random.integers(0, vocab, length), mask, np.zeros(length, dtype=np.float32), group=0, row=row)
+
+
+def options(values: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of TinyTraining from a flat description: sizes of the layout and the rest."""
+    rest = {key: values[key] for key in ("distributed_optimizer", "dtype", "weights") if key in values}
+    return {"sizes": {key: value for key, value in values.items() if key not in rest}, **rest}
