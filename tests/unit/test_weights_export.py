@@ -96,10 +96,9 @@ def test_a_second_export_replaces_the_first_and_leftovers(models: Path, tmp_path
     model = make_model("qwen2", models / "qwen2")
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "model.safetensors").write_text("cut short")
-    for _ in range(2):
-        round_trip(model, tmp_path / "out", ParallelLayout(), "local") if not (tmp_path / "out").exists() else (
-            finish_export(begin_export(tmp_path / "out", model, read_architecture(model), "float32"))
-        )
+    round_trip(model, tmp_path / "out", ParallelLayout(), "local")
+    finish_export(begin_export(tmp_path / "out", model, read_architecture(model), "bfloat16"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -1,0 +1,259 @@
+"""Records te_manifest.json: what Megatron's transformer-engine layer spec names its parameters and how it shards them.
+
+    python tests/golden/record_te_manifest.py
+
+transformer-engine needs a GPU to be built, so its modules are stood in for by classes that only allocate their
+parameters, under the names and shapes of transformer_engine.pytorch 2.8 (weight, bias, layer_norm_weight, weight{i}).
+All the rest is megatron-core's own code: which module is used where, prefixes, sizes per rank, and the sharding, which
+is read from sharded_state_dict(). Ranks are taken one after another over torch's fake process group.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+TE_VERSION = "2.8.0"
+TARGET = Path(__file__).with_name("te_manifest.json")
+
+
+class Linear(torch.nn.Module):
+    """transformer_engine.pytorch.Linear: weight [out, in], divided by tp_size as parallel_mode says; bias [out]."""
+
+    def __init__(
+        self, in_features: int, out_features: int, tp_size: int = 1, parallel_mode: str | None = None, bias: bool = True, **_: Any
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.parallel_mode, self.use_bias = in_features, out_features, parallel_mode, bias
+        if parallel_mode == "column":
+            self.out_features //= tp_size
+        elif parallel_mode == "row":
+            self.in_features //= tp_size
+        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features))
+        if bias:
+            self.bias = torch.nn.Parameter(torch.empty(self.out_features))
+
+
+class LayerNormLinear(Linear):
+    """transformer_engine.pytorch.LayerNormLinear: a Linear and the weight of the norm before it."""
+
+    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+        super().__init__(in_features, out_features, **options)
+        self.layer_norm_weight = torch.nn.Parameter(torch.empty(in_features))
+
+
+class GroupedLinear(torch.nn.Module):
+    """transformer_engine.pytorch.GroupedLinear: weight0, weight1, … each [out, in], and its extra state."""
+
+    def __init__(
+        self, num_gemms: int, in_features: int, out_features: int, tp_size: int = 1, parallel_mode: str | None = None, **_: Any
+    ) -> None:
+        super().__init__()
+        self.num_gemms, self.use_bias = num_gemms, False
+        self.fp8_meta, self.fp8, self.fp8_calibration = {"fp8_checkpoint": False}, False, False
+        shape = (
+            out_features // (tp_size if parallel_mode == "column" else 1),
+            in_features // (tp_size if parallel_mode == "row" else 1),
+        )
+        for index in range(num_gemms):
+            self.register_parameter(f"weight{index}", torch.nn.Parameter(torch.empty(shape)))
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class RMSNorm(torch.nn.Module):
+    """transformer_engine.pytorch.RMSNorm: weight [hidden]."""
+
+    def __init__(self, hidden_size: int, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size))
+
+
+class DotProductAttention(torch.nn.Module):
+    """transformer_engine.pytorch.DotProductAttention has no parameters."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+
+STAND_INS: dict[str, Any] = {
+    "Linear": Linear,
+    "LayerNormLinear": LayerNormLinear,
+    "GroupedLinear": GroupedLinear,
+    "RMSNorm": RMSNorm,
+    "DotProductAttention": DotProductAttention,
+    "get_cpu_offload_context": lambda *_, **__: (None, None),  # called whether or not activations are offloaded
+}
+
+
+class StandIn(ModuleType):
+    """A module of transformer_engine. What Megatron only mentions is an empty class, or another such module."""
+
+    __path__: list[str] = []
+    __version__ = TE_VERSION
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return STAND_INS.get(name) or (type(name, (), {}) if name[0].isupper() else StandIn(name))
+
+
+class Finder(MetaPathFinder, Loader):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "transformer_engine" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def record(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each rank of a case, its parameters by name in the manifest."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megagrpo.layout.parallel import ParallelLayout
+    from tests.weights_oracle import architecture, moe_architecture
+
+    arch = (moe_architecture if case["experts"] else architecture)(**case["architecture"])
+    layout = ParallelLayout(**case["layout"])
+    experts: dict[str, Any] = {}
+    if arch.experts is not None:
+        experts = {
+            "num_moe_experts": arch.experts.count,
+            "moe_ffn_hidden_size": arch.experts.ffn,
+            "moe_router_topk": arch.experts.per_token,
+            "moe_grouped_gemm": True,
+            "moe_token_dispatcher_type": "alltoall",
+        }
+    config = TransformerConfig(
+        num_layers=arch.layers,
+        hidden_size=arch.hidden,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.query_groups,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_dtype=torch.float32,
+        **experts,
+    )
+    ranks = []
+    for rank in range(layout.ranks):
+        dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            create_gloo_process_groups=False,
+        )
+        model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+        ranks.append(record_rank(arch, config))
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    return ranks
+
+
+def record_rank(arch: Any, config: Any) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=bool(config.num_moe_experts), qk_layernorm=config.qk_layernorm
+    )
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=arch.vocab,
+        max_sequence_length=arch.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=arch.tied_embeddings,
+        position_embedding_type="rope",
+    )
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    sharded = model.sharded_state_dict(metadata={"dp_cp_group": group})
+    held = {}
+    for name, parameter in model.named_parameters():
+        found = sharded[name]
+        parts = found.build() if isinstance(found, ShardedTensorFactory) else found
+        tensors = [part for part in (parts if isinstance(parts, list) else [parts]) if isinstance(part, ShardedTensor)]
+        before = tensors[0].prepend_axis_num
+        held[f"chunk0.{name}"] = {
+            "shape": list(parameter.shape),
+            # where it lies in the same parameter of an unsharded model: [start, shape]
+            "parts": [[list(part.global_offset[before:]), list(part.local_shape)] for part in tensors],
+            # its index on the axes that Megatron puts in front: the layer, then the expert
+            "index": list(tensors[0].global_offset[:before]),
+        }
+    return held
+
+
+CASES: list[dict[str, Any]] = [
+    {"name": name, "experts": experts, "architecture": {"vocab": 32, "layers": 2, **changes}, "layout": layout}
+    for name, experts, changes, layout in (
+        ("qwen2, tensor 2 x pipeline 2", False, {}, {"tensor": 2, "pipeline": 2}),
+        ("qwen2 tied, pipeline 2", False, {"tied_embeddings": True}, {"pipeline": 2}),
+        ("qwen2 tied, tensor 4 (more than query groups)", False, {"tied_embeddings": True}, {"tensor": 4}),
+        ("qwen3, tensor 2", False, {"family": "qwen3", "qkv_bias": False, "qk_norm": True}, {"tensor": 2}),
+        ("qwen3_moe, expert 2", True, {}, {"data": 2, "expert": 2}),
+        ("qwen3_moe, tensor 2, expert 2 x expert_tensor 2", True, {}, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}),
+    )
+]  # fmt: skip
+
+
+def one_parameter_per_line(content: dict[str, Any]) -> str:
+    text = json.dumps(content)
+    for begin in ('{"name"', '{"chunk0'):
+        text = text.replace(begin, "\n" + begin)
+    return text.replace(' "chunk0', '\n"chunk0') + "\n"
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.meta_path.insert(0, Finder())
+    import megatron.core
+
+    import megagrpo.megatron  # noqa: F401  (its shim must run before Megatron's modules)
+
+    note = "Made by record_te_manifest.py, which says how; transformer_engine itself is stood in for, Megatron is not."
+    content = {
+        "note": note,
+        "megatron_core": megatron.core.__version__,
+        "transformer_engine": f"{TE_VERSION} (stood in for)",
+        "cases": [case | {"ranks": record(case)} for case in CASES],
+    }
+    TARGET.write_text(one_parameter_per_line(content))
+
+
+if __name__ == "__main__":
+    main()
