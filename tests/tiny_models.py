@@ -86,7 +86,9 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 @torch.no_grad()
-def reference_logits(directory: str | Path, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """What transformers says of each sequence alone: a list of [tokens, vocab] float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
-    return [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
+def reference_logits(
+    directory: str | Path, sequences: list[list[int]], dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """What transformers says of each sequence alone: a list of [tokens, vocab] float32, computed in `dtype`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    return [model(torch.tensor([tokens])).logits[0].float() for tokens in sequences]

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _enabled = False
@@ -65,6 +66,8 @@ def _patch_torch() -> None:
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
 
+    # `with torch.device("meta")` looks factories up in a set made at its first use: it must be of the originals.
+    _device_constructors()
     # Literal device="cuda": token counts in the schedules, found_inf and norms in the optimizer, checkpoint exchange.
     for name in ("tensor", "zeros", "empty", "empty_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -103,6 +106,11 @@ class _Stream:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait_stream(self, *_: Any) -> None: ...
+
+    def wait_event(self, *_: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> _Stream:
+        return self  # as an event, too: all that is done with it is to wait
 
     def synchronize(self) -> None: ...
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from datetime import timedelta
 from urllib.parse import urlparse
 
@@ -26,10 +27,11 @@ def start(rank: int, ranks: int, init_method: str, device: str, timeout_seconds:
     operation in the default group. Raises RankError if the others do not come.
     """
     timeout = timedelta(seconds=timeout_seconds)
+    _silence_harmless_warnings()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps communication by launch order
     if device == "cpu":
         _use_loopback_if_local(init_method)
     else:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps communication by launch order
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(
@@ -87,6 +89,13 @@ def stop() -> None:
     stop_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _silence_harmless_warnings() -> None:
+    # Megatron calls collectives by names that newer torch has renamed.
+    warnings.filterwarnings("ignore", message=".*deprecated. Please use `torch.distributed", category=FutureWarning)
+    # Said of experts with expert_tensor 1 in a model with tensor > 1, for which it is right.
+    warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`, but tensor model parallel size is 1")
 
 
 def _use_loopback_if_local(init_method: str) -> None:

@@ -68,26 +68,38 @@ def test_experts_agree_with_transformers(
     check_families(["qwen3_moe"], EXPERT_LAYOUTS[name], models, references)
 
 
-def test_bfloat16_is_near_float32(models: dict[str, Path], references: dict[str, list[torch.Tensor]]) -> None:
+def test_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(
+    models: dict[str, Path], references: dict[str, list[torch.Tensor]]
+) -> None:
     families = ["llama", "qwen3"]
+    theirs = {family: reference_logits(models[family], SEQUENCES, torch.bfloat16) for family in families}
     for layout in (ParallelLayout(), ParallelLayout(tensor=2, expert_tensor=2)):
-        by_rank = run_ranks(
-            layout.ranks, "tests.distributed.parity_ranks:logits_of_families", [models[f] for f in families], layout, MICROBATCHES, "bfloat16"
-        )
-        for index, family in enumerate(families):
-            for got, wanted in zip(assemble([r[index] for r in by_rank], layout), references[family], strict=True):
-                assert 1e-4 < np.abs(got - wanted.numpy()).max() < 0.15
+        for family, ours in run_families(families, layout, models, dtype="bfloat16").items():
+            error = rms([got - wanted.numpy() for got, wanted in zip(ours, references[family], strict=True)])
+            error_of_theirs = rms([(got - wanted).numpy() for got, wanted in zip(theirs[family], references[family], strict=True)])
+            assert 0.5 * error_of_theirs < error < 1.25 * error_of_theirs
+
+
+def rms(differences: list[np.ndarray]) -> float:
+    return float(np.sqrt(np.mean(np.concatenate(differences) ** 2)))
 
 
 def check_families(
     families: list[str], layout: ParallelLayout, models: dict[str, Path], references: dict[str, list[torch.Tensor]]
 ) -> None:
+    for family, ours in run_families(families, layout, models).items():
+        for row, (got, wanted) in enumerate(zip(ours, references[family], strict=True)):
+            np.testing.assert_allclose(got, wanted.numpy(), rtol=0, atol=2e-5, err_msg=f"{family}, sequence {row}")
+
+
+def run_families(
+    families: list[str], layout: ParallelLayout, models: dict[str, Path], dtype: str = "float32"
+) -> dict[str, list[np.ndarray]]:
+    directories = [models[family] for family in families]
     by_rank = run_ranks(
-        layout.ranks, "tests.distributed.parity_ranks:logits_of_families", [models[f] for f in families], layout, MICROBATCHES
+        layout.ranks, "tests.distributed.parity_ranks:logits_of_families", directories, layout, MICROBATCHES, dtype
     )
-    for index, family in enumerate(families):
-        for row, got in enumerate(assemble([results[index] for results in by_rank], layout)):
-            np.testing.assert_allclose(got, references[family][row].numpy(), rtol=0, atol=2e-5, err_msg=f"{family} sequence {row}")
+    return {family: assemble([results[index] for results in by_rank], layout) for index, family in enumerate(families)}
 
 
 def assemble(by_rank: list[RankLogits | None], layout: ParallelLayout) -> list[np.ndarray]:
