@@ -1,0 +1,161 @@
+"""Rules between fields, and between the recipe and the model: each names the field to change, the numbers and a fix."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.recipe.checks import RuleProblem, recipe_problems
+from megagrpo.recipe.fields import is_field
+from megagrpo.recipe.model_checks import model_problems
+from megagrpo.recipe.overrides import apply_overrides
+from megagrpo.recipe.places import Places
+from megagrpo.recipe.schema import Recipe
+from megagrpo.weights.families import architecture_of
+from tests.tiny_run import CONFIG, EXPERTS, recipe
+
+EVAL = "eval.files=[{path: held_out.jsonl}]"
+
+
+def recipe_with(*overrides: str) -> Recipe:
+    tree, _, problems = apply_overrides(recipe(Path("tiny")), Places("recipe.yaml"), overrides)
+    assert not problems
+    return Recipe.model_validate(tree)
+
+
+RECIPE_CASES: list[tuple[list[str], str, str]] = [
+    (["train.total_steps=null"], "train.total_steps", "exactly one of total_steps, total_epochs, total_episodes"),
+    (["train.total_epochs=1"], "train.total_steps", "given: total_steps and total_epochs"),
+    (["train.total_steps=null", "train.total_episodes=15"], "train.total_episodes", "at least 16"),
+    (["algorithm.minibatches=3"], "algorithm.minibatches", "fix: minibatches: 2"),
+    (["algorithm.minibatches=8", "train.layout.data=4"], "train.layout.data", "so 2 samples in each"),
+    (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt", "at least 2"),
+    (["rollout.top_p=0.9"], "rollout.top_p", "whole vocabulary"),
+    (["rollout.top_k=5"], "rollout.top_k", "whole vocabulary"),
+    (["train.tokens_per_microbatch=31"], "train.tokens_per_microbatch", "at least 32"),
+    (
+        ["train.tokens_per_microbatch=16", "train.layout.context=2", "rollout.response_tokens_max=15", "data.prompt_tokens_max=18"],
+        "train.tokens_per_microbatch",
+        "padded to 36",
+    ),
+    (["train.layout.virtual_pipeline=2"], "train.layout.virtual_pipeline", "pipeline of at least 2"),
+    (["train.layout.tensor=2", "train.layout.expert=2"], "train.layout.expert", "expert_tensor 2 (the default: as tensor)"),
+    (["train.layout.expert=3", "train.layout.data=2"], "train.layout.expert", "must divide"),
+    (["cluster.trainer_devices=4", "train.layout.tensor=2"], "cluster.trainer_devices", "train.layout.data: 2"),
+    (["cluster.trainer_devices=3", "train.layout.tensor=2"], "cluster.trainer_devices", "= 2 ranks"),
+    (["cluster.engine_devices=1"], "cluster.engine_devices", "placement: disaggregated"),
+    (["cluster.engine_devices=2", "cluster.placement=disaggregated"], "cluster.engine_devices", "2 devices for 1 engine"),
+    (["algorithm.clip_low=1.5"], "algorithm.clip_low", "at most 1"),
+    (["algorithm.advantage.epsilon=0"], "algorithm.advantage.epsilon", "above 0"),
+    (["reward.functions.0.weight=0"], "reward.functions", "only weights of 0"),
+    (["train.optimizer.min_lr=1e-3"], "train.optimizer.min_lr", "min_lr 0.001 above lr 1e-06"),
+    (["train.optimizer.min_lr=1e-7"], "train.optimizer.min_lr", "schedule: linear or cosine"),
+    (["train.optimizer.warmup_steps=3"], "train.optimizer.warmup_steps", "3 of 2 steps"),
+    (["train.offload=[optimizer, optimizer]"], "train.offload", "optimizer more than once"),
+    (["train.offload=[reference]"], "train.offload", "none without a KL penalty"),
+    (["cluster.device=cpu", "train.layer_spec=transformer_engine"], "train.layer_spec", "CUDA only"),
+    (["eval.samples_per_prompt=4"], "eval.samples_per_prompt", "greedy decoding"),
+    (["eval.top_p=0.5"], "eval.top_p", "with temperature 0"),
+    ([EVAL, "eval.early_stopping={}"], "eval.early_stopping", "neither target nor patience"),
+    (["eval.early_stopping.target=0.9"], "eval.early_stopping.metric", "no eval.files"),
+    (["checkpoint.keep_best=mean@1"], "checkpoint.keep_best", "no eval.files"),
+    ([EVAL, "checkpoint.keep_best=pass@4"], "checkpoint.keep_best", "did you mean `pass@1`?"),
+    ([EVAL, "checkpoint.keep_best=accuracy"], "checkpoint.keep_best", "one of mean@1, pass@1, maj@1"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "field", "words"), RECIPE_CASES, ids=[" ".join(case[0]) for case in RECIPE_CASES])
+def test_a_broken_rule_names_field_numbers_and_fix(overrides: list[str], field: str, words: str) -> None:
+    (problem,) = recipe_problems(recipe_with(*overrides))
+    assert_speaks(problem, field, words)
+
+
+def assert_speaks(problem: RuleProblem, field: str, words: str) -> None:
+    assert problem.where == field
+    assert words in str(problem)
+    assert problem.given and problem.needed and problem.fix
+    assert all(is_field(name) for name in problem.fields)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["algorithm.minibatches=16"],
+        ["train.layout.data=16"],
+        ["train.layout.expert=2", "train.layout.data=2"],
+        ["train.layout.tensor=2", "train.layout.expert=2", "train.layout.expert_tensor=1"],
+        ["cluster.trainer_devices=4", "train.layout.tensor=2", "train.layout.pipeline=2"],
+        ["cluster.placement=disaggregated", "cluster.engine_devices=2", "rollout.engines=4"],
+        ["train.offload=[reference, gradients]", "algorithm.kl.coefficient=0.1"],
+        ["algorithm.advantage.epsilon=0", "algorithm.advantage.standard_deviation=none"],
+        [EVAL, "eval.samples_per_prompt=4", "eval.temperature=1", "eval.early_stopping={metric: maj@4, patience: 2}"],
+        ["train.optimizer={lr: 1e-5, min_lr: 1e-6, schedule: cosine, warmup_steps: 2}"],
+        ["train.total_steps=null", "train.total_episodes=16"],
+    ],
+)
+def test_a_sensible_recipe_breaks_no_rule(overrides: list[str]) -> None:
+    assert recipe_problems(recipe_with(*overrides)) == []
+
+
+def test_all_broken_rules_are_found_at_once() -> None:
+    found = recipe_problems(recipe_with("rollout.top_p=0.5", "train.total_steps=null", "cluster.trainer_devices=7"))
+    assert [problem.where for problem in found] == ["rollout.top_p", "train.total_steps", "cluster.trainer_devices"]
+
+
+MODEL_CASES: list[tuple[list[str], dict[str, Any], str, str]] = [
+    (["train.layout.pipeline=3"], {}, "train.layout.pipeline", "pipeline of 1, 2 or 4"),
+    (["train.layout.pipeline=2", "train.layout.virtual_pipeline=4"], {}, "train.layout.virtual_pipeline", "of 1 or 2"),
+    (["train.layout.tensor=8"], {}, "train.layout.tensor", "divides 4"),
+    (["train.layout.tensor=4"], {"intermediate_size": 22}, "train.layout.tensor", "22 MLP columns"),
+    (["train.layout.tensor=3"], {"num_attention_heads": 6, "hidden_size": 24}, "train.layout.tensor", "2 query groups"),
+    (["train.layout.expert=2", "train.layout.data=2"], {}, "train.layout.expert", "has no experts"),
+    (["train.layout.tensor=2", "train.layout.expert_tensor=1"], {}, "train.layout.expert_tensor", "has no experts"),
+    (["train.layout.expert=3", "train.layout.data=3"], EXPERTS, "train.layout.expert", "divides 4"),
+    (["train.layout.tensor=4"], EXPERTS, "train.layout.expert_tensor", "each expert has 6 columns"),
+    (["rollout.response_tokens_max=49"], {}, "rollout.response_tokens_max", "at most 64"),
+    ([EVAL, "eval.response_tokens_max=49"], {}, "eval.response_tokens_max", "16 + 49 = 65"),
+    (["rollout.stop_token_ids=[5, 31]"], {}, "rollout.stop_token_ids", "ids below 31"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "config", "field", "words"), MODEL_CASES, ids=[" ".join(case[0]) for case in MODEL_CASES])
+def test_a_layout_that_does_not_fit_the_model_is_named(
+    overrides: list[str], config: dict[str, Any], field: str, words: str
+) -> None:
+    (problem,) = model_problems(recipe_with(*overrides), architecture_of(CONFIG | config))
+    assert_speaks(problem, field, words)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "config"),
+    [
+        (["train.layout.tensor=4"], {}),  # a multiple of the 2 query groups; 31 rows of vocabulary are padded
+        (["train.layout.pipeline=2", "train.layout.virtual_pipeline=2"], {}),
+        (["train.layout.tensor=2", "train.layout.expert=2", "train.layout.expert_tensor=1"], EXPERTS),
+        (["train.layout.expert=4", "train.layout.data=4"], EXPERTS),
+        (["rollout.response_tokens_max=48"], {}),
+    ],
+)
+def test_a_layout_that_fits_the_model_is_accepted(overrides: list[str], config: dict[str, Any]) -> None:
+    assert model_problems(recipe_with(*overrides), architecture_of(CONFIG | config)) == []
+
+
+sizes = st.integers(1, 6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pipeline=sizes, virtual=sizes, layers=st.integers(1, 24))
+def test_an_accepted_pipeline_places_every_layer_once(pipeline: int, virtual: int, layers: int) -> None:
+    checked = recipe_with(f"train.layout.pipeline={pipeline}", f"train.layout.virtual_pipeline={virtual}")
+    found = model_problems(checked, architecture_of(CONFIG | {"num_hidden_layers": layers}))
+    placed = [
+        layer
+        for chunk in range(virtual)
+        for stage in range(pipeline)
+        for layer in layers_of_chunk(layers, pipeline, virtual, stage, chunk)
+    ]
+    assert (placed == list(range(layers))) == (not found)

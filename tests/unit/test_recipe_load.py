@@ -1,0 +1,138 @@
+"""Reading recipes: YAML's numbers and words, places, overrides, and all mistakes in one error."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.errors import RecipeError
+from megagrpo.recipe.load import dump, load
+from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.yaml12 import parse, to_text
+from tests.tiny_run import recipe
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+trees = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(min_size=1), inner), max_leaves=12)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    written = tmp_path / "recipe.yaml"
+    written.write_text(yaml.safe_dump(recipe(tmp_path), sort_keys=False))
+    return written
+
+
+def line_of(path: Path, text: str) -> int:
+    return next(number for number, line in enumerate(path.read_text().splitlines(), 1) if line.startswith(text))
+
+
+def problems_of(path: Path, *overrides: str) -> list[tuple[str, str]]:
+    with pytest.raises(RecipeError) as caught:
+        load(path, overrides)
+    return [(problem.where, problem.fix) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-6", 1e-6), ("2.E3", 2000.0), ("010", 10), ("0o17", 15), ("0x1F", 31), ("-.inf", float("-inf")), ("off", "off")]
+    + [("yes", "yes"), ("1:30", "1:30"), ("1_000", "1_000"), ("2024-01-01", "2024-01-01"), ("~", None), ("True", True)],
+)
+def test_scalars_are_read_as_yaml_1_2_says(text: str, value: object) -> None:
+    assert parse(text, str).tree == value
+    assert type(parse(text, str).tree) is type(value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees)
+def test_what_is_written_is_read_back(tree: object) -> None:
+    document = parse(to_text({"tree": tree}), str)
+    assert not document.problems
+    assert document.tree == {"tree": tree}
+    assert repr(document.tree) == repr({"tree": tree})
+
+
+def test_the_resolved_recipe_has_every_default_and_loads_to_an_equal_recipe(path: Path, tmp_path: Path) -> None:
+    first = load(path, ["data.train.0.amount=0.5", "track.wandb={}", "train.megatron.moe_z_loss_coeff=1e-6"]).recipe
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump(first))
+    assert "clip_high: 0.2" in resolved.read_text()
+    assert load(resolved).recipe == first
+
+
+def test_integers_stand_for_numbers_and_amounts_keep_their_kind(path: Path) -> None:
+    loaded = load(path, ["train.optimizer.lr=1", "data.train.0.amount=1"]).recipe
+    assert isinstance(loaded.train.optimizer.lr, float)
+    assert isinstance(loaded.data.train[0].amount, int)
+    assert isinstance(load(path, ["data.train.0.amount=1.0"]).recipe.data.train[0].amount, float)
+
+
+def test_overrides_reach_sections_lists_and_options_and_the_last_one_wins(path: Path) -> None:
+    overrides = ["train.layout.tensor=4", "train.layout.tensor=2", "data.train.0.path=other.parquet"]
+    overrides += ["eval.early_stopping.patience=3", "train.megatron.a_field=[1, x]", "model.revision=null"]
+    loaded = load(path, overrides).recipe
+    assert loaded.train.layout.tensor == 2
+    assert loaded.data.train[0].path == "other.parquet"
+    assert loaded.eval.early_stopping is not None and loaded.eval.early_stopping.patience == 3
+    assert loaded.train.megatron == {"a_field": [1, "x"]}
+    assert loaded.model.revision is None
+
+
+def test_places_are_lines_of_the_file_or_the_override(path: Path) -> None:
+    places = load(path, ["train.layout.context=1"]).places
+    assert places.where("train.layout.tensor") == f"{path}:{line_of(path, '    tensor:')} train.layout.tensor"
+    assert places.where("train.optimizer.lr") == f"{path}:{line_of(path, 'train:')} train.optimizer.lr"
+    assert places.where("train.layout.context") == "override train.layout.context=1"
+    assert places.where("cluster.device") == f"{path} cluster.device"
+
+
+def test_all_mistakes_come_at_once_with_line_and_nearest_name(path: Path) -> None:
+    text = path.read_text().replace("tensor: 1", "tensr: 4").replace("seed: 0\n", "").replace("total_steps: 2", "total_steps: two")
+    path.write_text(text + "trak: {}\n")
+    found = problems_of(path, "rollout.top_p=0.9", "rollout.prompts_per_step=1.0", "train.optimiser.lr=1")
+    assert found == [
+        ("override train.optimiser.lr=1", "did you mean `optimizer`?"),
+        ("override rollout.prompts_per_step=1.0", "write 1"),
+        (f"{path}:{line_of(path, '    tensr:')} train.layout.tensr", "did you mean `tensor`?"),
+        (f"{path}:{line_of(path, '  total_steps:')} train.total_steps", ""),
+        (f"{path}:{line_of(path, 'trak:')} trak", "did you mean `track`?"),
+    ]
+
+
+def test_rules_between_fields_are_reported_beside_wrong_fields_unless_they_read_them(path: Path) -> None:
+    wrong = ["algorithm.entropy_coefficient=-1", "rollout.top_p=0.9", "algorithm.minibatches=5"]
+    wheres = [where for where, _ in problems_of(path, *wrong)]
+    assert wheres == [f"override {text}" for text in wrong]
+    # A misspelt key may be any of its section: nothing is said that rests on the section's other fields.
+    wheres = [where for where, _ in problems_of(path, "cluster.trainer_devices=2", "train.layout.dat=2")]
+    assert wheres == ["override train.layout.dat=2"]
+
+
+def test_a_misspelt_key_is_not_also_reported_as_missing(path: Path) -> None:
+    path.write_text(path.read_text().replace("prompts_per_step", "prompt_per_step"))
+    assert [fix for _, fix in problems_of(path)] == ["did you mean `prompts_per_step`?"]
+
+
+def test_a_key_in_the_wrong_section_is_sent_to_the_right_one(path: Path) -> None:
+    path.write_text(path.read_text() + "lr: 1.0e-6\n")
+    assert [fix for _, fix in problems_of(path)] == ["`lr` belongs at train.optimizer.lr"]
+
+
+def test_an_override_inside_an_override_is_located(path: Path) -> None:
+    text = "train.layout={tensor: 2, contxt: 1}"
+    assert problems_of(path, text) == [(f"override {text} (train.layout.contxt)", "did you mean `context`?")]
+
+
+def test_every_field_has_a_description() -> None:
+    def fields(section: type, path: str) -> list[str]:
+        found = []
+        for name, info in section.model_fields.items():
+            inner = info.annotation
+            if path or not hasattr(inner, "model_fields"):
+                found += [] if info.description else [f"{path}{name}"]
+            if hasattr(inner, "model_fields"):
+                found += fields(inner, f"{path}{name}.")
+        return found
+
+    assert fields(Recipe, "") == []
