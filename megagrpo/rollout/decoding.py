@@ -1,0 +1,146 @@
+"""One batch from prompts to responses: each prompt is read once, its samples are decoded together, ended rows leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megagrpo.rollout.kv_cache import GrowingCache
+from megagrpo.rollout.sampling import draw
+from megagrpo.rollout.seeds import uniforms
+from megagrpo.types import SamplingParams
+
+COMPACT_BELOW = 0.75  # ended rows are dropped once fewer than this share of the batch still runs
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What was sampled for one row. `stopped` says that the last token is a stop token."""
+
+    tokens: np.ndarray  # int32 [t]
+    logprobs: np.ndarray  # float32 [t]
+    stopped: bool
+
+
+@torch.inference_mode()
+def decode(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    prompt_of_row: Sequence[int],
+    seeds: Sequence[int],
+    sampling: SamplingParams,
+    stop_tokens: frozenset[int],
+) -> list[Response]:
+    """Samples one response per row; row i continues prompts[prompt_of_row[i]] with the random numbers of seeds[i].
+
+    `model` is a causal language model of transformers, in eval mode, whose layers all have full attention. Prompts
+    (distinct, at least one token each) are padded on the left, so that all rows write the same column of the cache;
+    padding is masked, and positions count from each prompt's first token.
+    """
+    device = model.device
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    cache = GrowingCache(model.config.num_hidden_layers, limit=int(lengths.max()) + sampling.max_tokens)
+    prompt_logits = _prefill(model, cache, prompts, lengths)
+
+    prompt_of = torch.tensor(prompt_of_row, device=device)
+    cache.select_rows(prompt_of)
+    logits = prompt_logits[prompt_of]
+    batch = _Batch(cache, torch.tensor(seeds, device=device), cache.length - lengths[prompt_of])
+    record = _Record(len(seeds), sampling.max_tokens)
+    stops = np.array(sorted(stop_tokens), dtype=np.int64)
+
+    for position in range(sampling.max_tokens):
+        tokens, logprobs = draw(logits, batch.uniforms(position), sampling)
+        running = record.add(position, tokens.cpu().numpy(), logprobs.cpu().numpy(), stops)
+        if not running.any() or position + 1 == sampling.max_tokens:
+            break
+        if running.sum() < COMPACT_BELOW * len(running):
+            kept = torch.from_numpy(running.nonzero()[0]).to(device)
+            batch.keep(kept)
+            record.keep(running)
+            tokens = tokens[kept]
+        logits = batch.step(model, tokens)
+    return record.responses()
+
+
+def _prefill(model: Any, cache: GrowingCache, prompts: Sequence[Sequence[int]], lengths: torch.Tensor) -> torch.Tensor:
+    """Fills the cache with all prompts and returns the logits [prompts, vocab] after the last token of each."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
+    padding = width - lengths
+    column = torch.arange(width, device=model.device)
+    # A padded query sees itself only: with nothing to see, its softmax would be 0/0 and spread.
+    visible = (column[:, None] >= column) & (column >= padding[:, None, None]) | (column[:, None] == column)
+    return model(
+        input_ids=ids,
+        attention_mask=visible[:, None],
+        position_ids=(column - padding[:, None]).clamp(min=0),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits[:, -1]
+
+
+@dataclass
+class _Batch:
+    """The rows that still occupy the model: their cache, seeds and left padding, all int64 [rows]."""
+
+    cache: GrowingCache
+    seeds: torch.Tensor
+    padding: torch.Tensor
+
+    def uniforms(self, position: int) -> torch.Tensor:
+        return uniforms(self.seeds, torch.full_like(self.seeds, position))
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.cache.select_rows(rows)
+        self.seeds = self.seeds[rows]
+        self.padding = self.padding[rows]
+
+    def step(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """Appends one token to every row and returns the logits [rows, vocab] after it."""
+        column = self.cache.length
+        visible = torch.arange(column + 1, device=tokens.device) >= self.padding[:, None]
+        return model(
+            input_ids=tokens[:, None],
+            attention_mask=visible[:, None, None],
+            position_ids=(column - self.padding)[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        ).logits[:, -1]
+
+
+class _Record:
+    """Tokens of all rows, on the host. A batch slot whose row has ended goes on until it is dropped, unrecorded."""
+
+    def __init__(self, rows: int, max_tokens: int) -> None:
+        self.tokens = np.zeros((rows, max_tokens), dtype=np.int32)
+        self.logprobs = np.zeros((rows, max_tokens), dtype=np.float32)
+        self.lengths = np.zeros(rows, dtype=np.int64)
+        self.stopped = np.zeros(rows, dtype=bool)
+        self.row_of_slot = np.arange(rows)
+
+    def add(self, position: int, tokens: np.ndarray, logprobs: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Records what each slot drew; returns which slots go on, bool [slots]."""
+        running = ~self.stopped[self.row_of_slot]
+        rows = self.row_of_slot[running]
+        self.tokens[rows, position] = tokens[running]
+        self.logprobs[rows, position] = logprobs[running]
+        self.lengths[rows] = position + 1
+        self.stopped[rows] = np.isin(tokens[running], stops)
+        return ~self.stopped[self.row_of_slot]
+
+    def keep(self, running: np.ndarray) -> None:
+        self.row_of_slot = self.row_of_slot[running]
+
+    def responses(self) -> list[Response]:
+        return [
+            Response(tokens[:length].copy(), logprobs[:length].copy(), bool(stopped))
+            for tokens, logprobs, length, stopped in zip(
+                self.tokens, self.logprobs, self.lengths, self.stopped, strict=True
+            )
+        ]

@@ -1,0 +1,117 @@
+"""What the trainer asks of anything that generates. Knows neither Ray nor HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from megagrpo.errors import EngineError, Problem
+from megagrpo.types import Request, Sample
+from megagrpo.weights.boxes import Manifest
+
+if TYPE_CHECKING:
+    from megagrpo.weights.executors.buckets import Bucket
+    from megagrpo.weights.plan import WeightPlan
+
+
+class Engine(Protocol):
+    """One holder of the policy that samples from it.
+
+    Weights come in four steps, and no token is sampled between the first and the last:
+
+        engine.begin_update(version)
+        engine.receive(buckets, plan, destination_index)      # any number of times
+        arrived = engine.end_update(version)                  # compared with the trainer's digests by the caller
+        engine.commit_update(version)                         # only if they agree; otherwise begin again
+
+    Every method raises EngineError when called out of turn.
+    """
+
+    def manifest(self) -> Manifest:
+        """What it holds and where: the destination of a weight plan."""
+        ...
+
+    def begin_update(self, version: int) -> None:
+        """Opens an update to `version`. Also how an update that failed is begun again, from its start."""
+        ...
+
+    def receive(self, buckets: Sequence[Bucket], plan: WeightPlan, destination_index: int) -> None:
+        """Writes weights in place; `destination_index` is this engine's place in `plan`."""
+        ...
+
+    def end_update(self, version: int) -> Mapping[str, int]:
+        """Closes the transfer and returns the digest of every checkpoint tensor as it now lies here."""
+        ...
+
+    def commit_update(self, version: int) -> None:
+        """The digests agree: tokens sampled from now on carry `version`."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        """One sample for each request, in the same order."""
+        ...
+
+    def close(self) -> None:
+        """Frees the weights. May be called in any state, and twice."""
+        ...
+
+
+class EngineState(Enum):
+    """Where an engine stands between weight updates."""
+
+    SERVING = "serving"
+    """Its weights are one verified version. The only state in which it generates."""
+
+    RECEIVING = "receiving weights"
+    """An update is open: its weights are a mixture of two versions until end_update."""
+
+    UNVERIFIED = "holding unverified weights"
+    """All weights arrived, but nobody has yet said that their digests agree: commit_update does, or begin_update starts over."""
+
+    CLOSED = "closed"
+    """Its weights are freed. Nothing but close is possible."""
+
+
+@dataclass
+class UpdateProtocol:
+    """The order in which an engine may be called, apart from what it does. Every engine owns one.
+
+    `version` is the newest committed weight version; `incoming` the one being received or awaiting its commit.
+    """
+
+    name: str
+    state: EngineState = EngineState.SERVING
+    version: int = 0
+    incoming: int | None = None
+
+    def begin(self, version: int) -> None:
+        self._require(self.state is not EngineState.CLOSED, "begin_update", "an engine that is not closed")
+        self._require(version >= self.version, f"begin_update({version})", f"version {self.version} or newer")
+        self.state, self.incoming = EngineState.RECEIVING, version
+
+    def check_receiving(self) -> None:
+        self._require(self.state is EngineState.RECEIVING, "receive", "begin_update first")
+
+    def end(self, version: int) -> None:
+        self._require(self.state is EngineState.RECEIVING, f"end_update({version})", "begin_update first")
+        self._require(version == self.incoming, f"end_update({version})", f"the version being received, {self.incoming}")
+        self.state = EngineState.UNVERIFIED
+
+    def commit(self, version: int) -> None:
+        self._require(self.state is EngineState.UNVERIFIED, f"commit_update({version})", "end_update first")
+        self._require(version == self.incoming, f"commit_update({version})", f"the version received, {self.incoming}")
+        self.state, self.version, self.incoming = EngineState.SERVING, version, None
+
+    def check_serving(self) -> None:
+        self._require(self.state is EngineState.SERVING, "generate", "weights whose update was committed")
+
+    def close(self) -> None:
+        self.state, self.incoming = EngineState.CLOSED, None
+
+    def _require(self, condition: bool, called: str, needed: str) -> None:
+        if not condition:
+            raise EngineError(
+                Problem(where=f"{self.name}: {called}", given=f"the engine is {self.state.value}", needed=needed)
+            )

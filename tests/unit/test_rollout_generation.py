@@ -1,0 +1,145 @@
+"""What the embedded engine generates, against transformers' own generate and forward pass."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megagrpo.errors import EngineError, ModelError
+from megagrpo.rollout.transformers_engine import TransformersEngine
+from megagrpo.types import Request, Sample, SamplingParams
+from tests.rollout_engines import END, model_directory, request, start_engine
+from tests.tiny_models import FAMILIES
+
+PROMPTS = [[5], [9, 8, 3, 1, 2], [4, 4, 4], list(range(20, 37)), [100, 3]]
+LONG_TAIL = SamplingParams(max_tokens=24, temperature=1.3, stop_tokens=tuple(range(8, 20)))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_directory("qwen2", tmp_path_factory.mktemp("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def engine(qwen2: Path) -> TransformersEngine:
+    return start_engine(qwen2)
+
+
+def many_requests(samples: int = 6, sampling: SamplingParams = LONG_TAIL) -> list[Request]:
+    return [
+        request(prompt, sampling, seed=1000 * p + s, prompt_id=str(p), index=s)
+        for p, prompt in enumerate(PROMPTS)
+        for s in range(samples)
+    ]
+
+
+def tokens_of(samples: Sequence[Sample]) -> list[list[int]]:
+    return [sample.tokens.tolist() for sample in samples]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_responses_and_logprobs_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    path = model_directory(family, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    greedy = SamplingParams(max_tokens=12, temperature=0.0)
+    samples = start_engine(path).generate([request(prompt, greedy) for prompt in PROMPTS])
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert sample.tokens.tolist() == expected[0, len(prompt) :].tolist()
+        assert_logprobs(model, prompt, sample, temperature=1.0)
+
+
+def assert_logprobs(model: torch.nn.Module, prompt: list[int], sample: Sample, temperature: float) -> None:
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *sample.tokens.tolist()]])).logits[0, len(prompt) - 1 : -1]
+    expected = (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(sample.tokens).long()[:, None])[:, 0]
+    np.testing.assert_allclose(sample.logprobs, expected.numpy(), atol=1e-5, rtol=0)
+
+
+def test_sampled_logprobs_are_those_of_a_full_forward_pass_after_rows_left_the_batch(
+    qwen2: Path, engine: TransformersEngine
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(qwen2, dtype=torch.float32).eval()
+    requests = many_requests()
+    samples = engine.generate(requests)
+    lengths = [len(sample.tokens) for sample in samples]
+    assert min(lengths) < 5 and max(lengths) == 24, "the test needs short and long responses"
+    for asked, sample in zip(requests, samples, strict=True):
+        assert_logprobs(model, list(asked.tokens), sample, temperature=1.3)
+        stopped = sample.tokens[-1] in (*LONG_TAIL.stop_tokens, END)
+        assert sample.finish == ("stop" if stopped else "length")
+        assert len(sample.tokens) == 24 or stopped
+        assert not np.isin(sample.tokens[:-1], (*LONG_TAIL.stop_tokens, END)).any()
+        assert (sample.tokens.dtype, sample.logprobs.dtype, sample.versions.dtype) == (np.int32, np.float32, np.int32)
+
+
+def test_what_is_drawn_does_not_depend_on_batching_order_or_other_requests(qwen2: Path, engine: TransformersEngine) -> None:
+    requests = many_requests()
+    expected = tokens_of(engine.generate(requests))
+    shuffled = random.Random(0).sample(range(len(requests)), len(requests))
+    for small in (start_engine(qwen2, requests_at_once=7), start_engine(qwen2, requests_at_once=1)):
+        samples = small.generate([requests[i] for i in shuffled])
+        assert tokens_of(samples) == [expected[i] for i in shuffled]
+        assert [(s.prompt_id, s.index) for s in samples] == [(requests[i].prompt_id, requests[i].index) for i in shuffled]
+    assert tokens_of(engine.generate(requests[3:5])) == expected[3:5]
+    assert len({tuple(tokens) for tokens in expected}) > 0.9 * len(expected), "seeds draw different responses"
+
+
+def test_requests_with_different_sampling_share_a_call(engine: TransformersEngine) -> None:
+    greedy = SamplingParams(max_tokens=5, temperature=0.0)
+    mixed = [
+        replace(asked, sampling=(LONG_TAIL, greedy, replace(greedy, max_tokens=2))[i % 3])
+        for i, asked in enumerate(many_requests())
+    ]
+    assert tokens_of(engine.generate(mixed)) == [tokens_of(engine.generate([asked]))[0] for asked in mixed]
+
+
+def test_one_token_is_the_least_that_can_be_asked(engine: TransformersEngine) -> None:
+    one = replace(LONG_TAIL, max_tokens=1)
+    samples = engine.generate(many_requests(sampling=one))
+    assert tokens_of(samples) == [tokens[:1] for tokens in tokens_of(engine.generate(many_requests()))]
+
+
+def test_stop_tokens_end_a_response_are_kept_in_it_and_left_out_of_its_text(engine: TransformersEngine) -> None:
+    (free,) = engine.generate([request(PROMPTS[1], SamplingParams(max_tokens=8, temperature=0.0))])
+    assert free.finish == "length"
+    stop = int(free.tokens[4])
+    end = free.tokens.tolist().index(stop) + 1
+    (stopped,) = engine.generate([request(PROMPTS[1], SamplingParams(max_tokens=8, temperature=0.0, stop_tokens=(stop,)))])
+    assert stopped.tokens.tolist() == free.tokens[:end].tolist()
+    assert stopped.finish == "stop"
+    assert stopped.text == " ".join(f"w{token}" for token in stopped.tokens[:-1])
+
+
+def test_samples_carry_the_version_of_the_weights(engine: TransformersEngine) -> None:
+    assert all((sample.versions == 0).all() for sample in engine.generate(many_requests(samples=1)))
+
+
+def test_no_requests_give_no_samples_and_an_empty_prompt_is_refused(engine: TransformersEngine) -> None:
+    assert engine.generate([]) == []
+    with pytest.raises(EngineError, match="no tokens"):
+        engine.generate([request([], LONG_TAIL)])
+
+
+def test_a_model_whose_files_lack_a_tensor_is_refused(qwen2: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for file in qwen2.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        start_engine(tmp_path)
+
+
+def test_a_directory_without_a_tokenizer_is_refused(qwen2: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((qwen2 / name).read_bytes())
+    with pytest.raises(ModelError, match="tokenizer"):
+        start_engine(tmp_path)

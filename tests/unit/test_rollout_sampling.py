@@ -1,0 +1,116 @@
+"""What is drawn for a sample: seeds, uniform numbers, the distribution, and the sets that top-k and top-p leave."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megagrpo.rollout.sampling import draw, truncate
+from megagrpo.rollout.seeds import sample_seed, uniforms
+from megagrpo.types import SamplingParams
+
+DRAWS = 40_000
+CHI_SQUARE_999_7_DEGREES = 24.32  # a right sampler exceeds it once in a thousand; the seeds are fixed
+
+
+def numbers(seeds: int, positions: int) -> torch.Tensor:
+    """[seeds, positions] uniform numbers."""
+    grid = torch.meshgrid(torch.arange(seeds), torch.arange(positions), indexing="ij")
+    return uniforms(grid[0], grid[1])
+
+
+def reference_uniform(seed: int, position: int) -> float:
+    """SplitMix64 in Python's unbounded integers."""
+
+    def mix(bits: int) -> int:
+        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) % 2**64
+        return bits ^ (bits >> 31)
+
+    return (mix((mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 12) / 2**52
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**40))
+def test_uniform_numbers_are_splitmix64_of_seed_and_position(seed: int, position: int) -> None:
+    assert uniforms(torch.tensor([seed]), torch.tensor([position])).item() == reference_uniform(seed, position)
+
+
+def test_uniform_numbers_are_uniform_and_unrelated_between_seeds_and_positions() -> None:
+    drawn = numbers(500, 200)
+    counts = torch.histc(drawn.float(), bins=8, min=0, max=1)
+    expected = drawn.numel() / 8
+    assert ((counts - expected) ** 2 / expected).sum() < CHI_SQUARE_999_7_DEGREES
+    for one, other in ((drawn[:, :-1], drawn[:, 1:]), (drawn[:-1], drawn[1:])):
+        assert abs(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]) < 0.015
+
+
+def test_sample_seeds_are_stable_and_differ_in_every_part() -> None:
+    assert sample_seed(1, 2, "gsm8k:3", 4) == 6638698133960075135
+    parts = [(0, 0, "a", 0), (1, 0, "a", 0), (0, 1, "a", 0), (0, 0, "b", 0), (0, 0, "a", 1), (0, 0, "0/a", 0), (0, 10, "a", 0)]
+    seeds = [sample_seed(*part) for part in parts]
+    assert len(set(seeds)) == len(parts)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
+    counts = torch.bincount(tokens, minlength=len(probabilities)).double()
+    assert counts[probabilities == 0].sum() == 0
+    expected = probabilities[probabilities > 0] * len(tokens)
+    return float(((counts[probabilities > 0] - expected) ** 2 / expected).sum())
+
+
+def test_drawn_tokens_follow_the_temperature_scaled_distribution() -> None:
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -2.0, 0.5, -0.3])
+    probabilities = (logits.double() / 0.7).softmax(-1)
+    tokens, logprobs = draw(
+        logits.expand(DRAWS, -1), numbers(DRAWS, 1)[:, 0], SamplingParams(max_tokens=1, temperature=0.7)
+    )
+    assert chi_square(tokens, probabilities) < CHI_SQUARE_999_7_DEGREES
+    torch.testing.assert_close(logprobs.double(), probabilities.log()[tokens], atol=1e-6, rtol=0)
+
+
+def test_top_k_and_top_p_renormalise_over_their_set_and_leave_the_logprob_alone() -> None:
+    probabilities = torch.tensor([0.02, 0.30, 0.10, 0.08, 0.25, 0.15, 0.04, 0.06], dtype=torch.float64)
+    sampling = SamplingParams(max_tokens=1, top_k=6, top_p=0.8)
+    # The six likeliest hold 0.94; four of them hold 0.80 > 0.8 x 0.94, three only 0.70.
+    nucleus = torch.tensor([0.0, 0.30, 0.10, 0.0, 0.25, 0.15, 0.0, 0.0], dtype=torch.float64)
+    tokens, logprobs = draw(probabilities.log().expand(DRAWS, -1), numbers(DRAWS, 1)[:, 0], sampling)
+    assert chi_square(tokens, nucleus / nucleus.sum()) < CHI_SQUARE_999_7_DEGREES
+    torch.testing.assert_close(logprobs.double(), probabilities.log()[tokens], atol=1e-6, rtol=0)
+
+
+def nucleus_by_hand(row: list[float], top_k: int, top_p: float) -> set[int]:
+    ranked = sorted(range(len(row)), key=lambda token: -row[token])[: top_k or None]
+    total, mass, kept = sum(row[token] for token in ranked), 0.0, set()
+    for token in ranked:
+        if mass >= top_p * total:
+            break
+        kept.add(token)
+        mass += row[token]
+    return kept
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 1000), min_size=6, max_size=6, unique=True), min_size=1, max_size=4),
+    st.integers(0, 8),
+    st.sampled_from([0.05, 0.333, 0.71, 0.97, 1.0]),
+)
+def test_truncation_keeps_the_smallest_likeliest_set(rows: list[list[int]], top_k: int, top_p: float) -> None:
+    probabilities = torch.tensor(rows, dtype=torch.float32)
+    kept = truncate(probabilities, top_k, top_p)
+    for row, after in zip(probabilities, kept, strict=True):
+        expected = nucleus_by_hand(row.double().tolist(), top_k, top_p)
+        assert set(after.nonzero().flatten().tolist()) == expected
+        assert torch.equal(after[list(expected)], row[list(expected)])
+
+
+def test_extreme_uniform_numbers_never_draw_an_impossible_token() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).expand(2, -1)
+    tokens, _ = draw(logits, torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64), SamplingParams(max_tokens=1))
+    assert tokens.tolist() == [1, 2]
+
+
+def test_greedy_takes_the_likeliest_with_its_logprob_at_temperature_one() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    tokens, logprobs = draw(logits, torch.tensor([0.999], dtype=torch.float64), SamplingParams(max_tokens=1, temperature=0.0))
+    assert tokens.tolist() == [1]
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[:, 1])

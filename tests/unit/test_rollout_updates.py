@@ -1,0 +1,96 @@
+"""Weights into the embedded engine: the order of calls, digests of what arrived, and what is sampled afterwards."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megagrpo.errors import EngineError
+from megagrpo.rollout.engine import Engine, EngineState, UpdateProtocol
+from megagrpo.types import SamplingParams
+from megagrpo.weights.digest import digests
+from megagrpo.weights.executors.buckets import pack
+from megagrpo.weights.plan import make_plan
+from megagrpo.weights.sides import checkpoint
+from tests.rollout_engines import model_directory, request, start_engine
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+ASKED = [request([5, 6, 7, 8], GREEDY)]
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe"])
+def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_path: Path) -> None:
+    old, new = model_directory(family, tmp_path / "old", seed=0), model_directory(family, tmp_path / "new", seed=1)
+    engine: Engine = start_engine(old)
+    (before,) = engine.generate(ASKED)
+
+    (source,) = checkpoint.manifests(new)
+    tensors = load_file(new / "model.safetensors")
+    plan = make_plan([source], [engine.manifest()])
+    engine.begin_update(3)
+    engine.receive(pack(plan, 0, tensors), plan, 0)
+    assert engine.end_update(3) == digests(tensors, source.placements)
+    engine.commit_update(3)
+
+    (after,) = engine.generate(ASKED)
+    model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32)
+    expected = model.generate(torch.tensor([ASKED[0].tokens]), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert after.tokens.tolist() == expected[0, 4:].tolist()
+    assert after.tokens.tolist() != before.tokens.tolist()
+    assert (after.versions == 3).all()
+
+
+def test_nothing_is_generated_from_open_or_unverified_weights_nor_after_closing(tmp_path: Path) -> None:
+    engine = start_engine(model_directory("qwen2", tmp_path))
+    engine.begin_update(1)
+    with pytest.raises(EngineError, match="receiving weights"):
+        engine.generate(ASKED)
+    engine.end_update(1)
+    with pytest.raises(EngineError, match="unverified"):
+        engine.generate(ASKED)
+    engine.commit_update(1)
+    engine.generate(ASKED)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(ASKED)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [lambda p: p.check_receiving()],
+        [lambda p: p.end(1)],
+        [lambda p: p.commit(1)],
+        [lambda p: p.begin(1), lambda p: p.commit(1)],
+        [lambda p: p.begin(1), lambda p: p.end(2)],
+        [lambda p: p.begin(1), lambda p: p.end(1), lambda p: p.check_receiving()],
+        [lambda p: p.begin(1), lambda p: p.end(1), lambda p: p.end(1)],
+        [lambda p: p.begin(1), lambda p: p.end(1), lambda p: p.commit(2)],
+        [lambda p: p.begin(2), lambda p: p.end(2), lambda p: p.commit(2), lambda p: p.begin(1)],
+        [lambda p: p.close(), lambda p: p.begin(1)],
+    ],
+)
+def test_calls_out_of_turn_are_refused_and_change_nothing(calls: list[Callable[[UpdateProtocol], None]]) -> None:
+    protocol = UpdateProtocol("engine 0")
+    for call in calls[:-1]:
+        call(protocol)
+    before = (protocol.state, protocol.version, protocol.incoming)
+    with pytest.raises(EngineError, match="engine 0"):
+        calls[-1](protocol)
+    assert (protocol.state, protocol.version, protocol.incoming) == before
+
+
+def test_a_failed_update_is_begun_again_and_its_version_never_counted() -> None:
+    protocol = UpdateProtocol("engine 0")
+    protocol.begin(1)
+    protocol.begin(1)  # a bucket was lost
+    protocol.end(1)
+    protocol.begin(1)  # the digests differed
+    assert (protocol.state, protocol.version) == (EngineState.RECEIVING, 0)
+    protocol.end(1)
+    protocol.commit(1)
+    assert (protocol.state, protocol.version) == (EngineState.SERVING, 1)
