@@ -62,11 +62,12 @@ def write_splits(output: Path, sources: Sequence[Path], *, train: list[PromptRow
                 needed="another output folder",
             )
         )
+    tables = {path: _table(path, rows) for path, rows in splits.items()}
     parts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in splits}
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for path, rows in splits.items():
-            pq.write_table(_table(path, rows), parts[path])
+        for path, table in tables.items():
+            pq.write_table(table, parts[path])
         for path, part in parts.items():
             part.replace(path)
     except OSError as reason:
@@ -75,7 +76,8 @@ def write_splits(output: Path, sources: Sequence[Path], *, train: list[PromptRow
         ) from None
     finally:
         for part in parts.values():
-            part.unlink(missing_ok=True)
+            if part.exists():
+                part.unlink()
     return Prepared(output / "train.parquet", len(train), output / "test.parquet" if test else None, len(test))
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -126,10 +125,13 @@ def _texts(
     path: Path,
     findings: Findings,
 ) -> list[str]:
-    chats: list[Any] = [list(row.messages) for row in rows]
-    render_chats = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **arguments)
+    chats = [list(row.messages) for row in rows]
+
+    def render_chats(conversation: Any) -> Any:
+        return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **arguments)
+
     try:
-        return cast(list[str], render_chats(chats))
+        return list(render_chats(chats))
     except TemplateSyntaxError as reason:
         raise ModelError(
             Problem(

@@ -1,0 +1,107 @@
+"""The cursor: every epoch is a permutation, and a restored cursor continues as if nothing had happened."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megagrpo.data.cursor import Cursor
+from megagrpo.data.order import permutation
+from megagrpo.errors import DataError
+from megagrpo.types import Prompt
+
+
+def make_prompts(count: int) -> list[Prompt]:
+    return [Prompt(f"a:{i}", (i, i + 1), "sums", str(i)) for i in range(count)]
+
+
+def base_ids(prompts: list[Prompt]) -> list[str]:
+    return [prompt.id.partition("+")[0] for prompt in prompts]
+
+
+@given(size=st.integers(1, 40), seed=st.integers(0, 2**32), steps=st.lists(st.integers(1, 100), max_size=12))
+def test_each_epoch_is_a_permutation_however_it_is_cut_into_steps(size, seed, steps):
+    prompts = make_prompts(size)
+    cursor = Cursor(prompts, seed=seed)
+    drawn = [name for count in steps for name in base_ids(cursor.next(count))]
+    assert len(drawn) == sum(steps)
+    for start in range(0, len(drawn) - size + 1, size):
+        assert sorted(drawn[start : start + size]) == sorted(p.id for p in prompts)
+    whole = Cursor(prompts, seed=seed)
+    assert drawn == base_ids(whole.next(sum(steps)))
+    assert (cursor.epoch, cursor.position) == divmod(sum(steps), size)
+
+
+@given(
+    size=st.integers(1, 30),
+    seed=st.integers(0, 1000),
+    shuffle=st.booleans(),
+    before=st.lists(st.integers(1, 50), max_size=6),
+    after=st.lists(st.integers(1, 50), min_size=1, max_size=6),
+)
+def test_resuming_anywhere_gives_the_identical_continuation(size, seed, shuffle, before, after):
+    prompts = make_prompts(size)
+    cursor = Cursor(prompts, seed=seed, shuffle=shuffle)
+    for count in before:
+        cursor.next(count)
+    state = json.loads(json.dumps(cursor.state()))
+    resumed = Cursor(prompts, seed=seed, shuffle=shuffle)
+    resumed.restore(state)
+    assert [resumed.next(count) for count in after] == [cursor.next(count) for count in after]
+    assert resumed.state() == cursor.state()
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    prompts = make_prompts(50)
+    cursor = Cursor(prompts, seed=1)
+    first, second = cursor.next(50), cursor.next(50)
+    assert first != second
+    assert Cursor(prompts, seed=2).next(50) != first
+    assert Cursor(prompts, seed=1, shuffle=False).next(50) == prompts
+
+
+def test_the_order_is_the_same_for_ever():
+    assert permutation(8, 7, 0).tolist() == [6, 3, 4, 0, 2, 7, 5, 1]
+    assert permutation(8, 7, 1).tolist() == [1, 3, 2, 7, 4, 5, 0, 6]
+
+
+@given(st.integers(1, 200), st.lists(st.integers(0, 2**40), max_size=3))
+def test_a_permutation_holds_every_index_once(size, key):
+    assert np.array_equal(np.sort(permutation(size, *key)), np.arange(size))
+
+
+def test_ids_are_unique_within_a_step_even_across_epochs():
+    ids = [prompt.id for prompt in Cursor(make_prompts(3), seed=0, shuffle=False).next(8)]
+    assert ids == ["a:0", "a:1", "a:2", "a:0+1", "a:1+1", "a:2+1", "a:0+2", "a:1+2"]
+
+
+@pytest.mark.parametrize(
+    "other, needle",
+    [
+        (Cursor(make_prompts(6), seed=3), "prompts"),
+        (Cursor(make_prompts(5), seed=4), "seed: 4"),
+        (Cursor(make_prompts(5), seed=3, shuffle=False), "shuffle"),
+        (Cursor([*make_prompts(4), Prompt("a:4", (9, 9), "sums", "4")], seed=3), "fingerprint"),
+        (Cursor([*make_prompts(4), Prompt("a:4", (4, 5), "sums", "wrong")], seed=3), "fingerprint"),
+    ],
+)
+def test_a_state_of_other_data_is_refused(other, needle):
+    state = Cursor(make_prompts(5), seed=3).state()
+    before = other.state()
+    with pytest.raises(DataError, match=needle):
+        other.restore(state)
+    assert other.state() == before
+
+
+@pytest.mark.parametrize("change", [{"position": 5}, {"position": -1}, {"epoch": "1"}, {"epoch": True}, {"epoch": None}])
+def test_a_damaged_state_is_refused(change):
+    cursor = Cursor(make_prompts(5), seed=3)
+    with pytest.raises(DataError, match="not valid"):
+        cursor.restore({**cursor.state(), **change})
+
+
+def test_no_prompts_are_refused():
+    with pytest.raises(DataError, match="no prompts"):
+        Cursor([], seed=0)

@@ -1,0 +1,161 @@
+"""Preparers: GSM8K's own files and a user's own columns, to files that data/rows.py reads."""
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megagrpo.data import prepare_gsm8k, prepare_jsonl
+from megagrpo.data.rows import read_rows
+from megagrpo.errors import DataError
+
+GSM8K = [
+    {"question": "Janet has 3 ducks.", "answer": "3 * 6 = <<3*6=18>>18\n#### 18"},
+    {"question": "A house costs?", "answer": "It is #### odd.\n#### 1,234,567"},
+    {"question": "Change?", "answer": "So it falls.\n#### -2.50"},
+]
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "write, pattern",
+    [
+        (write_jsonl, "{}.jsonl"),
+        (write_jsonl, "grade_school_math/data/{}.jsonl"),
+        (write_parquet, "{}-00000-of-00001.parquet"),
+        (write_parquet, "main/{}-00000-of-00001.parquet"),
+    ],
+)
+def test_gsm8k_is_prepared_from_its_published_files(write, pattern, tmp_path):
+    source = tmp_path / "source"
+    write(source / pattern.format("train"), GSM8K)
+    write(source / pattern.format("test"), GSM8K[:1])
+    prepared = prepare_gsm8k.prepare(source, tmp_path / "out")
+    assert (prepared.train_rows, prepared.test_rows) == (3, 1)
+    rows = read_rows(prepared.train)
+    assert [row.ground_truth for row in rows] == ["18", "1234567", "-2.50"]
+    assert rows[0].messages == (
+        {
+            "role": "user",
+            "content": "Janet has 3 ducks. Let's think step by step and output the final answer after \"####\".",
+        },
+    )
+    assert rows[1].extra_info == {"split": "train", "index": 1, **GSM8K[1]}
+    assert (rows[0].data_source, rows[0].ability) == ("openai/gsm8k", "math")
+    assert read_rows(prepared.test)[0].extra_info["split"] == "test"
+    assert sorted(os.listdir(tmp_path / "out")) == ["test.parquet", "train.parquet"]
+
+
+def test_shards_of_a_split_are_joined_in_order(tmp_path):
+    write_parquet(tmp_path / "main" / "train-00000-of-00002.parquet", GSM8K[:2])
+    write_parquet(tmp_path / "main" / "train-00001-of-00002.parquet", GSM8K[2:])
+    write_parquet(tmp_path / "main" / "test-00000-of-00001.parquet", GSM8K)
+    prepared = prepare_gsm8k.prepare(tmp_path, tmp_path / "out")
+    assert [row.extra_info["index"] for row in read_rows(prepared.train)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("answer", ["it is 18", "#### ", "18 ####", "#### many", None, 18])
+def test_a_row_without_a_final_answer_is_named_and_nothing_is_written(answer, tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", GSM8K)
+    bad = write_jsonl(tmp_path / "test.jsonl", [GSM8K[0], {"question": "?", "answer": answer}])
+    with pytest.raises(DataError, match="no final answer") as raised:
+        prepare_gsm8k.prepare(tmp_path, tmp_path / "out")
+    assert raised.value.problems[0].where.startswith(f"{bad} line 2")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_split_says_what_is_there_and_what_is_needed(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", GSM8K)
+    with pytest.raises(DataError, match=r"no file of the test split\n\s+given: train.jsonl\n\s+needed: test.parquet or test.jsonl"):
+        prepare_gsm8k.prepare(tmp_path, tmp_path / "out")
+    with pytest.raises(DataError, match="no such folder"):
+        prepare_gsm8k.prepare(tmp_path / "none", tmp_path / "out")
+
+
+def test_a_source_is_never_overwritten(tmp_path):
+    for split in ("train", "test"):
+        write_parquet(tmp_path / f"{split}.parquet", GSM8K)
+    before = (tmp_path / "train.parquet").read_bytes()
+    with pytest.raises(DataError, match="overwrite its own source"):
+        prepare_gsm8k.prepare(tmp_path, tmp_path)
+    assert (tmp_path / "train.parquet").read_bytes() == before
+
+
+def test_an_output_that_cannot_be_a_folder_is_a_data_error(tmp_path):
+    source = write_jsonl(tmp_path / "mine.jsonl", [{"prompt": "2+3", "answer": 5}])
+    with pytest.raises(DataError, match="cannot be written"):
+        prepare_jsonl.prepare(source, source)
+
+
+@given(st.integers(-(10**12), 10**12), st.text(alphabet="ab #,1\n", max_size=20))
+def test_the_number_after_the_last_marker_is_the_answer(number, before):
+    assert prepare_gsm8k.final_answer(f"{before}\n#### {number:,}\n") == str(number)
+
+
+def test_own_columns_are_prepared(tmp_path):
+    rows = [{"q": "2+3", "a": 5, "level": "easy"}, {"q": "1/2", "a": 0.5, "level": "hard"}, {"q": "x", "a": "y", "level": "hard"}]
+    source = write_jsonl(tmp_path / "mine.jsonl", rows)
+    prepared = prepare_jsonl.prepare(
+        source,
+        tmp_path / "out",
+        prompt_column="q",
+        answer_column="a",
+        data_source="sums",
+        instruction="Be brief.",
+        system_prompt="You add.",
+    )
+    read = read_rows(prepared.train)
+    assert (prepared.test, prepared.test_rows, prepared.train_rows) == (None, 0, 3)
+    assert [row.ground_truth for row in read] == ["5", "0.5", "y"]
+    assert read[0].messages == ({"role": "system", "content": "You add."}, {"role": "user", "content": "2+3 Be brief."})
+    assert (read[0].data_source, read[1].extra_info) == ("sums", {"level": "hard", "index": 1})
+
+
+def test_the_held_out_share_is_seeded_and_shares_no_prompt(tmp_path):
+    source = write_jsonl(tmp_path / "mine.jsonl", [{"prompt": f"{i % 20}", "answer": i} for i in range(40)])
+
+    def questions(seed: int, name: str) -> tuple[set[str], set[str]]:
+        prepared = prepare_jsonl.prepare(source, tmp_path / name, test_share=0.25, seed=seed)
+        assert prepared.test is not None and prepared.train_rows + prepared.test_rows == 40
+        train, test = ({row.messages[0]["content"] for row in read_rows(p)} for p in (prepared.train, prepared.test))
+        return train, test
+
+    train, test = questions(0, "a")
+    assert (len(train), len(test), train & test) == (15, 5, set())
+    assert questions(0, "b") == (train, test)
+    assert questions(1, "c") != (train, test)
+
+
+@pytest.mark.parametrize(
+    "rows, options, needle",
+    [
+        ([{"prompt": "a", "answer": 1}, {"prompt": " ", "answer": 1}], {}, "line 2, prompt"),
+        ([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None}], {}, "line 2, answer"),
+        ([{"prompt": "a", "answer": True}], {}, "line 1, answer"),
+        ([{"prompt": "a", "anwser": 1}], {}, "rename 'anwser' to 'answer'"),
+        ([{"prompt": "a", "answer": 1, "x": 1}, {"prompt": "b", "answer": 1, "x": "y"}], {}, "the rows do not form a table"),
+        ([{"prompt": "a", "answer": 1}], {"test_share": 0.5}, "leaves a file empty"),
+        ([{"prompt": "a", "answer": 1}], {"test_share": 1.0}, "held-out share is not valid"),
+    ],
+)
+def test_bad_input_of_a_users_own_is_named(rows, options, needle, tmp_path):
+    source = write_jsonl(tmp_path / "mine.jsonl", rows)
+    with pytest.raises(DataError, match=needle):
+        prepare_jsonl.prepare(source, tmp_path / "out", **options)
+    assert not list(tmp_path.glob("out/*"))

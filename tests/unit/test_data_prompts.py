@@ -1,0 +1,164 @@
+"""Rendering through a chat template, the limit on length, and mixtures of files."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megagrpo.data.mixture import file_labels, load_mixture, take
+from megagrpo.data.prompts import load_tokenizer
+from megagrpo.errors import DataError, ModelError
+from megagrpo.recipe.schema import DataFile
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('tools are not for this model') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}{{ tail }}"
+)
+
+
+def byte_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
+    """One token per byte: lengths are plain to see."""
+    vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer(TEMPLATE)
+
+
+def write(path: Path, *questions: str, role: str = "user") -> DataFile:
+    rows = (
+        {"data_source": "s", "prompt": [{"role": role, "content": q}], "reward_model": {"ground_truth": q[:1]}} for q in questions
+    )
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return DataFile(path=str(path))
+
+
+def test_prompts_go_through_the_template_with_its_arguments(tokenizer, tmp_path):
+    file = write(tmp_path / "a.jsonl", "hi", "h\u00e9")
+    mixture = load_mixture([file], tokenizer, tokens_max=99, template_arguments={"tail": "!"})
+    texts = [tokenizer.decode(prompt.tokens) for prompt in mixture.prompts]
+    assert texts == ["<user>hi\n<assistant>!", "<user>h\u00e9\n<assistant>!"]
+    assert [prompt.id for prompt in mixture.prompts] == ["a.jsonl:1", "a.jsonl:2"]
+    assert mixture.prompts[0].ground_truth == "h"
+
+
+EDGE = len("<user>1234567890\n<assistant>")
+
+
+def test_overlong_prompts_are_dropped_and_counted(tokenizer, tmp_path):
+    file = write(tmp_path / "a.jsonl", "1234567890", "12345678901", "1")
+    mixture = load_mixture([file], tokenizer, tokens_max=EDGE, overlong="drop")
+    assert [prompt.id for prompt in mixture.prompts] == ["a.jsonl:1", "a.jsonl:3"]
+    assert (mixture.files[0].rows, mixture.files[0].overlong, mixture.files[0].used) == (3, 1, 2)
+
+
+def test_overlong_prompts_lose_their_beginning(tokenizer, tmp_path):
+    file = write(tmp_path / "a.jsonl", "1234567890", "12345678901")
+    mixture = load_mixture([file], tokenizer, tokens_max=EDGE, overlong="truncate_left")
+    assert tokenizer.decode(mixture.prompts[1].tokens) == "user>12345678901\n<assistant>"
+    assert mixture.files[0].overlong == 1
+
+
+def test_overlong_prompts_are_errors_naming_the_row(tokenizer, tmp_path):
+    file = write(tmp_path / "a.jsonl", "1234567890", "12345678901")
+    with pytest.raises(DataError, match=rf"a.jsonl line 2: the prompt is too long\n\s+given: {EDGE + 1} tokens"):
+        load_mixture([file], tokenizer, tokens_max=EDGE, overlong="error")
+
+
+def test_a_file_with_only_overlong_prompts_is_an_error(tokenizer, tmp_path):
+    with pytest.raises(DataError, match="all 1 rows are longer than 3 tokens"):
+        load_mixture([write(tmp_path / "a.jsonl", "hello")], tokenizer, tokens_max=3)
+
+
+def test_a_row_that_the_template_refuses_is_named(tokenizer, tmp_path):
+    file = write(tmp_path / "a.jsonl", "fine", role="tool")
+    with pytest.raises(DataError, match=r"line 1: the chat template refuses the messages\n\s+given: tools are not"):
+        load_mixture([file], tokenizer, tokens_max=99)
+
+
+def test_a_tokenizer_needs_a_valid_template(tmp_path):
+    byte_tokenizer(None).save_pretrained(tmp_path / "bare")
+    with pytest.raises(ModelError, match=r"no chat template\n(.|\n)*set model.chat_template"):
+        load_tokenizer(str(tmp_path / "bare"))
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_tokenizer(str(tmp_path / "bare"), chat_template=str(tmp_path / "none.jinja"))
+    (tmp_path / "bad.jinja").write_text("{% for %}")
+    tokenizer = load_tokenizer(str(tmp_path / "bare"), chat_template=str(tmp_path / "bad.jinja"))
+    with pytest.raises(ModelError, match="not valid Jinja"):
+        load_mixture([write(tmp_path / "a.jsonl", "hi")], tokenizer, tokens_max=99)
+    (tmp_path / "good.jinja").write_text(TEMPLATE)
+    tokenizer = load_tokenizer(str(tmp_path / "bare"), chat_template=str(tmp_path / "good.jinja"))
+    assert len(load_mixture([write(tmp_path / "a.jsonl", "hi")], tokenizer, tokens_max=99).prompts) == 1
+
+
+def test_a_missing_or_broken_tokenizer_is_a_model_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="no usable tokenizer"):
+        load_tokenizer(str(tmp_path / "nowhere"))
+    byte_tokenizer(TEMPLATE).save_pretrained(tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text('{"version": "1.0", "added_tokens": [], "model": 3}')
+    with pytest.raises(ModelError, match="no usable tokenizer"):
+        load_tokenizer(str(tmp_path / "broken"))
+
+
+def test_files_are_mixed_by_their_amounts(tokenizer, tmp_path):
+    names = [str(i) for i in range(10)]
+    files = [
+        write(tmp_path / "x" / "t.jsonl", *names).model_copy(update={"amount": 3}),
+        write(tmp_path / "y" / "t.jsonl", *names).model_copy(update={"amount": 0.5}),
+        write(tmp_path / "z.jsonl", *names).model_copy(update={"amount": 2.0}),
+    ]
+    mixture = load_mixture(files, tokenizer, tokens_max=99, seed=1)
+    assert [file.used for file in mixture.files] == [3, 5, 20]
+    ids = [prompt.id for prompt in mixture.prompts]
+    assert len(set(ids)) == 3 + 5 + 10
+    assert {name.rpartition(":")[0] for name in ids} == {"x/t.jsonl", "y/t.jsonl", "z.jsonl"}
+    assert mixture == load_mixture(files, tokenizer, tokens_max=99, seed=1)
+    assert mixture.prompts != load_mixture(files, tokenizer, tokens_max=99, seed=2).prompts
+
+
+def test_problems_of_all_files_are_reported_together(tokenizer, tmp_path):
+    files = [write(tmp_path / "a.jsonl", "hi", role="king"), DataFile(path=str(tmp_path / "none.parquet"))]
+    with pytest.raises(DataError) as raised:
+        load_mixture(files, tokenizer, tokens_max=99)
+    assert len(raised.value.problems) == 2
+
+
+@given(available=st.integers(1, 60), share=st.floats(0.02, 4.0), seed=st.integers(0, 99))
+def test_a_share_takes_whole_copies_and_a_random_rest(available, share, seed):
+    total = round(share * available)
+    if total == 0:
+        with pytest.raises(DataError, match="no row is taken"):
+            take(available, share, path=Path("a"), key=(seed,))
+        return
+    taken = take(available, share, path=Path("a"), key=(seed,))
+    times = np.bincount(taken, minlength=available)
+    assert (len(taken), times.max() - times.min() <= 1) == (total, True)
+    assert len(times) == available
+
+
+def test_more_rows_than_there_are_is_an_error_with_a_remedy():
+    assert sorted(take(5, 5, path=Path("a"))) == [0, 1, 2, 3, 4]
+    assert len(take(5, "all", path=Path("a"))) == 5
+    assert len(take(5, 1.0, path=Path("a"))) == 5
+    with pytest.raises(DataError, match="a share such as 1.20"):
+        take(5, 6, path=Path("a"))
+
+
+def test_labels_are_as_short_as_unique():
+    assert file_labels(["/d/a/t.parquet", "/d/b/t.parquet", "/d/v.jsonl"]) == ["a/t.parquet", "b/t.parquet", "v.jsonl"]
+    assert file_labels(["/d/t.parquet", "/d/t.parquet"]) == ["t.parquet", "t.parquet"]
+    assert file_labels(["/t.parquet", "/d/t.parquet"]) == ["/t.parquet", "d/t.parquet"]
