@@ -1,0 +1,138 @@
+"""Device memory of a training rank, given back while the rollout engine needs it.
+
+Storages are emptied in place: parameters are views into Megatron's buffers, the optimizer and the communication hold views
+of the same memory, and all of them stay valid and see the old content again when the storage is restored.
+On CUDA the content waits in pinned host memory. On a CPU it is only copied, by the same code, so that tests can show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from megagrpo.errors import Problem, RankError
+from megagrpo.megatron.state_shards import MOMENTS, parameters_of, parts_of
+
+Part = Literal["parameters", "gradients", "optimizer", "reference"]
+
+
+@dataclass(frozen=True)
+class _Released:
+    """An emptied storage, its size, and its content; None means zeros."""
+
+    storage: torch.UntypedStorage
+    size_bytes: int
+    content: torch.Tensor | None
+
+
+class Offload:
+    """Which parts of a rank are on its device. `reference` are the weights of the frozen policy, if there is one.
+
+    Nothing may touch a part between its release and its restore: `require` before work says so with a name. Numbers do not
+    change, provided that gradients are only released when an optimizer step has used them: they come back as zeros.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        reference: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._reference = reference
+        self._released: dict[Part, list[_Released]] = {}
+
+    @property
+    def released(self) -> frozenset[Part]:
+        return frozenset(self._released)
+
+    def release(self, parts: Iterable[Part]) -> None:
+        """Move `parts` to host memory and free their device memory. Those already released stay as they are."""
+        for part in parts:
+            if part not in self._released:
+                self._released[part] = _empty(self._storages(part), keep=part != "gradients")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the engine is another process
+
+    def restore(self, parts: Iterable[Part]) -> None:
+        """Put `parts` back on the device. Those already there stay as they are."""
+        for part in parts:
+            _refill(self._released.pop(part, []))
+
+    def require(self, parts: Iterable[Part]) -> None:
+        """RankError, naming the parts, if any of them is released."""
+        missing = [part for part in parts if part in self._released]
+        if missing:
+            raise RankError(Problem("memory of a training rank", f"{', '.join(missing)} released", "restore before use"))
+
+    def _storages(self, part: Part) -> list[torch.UntypedStorage]:
+        match part:
+            case "parameters":
+                tensors: Iterable[torch.Tensor] = parameters_of(self._chunks).values()
+            case "gradients":
+                self._forget_optimizer_gradients()
+                tensors = (
+                    buffer.grad_data
+                    for chunk in self._chunks
+                    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+                )
+            case "optimizer":
+                tensors = self._optimizer_tensors()
+            case "reference":
+                tensors = self._reference
+        return list(dict.fromkeys(tensor.untyped_storage() for tensor in tensors))
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        """Moments and main weights; float32 parameters are their own main weights and are not the optimizer's."""
+        parameters = {parameter.untyped_storage() for parameter in parameters_of(self._chunks).values()}
+        for part in parts_of(self._optimizer):
+            for group in part.optimizer.param_groups:
+                yield from (main for main in group["params"] if main.untyped_storage() not in parameters)
+            for state in part.optimizer.state.values():
+                yield from (state[name] for name in MOMENTS if name in state)
+
+    def _forget_optimizer_gradients(self) -> None:
+        """Gradients of the main weights: views of the buffers, or float32 copies that each step makes anew."""
+        for part in parts_of(self._optimizer):
+            for group in part.optimizer.param_groups:
+                for main in group["params"]:
+                    main.grad = None
+
+
+def _empty(storages: Sequence[torch.UntypedStorage], *, keep: bool) -> list[_Released]:
+    released = []
+    for storage in storages:
+        content = None
+        if keep:
+            content = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            content.copy_(_bytes_of(storage), non_blocking=True)
+        released.append(_Released(storage, storage.nbytes(), content))
+    _wait_for_copies()
+    for storage in storages:
+        storage.resize_(0)
+    return released
+
+
+def _refill(released: Sequence[_Released]) -> None:
+    for one in released:
+        one.storage.resize_(one.size_bytes)
+        if one.content is None:
+            _bytes_of(one.storage).zero_()
+        else:
+            _bytes_of(one.storage).copy_(one.content, non_blocking=True)
+    _wait_for_copies()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _wait_for_copies() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

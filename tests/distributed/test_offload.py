@@ -1,0 +1,93 @@
+"""Memory released and restored between phases: really gone, and nothing to see in the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rank_group import run_ranks
+from tests.tiny_models import make_model
+
+HERE = "tests.distributed.test_offload"
+PARTS = ("parameters", "gradients", "optimizer", "reference")
+
+
+def train(model: Path, layout: dict[str, Any], release: bool) -> dict[str, Any]:
+    """Three steps, with everything released and restored before and after each of them if asked."""
+    from megagrpo.megatron.model import named_tensors
+    from megagrpo.megatron.offload import Offload
+    from megagrpo.megatron.state_shards import shards_of
+    from tests.distributed.tiny_training import TinyTraining, options
+
+    training = TinyTraining(model, **options(layout))
+    reference = [tensor.clone() for tensor in named_tensors(training.wrapped).values()]
+    offload = Offload(training.wrapped, training.optimizer, reference)
+    steps, held = [], []
+    for _ in range(3):
+        if release:
+            offload.release(PARTS)
+            everything = [*named_tensors(training.wrapped).values(), *reference]
+            for chunk in training.wrapped:
+                everything += [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+            for shard in shards_of(training.optimizer).values() if steps else ():
+                everything += shard.tensors.values()
+            held.append(sum(tensor.untyped_storage().nbytes() for tensor in everything))
+            offload.restore(("reference", "parameters", "optimizer", "gradients"))
+        steps.append(training.step())
+    return {"steps": steps, "held": held, "tensors": training.tensors(), "reference": reference}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: make_model(family, root / family) for family in ("qwen2_tied", "qwen3_moe")}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2_tied", {"data": 2, "dtype": torch.bfloat16}),
+        ("qwen2_tied", {"pipeline": 2, "distributed_optimizer": False}),
+        ("qwen2_tied", {"tensor": 2, "dtype": torch.bfloat16, "distributed_optimizer": False}),
+        ("qwen3_moe", {"expert": 2, "data": 2}),
+    ],
+)
+def test_released_memory_is_gone_and_the_numbers_stay_bit_for_bit(
+    family: str, layout: dict[str, Any], models: dict[str, Path]
+) -> None:
+    ranks = layout.get("data", 1) * layout.get("pipeline", 1) * layout.get("tensor", 1)
+    without = run_ranks(ranks, f"{HERE}:train", models[family], layout, False)
+    released = run_ranks(ranks, f"{HERE}:train", models[family], layout, True)
+    for rank in range(ranks):
+        assert released[rank]["held"] == [0, 0, 0]
+        assert released[rank]["steps"] == without[rank]["steps"]
+        assert released[rank]["tensors"].keys() == without[rank]["tensors"].keys()
+        for name, tensor in released[rank]["tensors"].items():
+            assert torch.equal(tensor, without[rank]["tensors"][name]), name
+        assert all(map(torch.equal, released[rank]["reference"], without[rank]["reference"]))
+
+
+def use_while_released(model: Path) -> tuple[str, list[str]]:
+    from megagrpo.errors import RankError
+    from megagrpo.megatron.offload import Offload
+    from tests.distributed.tiny_training import TinyTraining
+
+    training = TinyTraining(model, {})
+    offload = Offload(training.wrapped, training.optimizer)
+    offload.release(["gradients", "optimizer"])
+    offload.release(["optimizer"])
+    offload.restore(["parameters", "gradients"])
+    offload.require(["parameters", "gradients"])
+    try:
+        offload.require(PARTS)
+    except RankError as error:
+        return str(error), sorted(offload.released)
+    return "", []
+
+
+def test_use_of_a_released_part_is_refused_by_name(models: dict[str, Path]) -> None:
+    message, released = run_ranks(1, f"{HERE}:use_while_released", models["qwen2_tied"])[0]
+    assert "optimizer released" in message and "gradients" not in message and released == ["optimizer"]
