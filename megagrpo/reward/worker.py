@@ -13,7 +13,7 @@ import threading
 from multiprocessing.connection import Connection
 
 from megagrpo.errors import Problem, RewardError
-from megagrpo.reward.function import Outcome, RewardCallable, Task, failure_of, outcome_of, timed_out
+from megagrpo.reward.function import RewardCallable, Task, failure_of, outcome_of, timed_out
 from megagrpo.reward.loading import FunctionSpec, load
 
 Message = tuple[int, int, Task]

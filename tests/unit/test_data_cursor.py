@@ -95,7 +95,9 @@ def test_a_state_of_other_data_is_refused(other, needle):
     assert other.state() == before
 
 
-@pytest.mark.parametrize("change", [{"position": 5}, {"position": -1}, {"epoch": "1"}, {"epoch": True}, {"epoch": None}])
+@pytest.mark.parametrize(
+    "change", [{"position": 5}, {"position": -1}, {"epoch": "1"}, {"epoch": True}, {"epoch": None}]
+)
 def test_a_damaged_state_is_refused(change):
     cursor = Cursor(make_prompts(5), seed=3)
     with pytest.raises(DataError, match="not valid"):

@@ -53,7 +53,7 @@ def test_gsm8k_is_prepared_from_its_published_files(write, pattern, tmp_path):
     assert rows[0].messages == (
         {
             "role": "user",
-            "content": "Janet has 3 ducks. Let's think step by step and output the final answer after \"####\".",
+            "content": 'Janet has 3 ducks. Let\'s think step by step and output the final answer after "####".',
         },
     )
     assert rows[1].extra_info == {"split": "train", "index": 1, **GSM8K[1]}
@@ -82,7 +82,9 @@ def test_a_row_without_a_final_answer_is_named_and_nothing_is_written(answer, tm
 
 def test_a_missing_split_says_what_is_there_and_what_is_needed(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", GSM8K)
-    with pytest.raises(DataError, match=r"no file of the test split\n\s+given: train.jsonl\n\s+needed: test.parquet or test.jsonl"):
+    with pytest.raises(
+        DataError, match=r"no file of the test split\n\s+given: train.jsonl\n\s+needed: test.parquet or test.jsonl"
+    ):
         prepare_gsm8k.prepare(tmp_path, tmp_path / "out")
     with pytest.raises(DataError, match="no such folder"):
         prepare_gsm8k.prepare(tmp_path / "none", tmp_path / "out")
@@ -109,7 +111,11 @@ def test_the_number_after_the_last_marker_is_the_answer(number, before):
 
 
 def test_own_columns_are_prepared(tmp_path):
-    rows = [{"q": "2+3", "a": 5, "level": "easy"}, {"q": "1/2", "a": 0.5, "level": "hard"}, {"q": "x", "a": "y", "level": "hard"}]
+    rows = [
+        {"q": "2+3", "a": 5, "level": "easy"},
+        {"q": "1/2", "a": 0.5, "level": "hard"},
+        {"q": "x", "a": "y", "level": "hard"},
+    ]
     source = write_jsonl(tmp_path / "mine.jsonl", rows)
     prepared = prepare_jsonl.prepare(
         source,
@@ -149,7 +155,11 @@ def test_the_held_out_share_is_seeded_and_shares_no_prompt(tmp_path):
         ([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None}], {}, "line 2, answer"),
         ([{"prompt": "a", "answer": True}], {}, "line 1, answer"),
         ([{"prompt": "a", "anwser": 1}], {}, "rename 'anwser' to 'answer'"),
-        ([{"prompt": "a", "answer": 1, "x": 1}, {"prompt": "b", "answer": 1, "x": "y"}], {}, "the rows do not form a table"),
+        (
+            [{"prompt": "a", "answer": 1, "x": 1}, {"prompt": "b", "answer": 1, "x": "y"}],
+            {},
+            "the rows do not form a table",
+        ),
         ([{"prompt": "a", "answer": 1}], {"test_share": 0.5}, "leaves a file empty"),
         ([{"prompt": "a", "answer": 1}], {"test_share": 1.0}, "held-out share is not valid"),
     ],

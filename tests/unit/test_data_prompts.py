@@ -39,7 +39,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def write(path: Path, *questions: str, role: str = "user") -> DataFile:
     rows = (
-        {"data_source": "s", "prompt": [{"role": role, "content": q}], "reward_model": {"ground_truth": q[:1]}} for q in questions
+        {"data_source": "s", "prompt": [{"role": role, "content": q}], "reward_model": {"ground_truth": q[:1]}}
+        for q in questions
     )
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")

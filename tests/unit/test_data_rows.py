@@ -47,7 +47,9 @@ def test_a_good_file_is_read_whole(write, name, first, tmp_path):
 
 def test_optional_columns_may_be_absent_and_blank_lines_are_skipped(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text("\ufeff" + json.dumps(row(ability=..., extra_info=...)) + "\n\n" + json.dumps(row()), encoding="utf-8")
+    path.write_text(
+        "\ufeff" + json.dumps(row(ability=..., extra_info=...)) + "\n\n" + json.dumps(row()), encoding="utf-8"
+    )
     assert [(r.number, r.extra_info) for r in read_rows(path)] == [(1, {}), (3, {"index": 0})]
 
 

@@ -1,0 +1,240 @@
+"""Built-in rewards against golden answers, and what is said of functions that cannot be loaded."""
+
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megagrpo.errors import RewardError
+from megagrpo.recipe import schema
+from megagrpo.reward import format, gsm8k, math, workers
+from megagrpo.reward.function import outcome_of
+from megagrpo.reward.functions import function_specs, load_functions, reward_problems
+
+
+@pytest.mark.parametrize(
+    "response, answer",
+    [
+        ("6 * 3 = 18\n#### 18", "18"),
+        ("####18", "18"),
+        ("#### -5", "-5"),
+        ("#### \u22125", "-5"),
+        ("#### +5.", "5"),
+        ("#### 1,234,567.50 dollars.", "1234567.5"),
+        ("#### $18", "18"),
+        ("#### -$18 or $-3", "-18"),
+        ("#### $-3", "-3"),
+        ("#### .5", "0.5"),
+        ("#### 1\n#### 2", "2"),
+        ("#### 50%", "50"),
+        ("#### 0018", "18"),
+        ("18", None),
+        ("", None),
+        ("####", None),
+        ("#### x 18", None),
+        ("#### 18\n####", None),
+        ("#### 1/2", None),
+        ("#### 1e3", None),
+        ("#### 1,2", None),
+        ("#### 1000,000", None),
+        ("#### 2^10", None),
+        ("#### \u0661", None),  # an Arabic-Indic digit one
+    ],
+)
+def test_strict_takes_the_number_after_the_last_marker(response, answer):
+    assert gsm8k.strict_answer(response) == (None if answer is None else Decimal(answer))
+
+
+@pytest.mark.parametrize(
+    "response, answer",
+    [
+        ("5 apples and 7 pears.", "7"),
+        ("the answer is -3.", "-3"),
+        ("5-3", "3"),
+        ("(2)-3", "3"),
+        ("10-20", "20"),
+        ("about 1,234,567.5 in all", "1234567.5"),
+        ("1,2", "2"),
+        ("x=.5", "0.5"),
+        ("#### 18 (or $19)", "19"),
+        ("none", None),
+    ],
+)
+def test_flexible_takes_the_last_number(response, answer):
+    assert gsm8k.flexible_answer(response) == (None if answer is None else Decimal(answer))
+
+
+numbers = st.decimals(min_value=-(10**9), max_value=10**9, places=3)
+
+
+@given(
+    numbers,
+    st.sampled_from(["strict", "flexible"]),
+    st.sampled_from(["", "$"]),
+    st.sampled_from(["", ".", " apples", "\n"]),
+)
+def test_any_way_of_writing_a_number_equals_it(number, method, currency, tail):
+    sign, size = ("-" if number < 0 else ""), abs(number)
+    score = gsm8k.make(method)
+    for written in (f"{sign}{currency}{size}", f"{sign}{currency}{size:,}"):
+        arguments = {"data_source": "", "response": f"so 3 #### {written}{tail}", "extra_info": {}}
+        assert score(ground_truth=str(number), **arguments) == 1.0
+        assert score(ground_truth=f"{number + 1:,}", **arguments) == 0.0
+
+
+def test_a_ground_truth_that_is_not_a_number_is_an_error():
+    for ground_truth in ("many", "", "nan", "inf"):
+        with pytest.raises(ValueError, match="not a number"):
+            gsm8k.make()(data_source="", response="#### 1", ground_truth=ground_truth, extra_info={})
+
+
+@pytest.mark.parametrize(
+    "response, truth, score",
+    [
+        (r"so it is \boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+        (r"$0.5$", r"\frac{1}{2}", 1),
+        (r"\boxed{\dfrac{2}{4}}", r"$\frac12$", 1),
+        (r"\boxed{x^2 + 2x + 1}", r"(x+1)^2", 1),
+        (r"\boxed{\{3, 1, 2\}}", r"\{1, 2, 3\}", 1),
+        (r"\boxed{(1, 2)}", r"(1,2)", 1),
+        (r"the answer is 42", r"42", 1),
+        (r"first $3$, then \boxed{4}", r"\boxed{4}", 1),
+        (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", 1),
+        (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", 0),
+        (r"\boxed{(2, 1)}", r"(1,2)", 0),
+        (r"no idea", r"7", 0),
+        (r"", r"7", 0),
+    ],
+)
+def test_math_compares_expressions(response, truth, score):
+    assert math.make()(data_source="", response=response, ground_truth=truth, extra_info={}) == score
+
+
+def test_format_searches_unless_the_pattern_is_anchored():
+    def score(pattern: str, response: str) -> float:
+        return format.make(pattern)(data_source="", response=response, ground_truth="", extra_info={})
+
+    assert score(r"#### \d+", "so\n#### 5 and more") == 1.0
+    assert score(r"\A#### \d+\Z", "so\n#### 5") == 0.0
+    assert score(r"(?s)\A<think>.*</think>", "<think>a\nb</think> 5") == 1.0
+
+
+@pytest.mark.parametrize(
+    "value, score", [(1, 1.0), (True, 1.0), (0.25, 0.25), (Decimal("0.5"), 0.5), ({"score": 2, "n": 3}, 2.0)]
+)
+def test_numbers_are_scores(value, score):
+    outcome = outcome_of(value)
+    assert (outcome.score, outcome.error) == (score, "")
+    assert outcome.metrics == ({"n": 3.0} if isinstance(value, dict) else {})
+
+
+@pytest.mark.parametrize(
+    "value", [None, "1", float("nan"), float("inf"), 10**400, [1], {"n": 1}, {"score": None}, {"score": 1, "n": "x"}]
+)
+def test_anything_else_is_an_error_never_a_zero(value):
+    outcome = outcome_of(value)
+    assert outcome.score is None
+    assert outcome.error.startswith("returned")
+
+
+USER_FILE = """
+import neighbour
+
+def good(data_source, response, ground_truth, extra_info, scale=neighbour.SCALE):
+    return scale
+
+def few(response, ground_truth):
+    return 1
+
+number = 3
+"""
+
+
+def reward(*functions: str | dict, **options) -> schema.Reward:
+    entries = [{"function": f} if isinstance(f, str) else f for f in functions]
+    return schema.Reward.model_validate({"functions": entries, **options})
+
+
+@pytest.fixture
+def user_file(tmp_path) -> Path:
+    (tmp_path / "neighbour.py").write_text("SCALE = 2\n")
+    path = tmp_path / "mine.py"
+    path.write_text(USER_FILE)
+    return path
+
+
+def test_a_good_section_has_no_problems(user_file):
+    section = reward(
+        "gsm8k",
+        "math",
+        {"function": "format", "arguments": {"pattern": "a"}},
+        f"{user_file}:good",
+        {"function": f"{user_file}:good", "arguments": {"scale": 3}},
+    )
+    assert reward_problems(section) == []
+    assert [spec.name for spec in load_functions(section)] == ["gsm8k", "math", "format", "good", "good_2"]
+
+
+@pytest.mark.parametrize(
+    "entry, needle",
+    [
+        ("gsm8", "did you mean gsm8k?"),
+        ("mine.py", "FILE.py:FUNCTION"),
+        ("nowhere.py:good", "nowhere.py, which does not exist"),
+        ({"function": "gsm8k", "arguments": {"method": "loose"}}, "'loose', not strict or flexible"),
+        ({"function": "gsm8k", "arguments": {"methd": "strict"}}, "unexpected keyword argument 'methd'"),
+        ({"function": "math", "arguments": {"precision": 3}}, "math has no arguments"),
+        ("format", "missing a required argument: 'pattern'"),
+        ({"function": "format", "arguments": {"pattern": "("}}, "not a regular expression"),
+        ({"function": "format", "arguments": {"pattern": 5}}, "not a regular expression"),
+        ("FILE:nothing", "one of its functions: good, few"),
+        ("FILE:number", "has no function number"),
+        ("FILE:few", "called by these names"),
+        ({"function": "FILE:good", "arguments": {"size": 1}}, "unexpected keyword argument 'size'"),
+    ],
+)
+def test_each_load_error_is_found_before_a_run(entry, needle, user_file):
+    entry = {"function": entry} if isinstance(entry, str) else entry
+    entry = (
+        {**entry, "function": entry["function"].replace("FILE", str(user_file))}
+        if "FILE" in entry["function"]
+        else entry
+    )
+    (problem,) = reward_problems(reward(entry))
+    assert problem.where.startswith("reward.functions[0].")
+    assert needle in str(problem)
+
+
+@pytest.mark.parametrize(
+    "code, needle",
+    [
+        ("def good(:", "SyntaxError: invalid syntax (line 1)"),
+        ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all' (line 1)"),
+        ("x = 1\nx / 0", "ZeroDivisionError: division by zero (line 2)"),
+        ("import sys\nsys.exit()", "SystemExit"),
+        ("import os\nos._exit(7)", "its process died (exit status 7)"),
+        ("while True: pass", "not ready after 1 s"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_a_problem_not_a_crash_or_a_hang(code, needle, tmp_path, monkeypatch):
+    if "while" in code:
+        monkeypatch.setattr(workers, "START_TIMEOUT_SECONDS", 1.0)
+    (tmp_path / "mine.py").write_text(code)
+    (problem,) = reward_problems(reward(f"{tmp_path / 'mine.py'}:good"))
+    assert needle in str(problem)
+
+
+def test_all_problems_are_found_at_once_and_workers_are_needed(user_file):
+    problems = reward_problems(reward("gsm8", "format", f"{user_file}:few", workers=0))
+    assert [p.where for p in problems] == [
+        "reward.functions[0].function",
+        "reward.functions[1].arguments",
+        "reward.workers",
+        "reward.functions[2].function",
+    ]
+    with pytest.raises(RewardError, match=r"\(3 problems\)"):
+        load_functions(reward("gsm8", "format", f"{user_file}:few", workers=0))
+    assert reward_problems(reward("gsm8k", workers=0)) == []
+    assert function_specs(reward("gsm8k"))[0].built_in

@@ -1,0 +1,261 @@
+"""The scorer with real worker processes: weights, faults, and that a fault touches no other sample."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megagrpo.errors import RewardError
+from megagrpo.recipe import schema
+from megagrpo.reward.scorer import Scorer
+from megagrpo.types import FinishReason, Group, Prompt, Sample
+
+FAULTS = """
+import asyncio, os, subprocess, sys, time
+
+def fault(data_source, response, ground_truth, extra_info):
+    if response == "loop":
+        while True: pass
+    if response == "sleep": time.sleep(1000)
+    if response == "exit": os._exit(3)
+    if response == "kill": os.kill(os.getpid(), 9)
+    if response == "raise": raise KeyError("x")
+    if response == "sys.exit": sys.exit(0)
+    if response == "nan": return float("nan")
+    if response == "text": return "1.0"
+    if response.startswith("/"):
+        child = subprocess.Popen(["sleep", "1000"])
+        open(response, "w").write(str(child.pid))
+        child.wait()
+    return {"score": len(response), "pid": os.getpid()}
+
+async def fault_async(data_source, response, ground_truth, extra_info):
+    if response == "await": await asyncio.sleep(1000)
+    if response == "nap": await asyncio.sleep(0.5)
+    return fault(data_source, response, ground_truth, extra_info)
+"""
+
+
+@pytest.fixture
+def faults(tmp_path) -> Path:
+    path = tmp_path / "faults.py"
+    path.write_text(FAULTS)
+    return path
+
+
+def make_group(*texts: str, ground_truth: str = "7", finish: FinishReason = "stop") -> Group:
+    none = np.zeros(0)
+    prompt = Prompt("a:0", (1,), "sums", ground_truth, extra_info={"index": 4})
+    return Group(prompt, tuple(Sample("a:0", i, none, none, none, finish, text) for i, text in enumerate(texts)))
+
+
+def make_scorer(*functions: dict, **options) -> Scorer:
+    return Scorer(schema.Reward.model_validate({"functions": list(functions), **options}))
+
+
+def test_scores_are_weighted_sums_with_their_parts(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def mine(data_source, response, ground_truth, extra_info, bonus):\n"
+        "    return {'score': extra_info['index'] + bonus, 'right': data_source == 'sums' and ground_truth == '7'}\n"
+    )
+    scorer = make_scorer(
+        {"function": "gsm8k"},
+        {"function": f"{tmp_path / 'mine.py'}:mine", "weight": 0.5, "arguments": {"bonus": 1}},
+        {"function": "format", "weight": -1.0, "arguments": {"pattern": "7$"}},
+        {"function": "format", "weight": 0.0, "arguments": {"pattern": "^#"}},
+    )
+    first, second = scorer.score([make_group("#### 7", "#### 8"), make_group("7")])
+    scorer.close()
+    assert [score.value for score in first.scores] == [1 + 2.5 - 1, 2.5]
+    assert first.scores[0].parts == {"gsm8k": 1.0, "mine": 5.0, "mine.right": 1.0, "format": 1.0, "format_2": 1.0}
+    assert (second.scores[0].value, second.prompt, len(second.samples)) == (1.5, make_group("7").prompt, 1)
+
+
+def test_gsm8k_needs_no_process_and_is_fast():
+    scorer = make_scorer({"function": "gsm8k"}, workers=0)
+    groups = [make_group(*["step by step " * 40 + "#### 7"] * 8) for _ in range(32)]
+    seconds = []
+    for _ in range(30):
+        start = time.perf_counter()
+        scored = scorer.score(groups)
+        seconds.append(time.perf_counter() - start)
+    assert all(score.value == 1.0 for group in scored for score in group.scores)
+    assert min(seconds) < 0.005  # of 256 samples
+
+
+def test_a_bad_ground_truth_and_an_aborted_response_are_masked():
+    scorer = make_scorer({"function": "gsm8k"})
+    bad, aborted = scorer.score([make_group("#### 7", ground_truth="many"), make_group("#### 7", finish="abort")])
+    assert (bad.scores[0].value, aborted.scores[0].value) == (None, None)
+    assert "ground truth 'many'" in bad.scores[0].error
+    assert aborted.scores[0].error == "the engine gave up on the response"
+
+
+EXPECTED = {
+    "loop": "took longer than 1 s",
+    "sleep": "took longer than 1 s",
+    "exit": "process died (exit status 3)",
+    "kill": "process died (killed by SIGKILL)",
+    "raise": "KeyError: 'x'",
+    "sys.exit": "SystemExit: 0",
+    "nan": "returned nan as score, not a finite number",
+    "text": "returned '1.0' as score, not a number",
+}
+
+
+@pytest.mark.parametrize("function", ["fault", "fault_async"])
+def test_every_fault_masks_its_own_sample_only(function, faults):
+    scorer = make_scorer({"function": f"{faults}:{function}"}, timeout_seconds=1.0)
+    texts = [text for fault in EXPECTED for text in (fault, "fine")]
+    (group,) = scorer.score([make_group(*texts)])
+    for text, score in zip(texts, group.scores, strict=True):
+        if text == "fine":
+            assert (score.value, score.error) == (4.0, "")
+        else:
+            assert score.value is None
+            assert score.parts == {}
+            assert EXPECTED[text] in score.error and score.error.startswith(function)
+    (again,) = scorer.score([make_group("fine", "fine")])
+    assert [score.value for score in again.scores] == [4.0, 4.0]
+    scorer.close()
+
+
+def test_one_failing_function_masks_the_sum_but_keeps_the_other_parts(faults):
+    scorer = make_scorer({"function": "gsm8k"}, {"function": f"{faults}:fault"})
+    (group,) = scorer.score([make_group("raise")])
+    scorer.close()
+    assert (group.scores[0].value, group.scores[0].parts) == (None, {"gsm8k": 0.0})
+
+
+def test_async_calls_run_side_by_side_and_are_cancelled_in_time(faults):
+    scorer = make_scorer({"function": f"{faults}:fault_async"}, workers=1, timeout_seconds=3.0)
+    scorer.score([make_group("fine")])
+    start = time.monotonic()
+    (group,) = scorer.score([make_group(*["nap"] * 40)])
+    assert time.monotonic() - start < 3.0  # 20 s one after the other
+    assert [score.value for score in group.scores] == [3.0] * 40
+    (group,) = scorer.score([make_group("await", "fine")])
+    pids = {score.parts.get("fault_async.pid") for score in group.scores} - {None}
+    assert [score.value for score in group.scores] == [None, 4.0]
+    (group,) = scorer.score([make_group("fine")])
+    assert group.scores[0].parts["fault_async.pid"] in pids  # the worker itself cancelled: it was not replaced
+    scorer.close()
+
+
+def test_math_is_stopped_at_the_time_limit_off_the_main_thread():
+    scorer = make_scorer({"function": "math"}, workers=1, timeout_seconds=2.0)
+    scored: list[Group] = []
+    endless = r"\boxed{9^{9^{9^{9}}}}"
+    work = threading.Thread(target=lambda: scored.extend(scorer.score([make_group(r"\boxed{7}", endless, "$14/2$")])))
+    work.start()
+    work.join(timeout=60)
+    scorer.close()
+    assert [score.value for score in scored[0].scores] == [1.0, None, 1.0]
+    assert scored[0].scores[1].error == "math: took longer than 2 s"
+
+
+def test_a_pattern_that_backtracks_for_ever_is_stopped():
+    scorer = make_scorer({"function": "format", "arguments": {"pattern": r"\A(a+)+\Z"}}, timeout_seconds=1.0)
+    (group,) = scorer.score([make_group("aaa", "a" * 60 + "b", "b")])
+    scorer.close()
+    assert [score.value for score in group.scores] == [1.0, None, 0.0]
+
+
+def test_a_worker_that_died_while_idle_blames_no_sample(faults):
+    scorer = make_scorer({"function": f"{faults}:fault"}, workers=1)
+    (group,) = scorer.score([make_group("fine")])
+    os.kill(int(group.scores[0].parts["fault.pid"]), signal.SIGKILL)
+    time.sleep(0.2)
+    (group,) = scorer.score([make_group("fine")])
+    scorer.close()
+    assert group.scores[0].value == 4.0
+
+
+def test_closing_ends_the_processes_and_scoring_starts_them_again(faults):
+    scorer = make_scorer({"function": f"{faults}:fault"}, workers=2)
+    for _ in range(2):
+        (group,) = scorer.score([make_group(*["fine"] * 8)])
+        scorer.close()
+        for pid in {int(score.parts["fault.pid"]) for score in group.scores}:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+
+def test_what_a_function_started_ends_with_it(faults, tmp_path):
+    scorer = make_scorer({"function": f"{faults}:fault"}, workers=1, timeout_seconds=1.0)
+    (group,) = scorer.score([make_group(str(tmp_path / "pid"))])
+    scorer.close()
+    assert group.scores[0].value is None
+    assert gone_within(5.0, int((tmp_path / "pid").read_text()))
+
+
+def gone_within(seconds: float, pid: int) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        stat = Path(f"/proc/{pid}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_workers_end_with_a_killed_driver(faults):
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(faults)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert driver.stdout is not None
+    pid = int(driver.stdout.readline())
+    driver.kill()
+    driver.wait()
+    assert gone_within(10.0, pid)
+
+
+DRIVER = """
+import sys, threading, time
+sys.path.insert(0, ".")
+from tests.unit.test_reward_scorer import make_group, make_scorer
+scorer = make_scorer({"function": sys.argv[1] + ":fault"}, workers=1, timeout_seconds=1000.0)
+(group,) = scorer.score([make_group("fine")])
+threading.Thread(target=scorer.score, args=([make_group("loop")],)).start()
+time.sleep(0.2)
+print(int(group.scores[0].parts["fault.pid"]), flush=True)
+"""
+
+
+def test_a_file_that_cannot_be_imported_is_a_reward_error_and_leaves_no_process(tmp_path):
+    (tmp_path / "mine.py").write_text("import nowhere_at_all")
+    scorer = make_scorer({"function": f"{tmp_path / 'mine.py'}:mine"})
+    with pytest.raises(RewardError, match="nowhere_at_all"):
+        scorer.score([make_group("fine")])
+    assert scorer._pool._workers == []
+
+
+def test_workers_do_not_import_heavy_libraries(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import sys\n"
+        "def mine(data_source, response, ground_truth, extra_info):\n"
+        "    return sum(name in sys.modules for name in ('torch', 'numpy', 'pydantic', 'transformers', 'ray'))\n"
+    )
+    scorer = make_scorer({"function": f"{tmp_path / 'mine.py'}:mine"})
+    (group,) = scorer.score([make_group("fine")])
+    scorer.close()
+    assert group.scores[0].value == 0.0
+
+
+def test_the_example_of_the_docs_runs(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    example = re.search(r"<!-- example: rewards/brevity.py -->\n```python\n(.*?)```", page, re.DOTALL)
+    assert example is not None
+    (tmp_path / "brevity.py").write_text(example.group(1))
+    scorer = make_scorer({"function": f"{tmp_path / 'brevity.py'}:brevity", "arguments": {"target": 10}})
+    (group,) = scorer.score([make_group("x" * 5, "x" * 15, "x" * 50)])
+    scorer.close()
+    assert [score.value for score in group.scores] == [1.0, 0.5, 0.0]
+    assert group.scores[1].parts == {"brevity": 0.5, "brevity.length": 15.0}
