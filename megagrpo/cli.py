@@ -76,6 +76,13 @@ def prepare_jsonl(asked: argparse.Namespace) -> int:
     return _report(prepared)
 
 
+def prepare_adder(asked: argparse.Namespace) -> int:
+    from megagrpo.demo.prepare import prepare
+
+    prepare(asked.output, say=print)
+    return 0
+
+
 def _report(prepared: Prepared) -> int:
     print(f"{prepared.train_rows} rows in {prepared.train}")
     if prepared.test is not None:
@@ -123,6 +130,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     jsonl.add_argument("--seed", type=int, default=0, metavar="N", help="chooses the questions held out; default: 0")
     jsonl.set_defaults(command=prepare_jsonl)
+
+    text = "the demo's model of a million parameters and its two-digit sums"
+    adder = preparers.add_parser("adder", help=text, description=text, allow_abbrev=False)
+    adder.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="for model/, train.parquet and test.parquet"
+    )
+    adder.set_defaults(command=prepare_adder)
     return parser
 
 

@@ -55,7 +55,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
         wrong = schema_problems(tree, error.errors())
         recipe, more = _repaired(tree, error.errors(), wrong)
         unreliable += more
-    problems = [problem for _, problem in found] + [replace(p, where=places.where(p.where)) for p in wrong]
+    told = {at for at, _ in found}
+    problems = [problem for _, problem in found]
+    problems += [replace(p, where=places.where(p.where)) for p in wrong if p.where not in told]
     if recipe is None or problems:
         rules = _rules_apart_from(unreliable, recipe)
         raise RecipeError(problems + [places.located(p) for p in rules])

@@ -111,7 +111,7 @@ def _fix(key: str, value: Any, expected: Expected) -> str:
     if value is None and expected.section:
         return f"give `{key}` its keys, or remove it"
     if value is None:
-        return f"give `{key}` a value, or remove it to take the default"
+        return f"give `{key}` a value"
     if words.startswith("text") and not isinstance(value, list | dict):
         return f'put quotes around it: "{value}"'
     if words.startswith("a list") and not isinstance(value, list):

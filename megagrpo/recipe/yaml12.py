@@ -81,13 +81,15 @@ def parse(text: str, where: Callable[[int], str]) -> Document:
         line = error.problem_mark.line if error.problem_mark else 0
         lines = text.splitlines()
         shown = lines[line].strip() if line < len(lines) else "the end of the text"
+        since = f" on line {error.context_mark.line + 1}" if error.context_mark else ""
+        said = f"{error.context}{since}, {error.problem}" if error.context else error.problem
         raise RecipeError(
-            Problem(where(line + 1), given=shown, needed=f"valid YAML: {error.problem}", fix=_syntax_fix(error, shown))
+            Problem(where(line + 1), given=shown, needed=f"valid YAML: {said}", fix=_syntax_fix(error))
         ) from None
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n")
         raise RecipeError(
-            Problem(where(line + 1), given=f"the character {error.character!a}", needed="printable text")
+            Problem(where(line + 1), given=f"the character U+{error.character:04X}", needed="printable text")
         ) from None
     except RecursionError:
         raise RecipeError(Problem(where(1), given="lists or mappings nested too deeply", needed="a recipe")) from None
@@ -101,7 +103,7 @@ def to_text(tree: Any) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
 
 
-def _syntax_fix(error: yaml.MarkedYAMLError, line: str) -> str:
+def _syntax_fix(error: yaml.MarkedYAMLError) -> str:
     if "'\\t'" in str(error.problem):
         return "indent with spaces, not tabs"
     if "mapping values are not allowed" in str(error.problem):

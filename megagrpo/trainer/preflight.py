@@ -119,7 +119,9 @@ def _package_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _directory_problems(recipe: Recipe) -> Iterator[Problem]:
-    directories = {"track.directory": run_directory(recipe), "checkpoint.directory": checkpoint_directory(recipe)}
+    directories = {"track.directory": run_directory(recipe)}
+    if recipe.checkpoint.directory is not None:
+        directories["checkpoint.directory"] = checkpoint_directory(recipe)
     for field, directory in directories.items():
         existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
         if not existing.is_dir():

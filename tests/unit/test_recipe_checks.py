@@ -37,17 +37,30 @@ RECIPE_CASES: list[tuple[list[str], str, str]] = [
     (["rollout.top_k=5"], "rollout.top_k", "whole vocabulary"),
     (["train.tokens_per_microbatch=31"], "train.tokens_per_microbatch", "at least 32"),
     (
-        ["train.tokens_per_microbatch=16", "train.layout.context=2", "rollout.response_tokens_max=15", "data.prompt_tokens_max=18"],
+        [
+            "train.tokens_per_microbatch=16",
+            "train.layout.context=2",
+            "rollout.response_tokens_max=15",
+            "data.prompt_tokens_max=18",
+        ],
         "train.tokens_per_microbatch",
         "padded to 36",
     ),
     (["train.layout.virtual_pipeline=2"], "train.layout.virtual_pipeline", "pipeline of at least 2"),
-    (["train.layout.tensor=2", "train.layout.expert=2"], "train.layout.expert", "expert_tensor 2 (the default: as tensor)"),
+    (
+        ["train.layout.tensor=2", "train.layout.expert=2"],
+        "train.layout.expert",
+        "expert_tensor 2 (the default: as tensor)",
+    ),
     (["train.layout.expert=3", "train.layout.data=2"], "train.layout.expert", "must divide"),
     (["cluster.trainer_devices=4", "train.layout.tensor=2"], "cluster.trainer_devices", "train.layout.data: 2"),
     (["cluster.trainer_devices=3", "train.layout.tensor=2"], "cluster.trainer_devices", "= 2 ranks"),
     (["cluster.engine_devices=1"], "cluster.engine_devices", "placement: disaggregated"),
-    (["cluster.engine_devices=2", "cluster.placement=disaggregated"], "cluster.engine_devices", "2 devices for 1 engine"),
+    (
+        ["cluster.engine_devices=2", "cluster.placement=disaggregated"],
+        "cluster.engine_devices",
+        "2 devices for 1 engine",
+    ),
     (["algorithm.clip_low=1.5"], "algorithm.clip_low", "at most 1"),
     (["algorithm.advantage.epsilon=0"], "algorithm.advantage.epsilon", "above 0"),
     (["reward.functions.0.weight=0"], "reward.functions", "only weights of 0"),
@@ -67,7 +80,9 @@ RECIPE_CASES: list[tuple[list[str], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "field", "words"), RECIPE_CASES, ids=[" ".join(case[0]) for case in RECIPE_CASES])
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"), RECIPE_CASES, ids=[" ".join(case[0]) for case in RECIPE_CASES]
+)
 def test_a_broken_rule_names_field_numbers_and_fix(overrides: list[str], field: str, words: str) -> None:
     (problem,) = recipe_problems(recipe_with(*overrides))
     assert_speaks(problem, field, words)
@@ -122,7 +137,9 @@ MODEL_CASES: list[tuple[list[str], dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "config", "field", "words"), MODEL_CASES, ids=[" ".join(case[0]) for case in MODEL_CASES])
+@pytest.mark.parametrize(
+    ("overrides", "config", "field", "words"), MODEL_CASES, ids=[" ".join(case[0]) for case in MODEL_CASES]
+)
 def test_a_layout_that_does_not_fit_the_model_is_named(
     overrides: list[str], config: dict[str, Any], field: str, words: str
 ) -> None:

@@ -14,7 +14,9 @@ from megagrpo.recipe.yaml12 import parse, to_text
 from tests.tiny_run import recipe
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-trees = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(min_size=1), inner), max_leaves=12)
+trees = st.recursive(
+    scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(min_size=1), inner), max_leaves=12
+)
 
 
 @pytest.fixture
@@ -36,7 +38,15 @@ def problems_of(path: Path, *overrides: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-6", 1e-6), ("2.E3", 2000.0), ("010", 10), ("0o17", 15), ("0x1F", 31), ("-.inf", float("-inf")), ("off", "off")]
+    [
+        ("1e-6", 1e-6),
+        ("2.E3", 2000.0),
+        ("010", 10),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("-.inf", float("-inf")),
+        ("off", "off"),
+    ]
     + [("yes", "yes"), ("1:30", "1:30"), ("1_000", "1_000"), ("2024-01-01", "2024-01-01"), ("~", None), ("True", True)],
 )
 def test_scalars_are_read_as_yaml_1_2_says(text: str, value: object) -> None:
@@ -88,7 +98,12 @@ def test_places_are_lines_of_the_file_or_the_override(path: Path) -> None:
 
 
 def test_all_mistakes_come_at_once_with_line_and_nearest_name(path: Path) -> None:
-    text = path.read_text().replace("tensor: 1", "tensr: 4").replace("seed: 0\n", "").replace("total_steps: 2", "total_steps: two")
+    text = (
+        path.read_text()
+        .replace("tensor: 1", "tensr: 4")
+        .replace("seed: 0\n", "")
+        .replace("total_steps: 2", "total_steps: two")
+    )
     path.write_text(text + "trak: {}\n")
     found = problems_of(path, "rollout.top_p=0.9", "rollout.prompts_per_step=1.0", "train.optimiser.lr=1")
     assert found == [

@@ -1,0 +1,122 @@
+"""The command line: exit codes, what is printed, and that nothing heavy is imported before it is needed."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from megagrpo import __version__, cli
+from megagrpo.cli import EXIT_INTERRUPTED, main
+from megagrpo.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, EngineError, Problem
+from tests.tiny_run import EXPERTS, make_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def megagrpo(*arguments: str, after: str = "") -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own; `after` is Python that runs when it has returned."""
+    code = f"import sys; from megagrpo.cli import main; code = main(sys.argv[1:]); {after or 'pass'}; sys.exit(code)"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_help_is_there_at_once() -> None:
+    code = "from megagrpo.cli import main; main(['--help'])"
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        command = [sys.executable, "-X", "importtime", "-c", code]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0
+        assert "train" in done.stdout and "plan" in done.stdout and "prepare" in done.stdout
+        imported = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if "|" in line}
+        assert not imported & {"torch", "ray", "megatron", "transformers", "pydantic", "yaml", "pyarrow", "rich"}
+    assert min(seconds) < 0.5
+
+
+def test_version() -> None:
+    done = megagrpo("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, f"megagrpo {__version__}")
+
+
+def test_train_refuses_a_bad_recipe_before_ray_or_torch_are_imported(tmp_path: Path) -> None:
+    recipe = make_run(tmp_path)
+    done = megagrpo(
+        "train",
+        str(recipe),
+        "train.layout.tensor=3",
+        after="assert not {'ray', 'torch', 'megatron'} & set(sys.modules)",
+    )
+    assert done.returncode == EXIT_USER_ERROR, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "override train.layout.tensor=3" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_plan_prints_what_the_recipe_comes_to_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_run(tmp_path, **EXPERTS)
+    layout = "{tensor: 2, pipeline: 2, virtual_pipeline: 2, expert: 2, expert_tensor: 1, data: 2}"
+    assert main(["plan", str(recipe), f"train.layout={layout}", "algorithm.minibatches=2"]) == 0
+    printed = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if line != "OK")
+    assert printed["ranks"].startswith("8 (tensor 2 x pipeline 2 x virtual_pipeline 2 x expert 2 x data 2)")
+    assert printed["layers"] == "4, 2 on each pipeline stage in 2 chunks of 1"
+    assert printed["vocabulary"] == "31, padded to 32, 16 on each tensor rank"
+    assert printed["minibatches"] == "2 of 8 responses, about 4 on each of 2 data ranks"
+    assert printed["length"] == "2 steps, 32 responses"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_failed_run_and_an_interrupted_one_have_their_own_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(asked: object) -> int:
+        raise EngineError(Problem("engine 0", "no answer in 600 s"))
+
+    def interrupt(asked: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "plan", fail)
+    assert main(["plan", "recipe.yaml"]) == EXIT_RUN_FAILED
+    assert "engine 0" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "plan", interrupt)
+    assert main(["plan", "recipe.yaml"]) == EXIT_INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["trian"], ["train"], ["plan", "r.yaml", "--tensor=2"], ["prepare"], ["prepare", "gsm8k"]]
+)
+def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == EXIT_USER_ERROR
+    assert "usage: megagrpo" in capsys.readouterr().err
+
+
+def test_prepare_gsm8k_writes_both_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = tmp_path / "gsm8k", tmp_path / "prepared"
+    source.mkdir()
+    row = json.dumps({"question": "How much is 1000+1?", "answer": "1000+1=1001\n#### 1,001"})
+    (source / "train.jsonl").write_text(f"{row}\n{row}\n")
+    (source / "test.jsonl").write_text(f"{row}\n")
+    assert main(["prepare", "gsm8k", "--source", str(source), "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"2 rows in {output}/train.parquet\n1 rows in {output}/test.parquet\n"
+    assert pq.read_table(output / "test.parquet").to_pylist()[0]["reward_model"]["ground_truth"] == "1001"
+
+
+def test_prepare_jsonl_reads_the_named_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = tmp_path / "mine.jsonl", tmp_path / "prepared"
+    source.write_text('{"q": "1+1", "a": 2}\n')
+    columns = ["--prompt-column", "q", "--answer-column", "a"]
+    assert main(["prepare", "jsonl", "--source", str(source), "--output", str(output), *columns]) == 0
+    assert pq.read_table(output / "train.parquet").num_rows == 1
+    capsys.readouterr()
+    assert main(["prepare", "jsonl", "--source", str(source), "--output", str(output)]) == EXIT_USER_ERROR
+    assert "no column 'prompt'" in capsys.readouterr().err
