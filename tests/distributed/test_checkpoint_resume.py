@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megagrpo.checkpoint.integrity import describe
 from tests.rank_group import run_ranks
 from tests.tiny_models import make_model
 
@@ -20,9 +21,10 @@ def save_and_continue(model: Path, directory: Path, layout: dict[str, Any]) -> d
     from tests.distributed.tiny_training import TinyTraining, options
 
     training = TinyTraining(model, **options(layout))
-    before = training.steps(2)
+    training.steps(2)
     files = state.save(training.state, directory)
-    return {"files": files, "before": before, "after": training.steps(2), "tensors": training.tensors()}
+    random = torch.rand(3).tolist()
+    return {"files": files, "after": training.steps(2), "tensors": training.tensors(), "random": random}
 
 
 def load_and_continue(model: Path, directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +34,8 @@ def load_and_continue(model: Path, directory: Path, layout: dict[str, Any]) -> d
 
     training = TinyTraining(model, **options({"weights": False, **layout}))
     state.load(training.state, directory)
-    return {"after": training.steps(2), "tensors": training.tensors()}
+    random = torch.rand(3).tolist()
+    return {"after": training.steps(2), "tensors": training.tensors(), "random": random}
 
 
 def ranks_of(layout: dict[str, Any]) -> int:
@@ -91,6 +94,109 @@ def test_a_run_continues_in_other_layouts(
     for layout in loaded:
         resumed = run_ranks(ranks_of(layout), f"{HERE}:load_and_continue", models[family], tmp_path, layout)[0]
         assert close(resumed["after"], run["after"]), (layout, resumed["after"], run["after"])
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2_tied", {"tensor": 2, "data": 2, "dtype": torch.bfloat16}),
+        ("qwen2_tied", {"pipeline": 2, "dtype": torch.bfloat16, "distributed_optimizer": False}),
+        ("qwen3_moe", {"expert": 2, "data": 2}),
+    ],
+)
+def test_in_the_same_layout_a_run_continues_bit_for_bit(
+    family: str, layout: dict[str, Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    run = run_ranks(ranks_of(layout), f"{HERE}:save_and_continue", models[family], tmp_path, layout)
+    resumed = run_ranks(ranks_of(layout), f"{HERE}:load_and_continue", models[family], tmp_path, layout)
+    for whole, continued in zip(run, resumed, strict=True):
+        assert continued["after"] == whole["after"]
+        assert continued["random"] == whole["random"]
+        assert continued["tensors"].keys() == whole["tensors"].keys()
+        for name, tensor in continued["tensors"].items():
+            assert torch.equal(tensor, whole["tensors"][name]), name
+
+
+def test_what_the_ranks_report_is_what_lies_in_the_directory(models: dict[str, Path], tmp_path: Path) -> None:
+    results = run_ranks(2, f"{HERE}:save_and_continue", models["qwen2_tied"], tmp_path, {"tensor": 2})
+    files = [file for result in results for file in result["files"]]
+    assert sorted(file.path for file in files) == sorted(path.name for path in tmp_path.iterdir())
+    assert all(describe(tmp_path, tmp_path / file.path) == file for file in files)
+
+
+def load_and_report(model: Path, directory: Path, layout: dict[str, Any]) -> tuple[str, bool]:
+    """The error of a load, and whether the rank's weights and states are still as they were."""
+    from megagrpo.errors import CheckpointError
+    from megagrpo.megatron import state
+    from tests.distributed.tiny_training import TinyTraining, options
+
+    training = TinyTraining(model, **options(layout))
+    training.step()
+    before = training.tensors()
+    try:
+        state.load(training.state, directory)
+    except CheckpointError as error:
+        after = training.tensors()
+        return str(error), all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    return "", False
+
+
+def test_another_model_is_refused_by_name_on_every_rank_before_anything_changes(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    run_ranks(1, f"{HERE}:save_and_continue", models["qwen2_tied"], tmp_path, ONE)
+    for message, untouched in run_ranks(2, f"{HERE}:load_and_report", models["qwen3_moe"], tmp_path, {"pipeline": 2}):
+        assert untouched
+        assert "exp_avg.model.layers.0.mlp.experts.0.gate_proj.weight" in message  # rank 0's, and
+        assert "param.lm_head.weight" in message  # rank 1's, on both
+
+
+@pytest.mark.parametrize("file", [".metadata", "common.pt", "__1_0.distcp"])
+def test_files_that_cannot_be_read_are_a_checkpoint_error_on_every_rank(
+    file: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    run_ranks(2, f"{HERE}:save_and_continue", models["qwen2_tied"], tmp_path, {"tensor": 2})
+    (tmp_path / file).write_bytes(b"")
+    for message, _ in run_ranks(2, f"{HERE}:load_and_report", models["qwen2_tied"], tmp_path, {"tensor": 2}):
+        assert "checkpoint error" in message and "cannot be read" in message
+
+
+def save_on_a_full_disk(model: Path, directory: Path, full_rank: int) -> tuple[str, list[str]]:
+    """The error of a save while one rank cannot write, and the processes that it left behind."""
+    import resource
+    import signal
+
+    import psutil
+    import torch.distributed as dist
+
+    from megagrpo.errors import CheckpointError
+    from megagrpo.megatron import state
+    from tests.distributed.tiny_training import TinyTraining
+
+    training = TinyTraining(model, {"tensor": 2})
+    training.step()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if dist.get_rank() == full_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        state.save(training.state, directory)
+    except CheckpointError as error:
+        return str(error), [child.name() for child in psutil.Process().children()]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    return "", []
+
+
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_a_full_disk_on_one_rank_is_a_checkpoint_error_on_all(
+    full_rank: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    results = run_ranks(2, f"{HERE}:save_on_a_full_disk", models["qwen2_tied"], tmp_path, full_rank, timeout=60)
+    for message, processes in results:
+        assert "checkpoint error" in message and "File too large" in message
+        assert processes == []
 
 
 def close(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> bool:
