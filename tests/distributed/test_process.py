@@ -1,0 +1,108 @@
+"""Joining ranks, and Megatron's process groups against our rank grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megagrpo.errors import RankError
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
+from megagrpo.megatron import process
+from tests.rank_group import RankGroupError, run_ranks
+
+LAYOUTS = [
+    ParallelLayout(tensor=2, pipeline=2, data=2, expert_tensor=2),
+    ParallelLayout(tensor=2, context=2, data=2, expert=2, expert_tensor=1),
+    ParallelLayout(pipeline=2, context=2, data=2, expert=2),
+    ParallelLayout(tensor=2, pipeline=2, context=2, expert=2, expert_tensor=2),
+    ParallelLayout(data=8, expert=4),
+]
+
+# name: (the group's ranks, the coordinates that its members share)
+GROUPS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "tensor": (parallel_state.get_tensor_model_parallel_group, ("pipeline", "context", "data")),
+    "pipeline": (parallel_state.get_pipeline_model_parallel_group, ("tensor", "context", "data")),
+    "context": (parallel_state.get_context_parallel_group, ("tensor", "pipeline", "data")),
+    "data": (parallel_state.get_data_parallel_group, ("tensor", "pipeline", "context")),
+    "expert": (parallel_state.get_expert_model_parallel_group, ("pipeline", "expert_tensor", "expert_data")),
+    "expert_tensor": (parallel_state.get_expert_tensor_parallel_group, ("pipeline", "expert", "expert_data")),
+    "expert_data": (parallel_state.get_expert_data_parallel_group, ("pipeline", "expert", "expert_tensor")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_megatrons_groups_are_those_of_the_rank_grid(layout: ParallelLayout) -> None:
+    grid = rank_grid(layout)
+
+    def shared(where: RankCoordinates, axes: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(getattr(where, axis) for axis in axes)
+
+    for where, groups in zip(grid, run_ranks(layout.ranks, f"{__name__}:groups_of_rank", layout), strict=True):
+        for axis, (_, axes) in GROUPS.items():
+            members = [other.rank for other in grid if shared(other, axes) == shared(where, axes)]
+            assert groups[axis] == members, f"{axis} group of rank {where.rank}"
+            assert members.index(where.rank) == getattr(where, axis)
+
+
+def groups_of_rank(layout: ParallelLayout) -> dict[str, list[int]]:
+    process.start_parallel(layout, seed=1)
+    return {axis: dist.get_process_group_ranks(group()) for axis, (group, _) in GROUPS.items()}
+
+
+def test_ranks_that_do_not_come_are_an_error_within_the_deadline(tmp_path: Any) -> None:
+    process_error = run_ranks(1, f"{__name__}:start_alone", str(tmp_path / "store"))[0]
+    assert "could not join the other 1" in process_error and "2 ranks within 1 s" in process_error
+
+
+def start_alone(store: str) -> str:
+    process.stop()
+    with pytest.raises(RankError) as error:
+        process.start(0, 2, f"file://{store}", "cpu", timeout_seconds=1)
+    return str(error.value)
+
+
+def test_a_layout_of_another_size_is_an_error() -> None:
+    (message,) = run_ranks(1, f"{__name__}:start_two_on_one")
+    assert "given: 1 ranks" in message and "tensor 2" in message
+
+
+def start_two_on_one() -> str:
+    with pytest.raises(RankError) as error:
+        process.start_parallel(ParallelLayout(tensor=2), seed=1)
+    return str(error.value)
+
+
+def test_a_rank_that_raises_ends_the_call_and_the_next_one_works() -> None:
+    with pytest.raises(RankGroupError, match="ValueError: on purpose"):
+        run_ranks(2, f"{__name__}:raise_on_rank_1")
+    with pytest.raises(RankGroupError, match="in wait_for_ever"):
+        run_ranks(2, f"{__name__}:wait_for_ever", timeout=1)
+    assert run_ranks(2, f"{__name__}:rank") == [0, 1]
+
+
+def raise_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("on purpose")
+    dist.barrier()
+
+
+def wait_for_ever() -> None:
+    import time
+
+    time.sleep(60)
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def test_device_contexts_work_under_the_shim() -> None:
+    """transformers builds models inside `with torch.device("meta")`; the shim replaces some of torch's factories."""
+    with torch.device("meta"):
+        made = [torch.zeros(2), torch.tensor([1.0]), torch.empty(2), torch.ones(2), torch.arange(2)]
+    assert {tensor.device.type for tensor in made} == {"meta"}

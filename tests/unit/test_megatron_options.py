@@ -1,0 +1,86 @@
+"""Megatron's TransformerConfig from a recipe, and the options that pass through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megagrpo.errors import RecipeError
+from megagrpo.megatron.config import transformer_config
+from megagrpo.megatron.options import option_problems
+from megagrpo.recipe.schema import Layout, Train
+from megagrpo.weights.families.architecture import Architecture, Experts, Rope
+
+ARCHITECTURE = Architecture(
+    family="qwen3", layers=4, hidden=48, ffn=80, heads=4, query_groups=2, head_dim=16, vocab=131, max_positions=256,
+    norm_epsilon=1e-6, tied_embeddings=False, qkv_bias=False, qk_norm=True, rope=Rope(10000.0),
+)  # fmt: skip
+
+
+def config(arch: Architecture = ARCHITECTURE, dtype: torch.dtype = torch.float32, **train: Any) -> Any:
+    return transformer_config(arch, Train(**train), dtype, "cpu")
+
+
+def test_options_pass_through() -> None:
+    assert config(megatron={"fp32_residual_connection": True, "deterministic_mode": True}).fp32_residual_connection
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("fp32_residual_conection", True, "did you mean fp32_residual_connection"),
+        ("_cpu_offloading_context", None, "a field of megatron.core's TransformerConfig"),
+        ("tensor_model_parallel_size", 2, "train.layout.tensor"),
+        ("recompute_granularity", "full", "train.recompute"),
+        ("bf16", True, "model.dtype"),
+        ("num_layers", 4, "model.path"),
+        ("attention_dropout", 0.1, "random"),
+        ("cross_entropy_loss_fusion", True, "rounds its gradient to bfloat16"),
+        ("moe_aux_loss_coeff", 0.01, "global denominators"),
+        ("batch_p2p_comm", True, "wrong numbers for interleaved stages"),
+        ("fp32_residual_connection", "yes", "valid boolean"),
+        ("recompute_num_layers", "two", "train.recompute"),
+        ("tp_comm_bootstrap_backend", "smoke", "'nccl', 'mpi' or 'gloo'"),
+        ("finalize_model_grads_func", "f", "set by the training rank"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_with_its_reason(option: str, value: Any, says: str) -> None:
+    (problem,) = option_problems({option: value})
+    assert problem.where == f"train.megatron.{option}"
+    assert says in str(problem)
+    with pytest.raises(RecipeError, match=option):
+        config(megatron={option: value})
+
+
+def test_all_options_are_reported_at_once() -> None:
+    assert len(option_problems({"nonsense": 1, "bf16": True, "hidden_dropout": 0, "deterministic_mode": True})) == 2
+
+
+def test_what_megatron_itself_refuses_is_a_recipe_error() -> None:
+    with pytest.raises(RecipeError, match="Megatron refuses"):
+        config(megatron={"cpu_offloading": True, "cpu_offloading_num_layers": 99})
+
+
+def test_transformer_engine_needs_cuda() -> None:
+    with pytest.raises(RecipeError, match="train.layer_spec"):
+        config(layer_spec="transformer_engine")
+
+
+def test_the_fields_that_the_contracts_rest_on() -> None:
+    plain = config()
+    assert plain.calculate_per_token_loss and plain.variable_seq_lengths
+    assert not plain.sequence_parallel and plain.hidden_dropout == plain.attention_dropout == 0
+    assert config(layout=Layout(tensor=2)).sequence_parallel
+    interleaved = config(layout=Layout(pipeline=2, virtual_pipeline=2))
+    assert interleaved.overlap_p2p_comm and not interleaved.batch_p2p_comm
+    assert config(recompute="full").recompute_method == "uniform"
+    assert config(recompute="selective").recompute_modules == ["core_attn"]
+    half = config(dtype=torch.bfloat16)
+    assert half.bf16 and half.params_dtype == half.pipeline_dtype == torch.bfloat16
+
+
+def test_experts_without_normalised_weights() -> None:
+    arch = Architecture(**(vars(ARCHITECTURE) | {"experts": Experts(count=4, per_token=2, ffn=40, normalize_top_k=False)}))
+    assert config(arch).moe_router_pre_softmax and config(arch).moe_router_dtype == "fp32"

@@ -1,0 +1,130 @@
+"""Packing into tensors, and attention over buckets of packed sequences, without processes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.batching.microbatch import Microbatch, TrainSequence
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron.attention import attend
+from megagrpo.megatron.buckets import PADDING_ALWAYS_ALLOWED
+from megagrpo.megatron.packed import NO_ROW, PackedTensors, pack
+
+lengths_of_sequences = st.lists(st.integers(1, 90), max_size=20)
+layouts = st.builds(ParallelLayout, tensor=st.sampled_from([1, 2, 3, 4]), context=st.sampled_from([1, 2, 4]))
+
+
+def microbatch(lengths: list[int]) -> Microbatch:
+    """Every token of every sequence is a number of its own; rows are 100, 101, …"""
+    numbers = np.cumsum([0, *lengths])
+    return Microbatch(
+        tuple(
+            TrainSequence(
+                tokens=np.arange(first, first + length) + 1,
+                loss_mask=np.arange(length) % 3 > 0,
+                rollout_logprobs=np.where(np.arange(length) % 3 > 0, -np.arange(first, first + length) - 1.0, 0.0),
+                group=0,
+                row=100 + index,
+            )
+            for index, (first, length) in enumerate(zip(numbers, lengths, strict=False))
+        )
+    )
+
+
+def all_ranks(lengths: list[int], layout: ParallelLayout) -> list[PackedTensors]:
+    return [pack(microbatch(lengths), layout=layout, context_rank=rank, device="cpu") for rank in range(layout.context)]
+
+
+@given(lengths_of_sequences, layouts)
+@settings(max_examples=60, deadline=None)
+def test_every_token_is_on_one_rank_with_its_successor_as_label(lengths: list[int], layout: ParallelLayout) -> None:
+    packed = all_ranks(lengths, layout)
+    sequences = microbatch(lengths).sequences
+    found = set()
+    for part in packed:
+        for token, label, mask, logprob, row, position in zip(
+            part.tokens[0].tolist(), part.labels.tolist(), part.mask.tolist(), part.rollout_logprobs.tolist(),
+            part.rows.tolist(), part.positions.tolist(), strict=True,
+        ):  # fmt: skip
+            if row == NO_ROW:
+                assert (token, label, mask, logprob) == (0, 0, False, 0.0)
+                continue
+            sequence = sequences[row - 100]
+            assert token == sequence.tokens[position]
+            last = position + 1 == len(sequence.tokens)
+            assert label == (0 if last else sequence.tokens[position + 1])
+            assert mask == (not last and bool(sequence.loss_mask[position + 1]))
+            assert logprob == (sequence.rollout_logprobs[position + 1] if mask else 0.0)
+            assert (row, position) not in found
+            found.add((row, position))
+    assert len(found) == sum(lengths)
+
+
+@given(lengths_of_sequences, layouts)
+@settings(max_examples=60, deadline=None)
+def test_the_ranks_have_the_same_number_of_tokens_which_tensor_divides(lengths: list[int], layout: ParallelLayout) -> None:
+    packed = all_ranks(lengths, layout)
+    sizes = {part.tokens.shape[1] for part in packed}
+    assert len(sizes) == 1
+    tokens = sizes.pop()
+    assert tokens > 0 and tokens % layout.tensor == 0
+    # Padding: up to 2 x context - 1 in each sequence, and the dummy.
+    assert tokens * layout.context <= sum(lengths) + (2 * layout.context - 1) * len(lengths) + 2 * layout.tensor * layout.context
+    for part in packed:
+        offsets = part.sequences.cu_seqlens_q.tolist()
+        assert offsets[0] == 0 and offsets[-1] == tokens * layout.context
+        assert part.sequences.max_seqlen_q == np.diff(offsets).max()
+
+
+@given(lengths_of_sequences.filter(bool), st.sampled_from([1, 2, 4]))
+@settings(max_examples=40, deadline=None)
+def test_attention_over_buckets_is_attention_of_each_sequence(lengths: list[int], context: int) -> None:
+    torch.manual_seed(len(lengths))
+    heads, groups, head_dim = 4, 2, 6
+    packed = all_ranks(lengths, ParallelLayout(context=context))
+    whole = [[torch.randn(n, h, head_dim) for h in (heads, groups, groups)] for n in lengths]
+    parts = []
+    for part in packed:
+        local = [torch.randn(part.tokens.shape[1], h, head_dim) for h in (heads, groups, groups)]  # padding holds anything
+        for row, position, token in zip(part.rows.tolist(), part.positions.tolist(), range(len(part.rows)), strict=True):
+            if row != NO_ROW:
+                for tensor, of_sequence in zip(local, whole[row - 100], strict=True):
+                    tensor[token] = of_sequence[position]
+        parts.append(local)
+    key, value = (torch.cat([part[i] for part in parts]).requires_grad_() for i in (1, 2))
+    for part, (query, _, _) in zip(packed, parts, strict=True):
+        query.requires_grad_()
+        output = attend(query, key, value, part.sequences.plan, scale=None)
+        for row in range(len(lengths)):
+            q, k, v = (x.transpose(0, 1)[None] for x in whole[row])
+            expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+            of_row = part.rows == 100 + row
+            torch.testing.assert_close(output[of_row], expected[part.positions[of_row]], rtol=1e-5, atol=1e-5)
+        # Padding has no influence: neither on the output nor, through it, on the gradients.
+        gradients = torch.autograd.grad(output[part.rows != NO_ROW].sum(), [query, key, value])
+        padding = torch.cat([p.rows for p in packed]) == NO_ROW
+        assert all(torch.isfinite(gradient).all() for gradient in gradients)
+        assert gradients[1][padding].abs().sum() == 0 and gradients[2][padding].abs().sum() == 0
+
+
+@pytest.mark.parametrize("lengths", [[15] * 256, [1, 2, 3, 17, 40], [1000, 999, 10, 9, 8], [64]])
+def test_buckets_waste_little(lengths: list[int]) -> None:
+    plan = pack(microbatch(lengths), layout=ParallelLayout(), context_rank=0, device="cpu").sequences.plan
+    assert plan is not None
+    assert plan.queries <= 1.25 * sum(lengths) + PADDING_ALWAYS_ALLOWED * len(lengths)
+    assert len(plan.buckets) < len(lengths) or len(lengths) == 1
+    if len(set(lengths)) == 1:
+        assert plan.query_slots is None and len(plan.buckets) == 1
+
+
+def test_attention_gradients_are_exact() -> None:
+    """Spread and Collect have gradients of their own; compare with finite differences."""
+    part = pack(microbatch([3, 1, 30]), layout=ParallelLayout(), context_rank=0, device="cpu")
+    torch.manual_seed(0)
+    inputs = [torch.randn(34, heads, 2, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
+    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, part.sequences.plan, None), inputs)
