@@ -96,7 +96,9 @@ class UpdateProtocol:
 
     def end(self, version: int) -> None:
         self._require(self.state is EngineState.RECEIVING, f"end_update({version})", "begin_update first")
-        self._require(version == self.incoming, f"end_update({version})", f"the version being received, {self.incoming}")
+        self._require(
+            version == self.incoming, f"end_update({version})", f"the version being received, {self.incoming}"
+        )
         self.state = EngineState.UNVERIFIED
 
     def commit(self, version: int) -> None:

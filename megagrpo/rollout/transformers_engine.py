@@ -72,8 +72,14 @@ class TransformersEngine:
         empty = [request for request in requests if not request.tokens]
         if empty:
             raise EngineError(
-                Problem(where=f"{self._protocol.name}: prompt {empty[0].prompt_id}", given="no tokens", needed="at least one")
+                Problem(
+                    where=f"{self._protocol.name}: prompt {empty[0].prompt_id}",
+                    given="no tokens",
+                    needed="at least one",
+                )
             )
+        if not requests:
+            return []
         responses: dict[int, Response] = {}
         for batch in _batches(requests, self._requests_at_once):
             responses |= zip(batch, self._decode([requests[i] for i in batch]), strict=True)
@@ -107,10 +113,7 @@ class TransformersEngine:
 
     def _samples(self, requests: Sequence[Request], responses: Sequence[Response]) -> list[Sample]:
         bodies = [response.tokens[: len(response.tokens) - response.stopped].tolist() for response in responses]
-        # Not a batch at once: transformers decodes an empty batch to one empty text.
-        texts = [
-            self._tokenizer.decode(body, skip_special_tokens=True, clean_up_tokenization_spaces=False) for body in bodies
-        ]
+        texts = self._tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return [
             Sample(
                 prompt_id=request.prompt_id,

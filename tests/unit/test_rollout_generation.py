@@ -78,14 +78,18 @@ def test_sampled_logprobs_are_those_of_a_full_forward_pass_after_rows_left_the_b
         assert (sample.tokens.dtype, sample.logprobs.dtype, sample.versions.dtype) == (np.int32, np.float32, np.int32)
 
 
-def test_what_is_drawn_does_not_depend_on_batching_order_or_other_requests(qwen2: Path, engine: TransformersEngine) -> None:
+def test_what_is_drawn_does_not_depend_on_batching_order_or_other_requests(
+    qwen2: Path, engine: TransformersEngine
+) -> None:
     requests = many_requests()
     expected = tokens_of(engine.generate(requests))
     shuffled = random.Random(0).sample(range(len(requests)), len(requests))
     for small in (start_engine(qwen2, requests_at_once=7), start_engine(qwen2, requests_at_once=1)):
         samples = small.generate([requests[i] for i in shuffled])
         assert tokens_of(samples) == [expected[i] for i in shuffled]
-        assert [(s.prompt_id, s.index) for s in samples] == [(requests[i].prompt_id, requests[i].index) for i in shuffled]
+        assert [(s.prompt_id, s.index) for s in samples] == [
+            (requests[i].prompt_id, requests[i].index) for i in shuffled
+        ]
     assert tokens_of(engine.generate(requests[3:5])) == expected[3:5]
     assert len({tuple(tokens) for tokens in expected}) > 0.9 * len(expected), "seeds draw different responses"
 
@@ -110,7 +114,9 @@ def test_stop_tokens_end_a_response_are_kept_in_it_and_left_out_of_its_text(engi
     assert free.finish == "length"
     stop = int(free.tokens[4])
     end = free.tokens.tolist().index(stop) + 1
-    (stopped,) = engine.generate([request(PROMPTS[1], SamplingParams(max_tokens=8, temperature=0.0, stop_tokens=(stop,)))])
+    (stopped,) = engine.generate(
+        [request(PROMPTS[1], SamplingParams(max_tokens=8, temperature=0.0, stop_tokens=(stop,)))]
+    )
     assert stopped.tokens.tolist() == free.tokens[:end].tolist()
     assert stopped.finish == "stop"
     assert stopped.text == " ".join(f"w{token}" for token in stopped.tokens[:-1])

@@ -45,7 +45,15 @@ def test_uniform_numbers_are_uniform_and_unrelated_between_seeds_and_positions()
 
 def test_sample_seeds_are_stable_and_differ_in_every_part() -> None:
     assert sample_seed(1, 2, "gsm8k:3", 4) == 6638698133960075135
-    parts = [(0, 0, "a", 0), (1, 0, "a", 0), (0, 1, "a", 0), (0, 0, "b", 0), (0, 0, "a", 1), (0, 0, "0/a", 0), (0, 10, "a", 0)]
+    parts = [
+        (0, 0, "a", 0),
+        (1, 0, "a", 0),
+        (0, 1, "a", 0),
+        (0, 0, "b", 0),
+        (0, 0, "a", 1),
+        (0, 0, "0/a", 0),
+        (0, 10, "a", 0),
+    ]
     seeds = [sample_seed(*part) for part in parts]
     assert len(set(seeds)) == len(parts)
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -111,6 +119,8 @@ def test_extreme_uniform_numbers_never_draw_an_impossible_token() -> None:
 
 def test_greedy_takes_the_likeliest_with_its_logprob_at_temperature_one() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]])
-    tokens, logprobs = draw(logits, torch.tensor([0.999], dtype=torch.float64), SamplingParams(max_tokens=1, temperature=0.0))
+    tokens, logprobs = draw(
+        logits, torch.tensor([0.999], dtype=torch.float64), SamplingParams(max_tokens=1, temperature=0.0)
+    )
     assert tokens.tolist() == [1]
     torch.testing.assert_close(logprobs, logits.log_softmax(-1)[:, 1])
