@@ -1,4 +1,4 @@
-"""An independent, naive account of what a Megatron rank holds: fuse whole tensors with torch.cat, cut them with torch.chunk."""
+"""An independent, naive account of what a Megatron rank holds: whole tensors fused by cat and cut by chunk."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ Tensors = dict[str, torch.Tensor]
 def architecture(**changes: object) -> Architecture:
     """A tiny qwen2 with unequal dimensions."""
     given: dict[str, object] = {
-        "family": "qwen2", "layers": 4, "hidden": 20, "ffn": 24, "heads": 4, "query_groups": 2, "head_dim": 6, "vocab": 31,
-        "max_positions": 64, "norm_epsilon": 1e-5, "tied_embeddings": False, "qkv_bias": True, "qk_norm": False,
+        "family": "qwen2", "layers": 4, "hidden": 20, "ffn": 28, "heads": 4, "query_groups": 2, "head_dim": 6,
+        "vocab": 31, "max_positions": 64, "norm_epsilon": 1e-5, "tied_embeddings": False, "qkv_bias": True,
+        "qk_norm": False,
         "rope": Rope(1e4), "experts": None,
     }  # fmt: skip
     return Architecture(**(given | changes))  # type: ignore[arg-type]
 
 
 def moe_architecture(**changes: object) -> Architecture:
-    moe = {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True, "experts": Experts(4, 2, 8, True)}
+    moe = {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True, "experts": Experts(4, 2, 12, True)}
     return architecture(**(moe | changes))
 
 
@@ -73,7 +74,9 @@ def layer_tensors(
         return torch.cat([gate.chunk(shards)[index], up.chunk(shards)[index]])
 
     held = {
-        ("self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"): hf("input_layernorm.weight"),
+        ("self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"): hf(
+            "input_layernorm.weight"
+        ),
         "self_attention.linear_qkv.weight": fused("weight"),
         "self_attention.linear_proj.weight": hf("self_attn.o_proj.weight").chunk(layout.tensor, 1)[where.tensor],
     }
@@ -93,7 +96,9 @@ def layer_tensors(
     held["mlp.router.weight"] = hf("mlp.gate.weight")
     here = arch.experts.count // layout.expert
     for local in range(here):
-        gate, up, down = (hf(f"mlp.experts.{where.expert * here + local}.{x}_proj.weight") for x in ("gate", "up", "down"))
+        gate, up, down = (
+            hf(f"mlp.experts.{where.expert * here + local}.{x}_proj.weight") for x in ("gate", "up", "down")
+        )
         cut = (layout.expert_tensor, where.expert_tensor)
         names = (
             (f"linear_fc1.weight{local}", f"linear_fc2.weight{local}")

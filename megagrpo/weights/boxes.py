@@ -1,4 +1,4 @@
-"""The common coordinates: every weight, wherever it lies, is a set of boxes in the tensors of the Hugging Face checkpoint."""
+"""The common coordinates: every weight, wherever it lies, is boxes in the tensors of the Hugging Face checkpoint."""
 
 from __future__ import annotations
 

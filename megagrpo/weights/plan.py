@@ -34,7 +34,7 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class WeightPlan:
-    """Transfers between holders; `source` and `destination` of a transfer are indices into the two tuples of manifests."""
+    """Transfers between holders; `source` and `destination` of a transfer are indices into the manifests."""
 
     sources: tuple[Manifest, ...]
     destinations: tuple[Manifest, ...]
@@ -103,7 +103,9 @@ def make_plan(
                 missing[part.tensor].append(f"{describe((part.start, part.shape))} for {manifest.holder}")
     for tensor, parts in missing.items():
         holders = ", ".join(held.holders_of(tensor)) or "no source at all"
-        problems.append(Problem(tensor, f"no source for {_few(parts)}", "a source for every element", f"held by: {holders}"))
+        problems.append(
+            Problem(tensor, f"no source for {_few(parts)}", "a source for every element", f"held by: {holders}")
+        )
     if problems:
         raise WeightPlanError(problems)
     chosen = sorted(_share(wanted, len(sources), same_place), key=lambda choice: (choice[0], choice[1].destination))
@@ -141,7 +143,9 @@ def check_sources(tensors: Iterable[Tensor], sources: Sequence[Manifest]) -> Non
                 parts = _few([describe((part.start, part.shape)) for part in left])
                 problems.append(Problem(tensor.name, f"nobody has {parts}", "every element", f"the rest: {holders}"))
     for name, held in boxes.items():
-        problems.append(Problem(name, f"held by {_few(sorted({holder for holder, _ in held}))}", "a tensor of the model"))
+        problems.append(
+            Problem(name, f"held by {_few(sorted({holder for holder, _ in held}))}", "a tensor of the model")
+        )
     if problems:
         raise WeightPlanError(problems)
 
@@ -287,10 +291,8 @@ class _Located:
                 yield placements[index]
 
 
-def _share(
-    wanted: list[_Wanted], sources: int, same_place: SamePlace | None
-) -> Iterator[tuple[int, _Wanted]]:
-    """Chooses one source for each piece: those with the fewest holders first, large before small, to the least loaded."""
+def _share(wanted: list[_Wanted], sources: int, same_place: SamePlace | None) -> Iterator[tuple[int, _Wanted]]:
+    """Chooses one source for each piece: the fewest holders first, large before small, to the least loaded."""
     load = [0] * sources
     remote = []
     for want in wanted:

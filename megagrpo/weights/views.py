@@ -39,22 +39,30 @@ def fill_padding(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Non
 
 
 def stored_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of the manifest's storages, detached, after checking that they are what the manifest says.
+    """The tensors of all the manifest's storages, detached, after checking that they are what the manifest says.
 
     Raises: ModelError naming every storage that is missing, is not in the manifest, or has another shape or dtype.
     """
-    problems = []
-    for name in manifest.storages.keys() - tensors.keys():
-        problems.append(Problem(f"{manifest.holder}: {name}", "no such tensor", "a tensor for every storage"))
-    for name in tensors.keys() - manifest.storages.keys():
-        problems.append(Problem(f"{manifest.holder}: {name}", "a tensor", "nothing: no storage has this name"))
-    found = {}
-    for name, storage in manifest.storages.items():
-        if name in tensors:
-            found[name] = tensors[name].detach()
-            given = f"{list(found[name].shape)} {str(found[name].dtype).removeprefix('torch.')}"
-            if given != (needed := f"{list(storage.shape)} {storage.dtype}"):
-                problems.append(Problem(f"{manifest.holder}: {name}", given, needed))
-    if problems:
-        raise ModelError(sorted(problems, key=str))
-    return found
+    problems = [_mismatch(manifest, tensors, name) for name in manifest.storages]
+    problems += [
+        Problem(f"{manifest.holder}: {name}", "a tensor", "nothing: no storage has this name")
+        for name in tensors.keys() - manifest.storages.keys()
+    ]
+    if found := [problem for problem in problems if problem is not None]:
+        raise ModelError(sorted(found, key=str))
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def stored_tensor(manifest: Manifest, tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """One of them. Raises ModelError likewise."""
+    if (problem := _mismatch(manifest, tensors, name)) is not None:
+        raise ModelError(problem)
+    return tensors[name].detach()
+
+
+def _mismatch(manifest: Manifest, tensors: Mapping[str, torch.Tensor], name: str) -> Problem | None:
+    storage, tensor = manifest.storages[name], tensors.get(name)
+    if tensor is not None and tuple(tensor.shape) == storage.shape and tensor.dtype == torch_dtype(storage.dtype):
+        return None
+    given = "no such tensor" if tensor is None else f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return Problem(f"{manifest.holder}: {name}", given, f"{list(storage.shape)} {storage.dtype}")

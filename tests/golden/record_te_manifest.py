@@ -30,10 +30,21 @@ class Linear(torch.nn.Module):
     """transformer_engine.pytorch.Linear: weight [out, in], divided by tp_size as parallel_mode says; bias [out]."""
 
     def __init__(
-        self, in_features: int, out_features: int, tp_size: int = 1, parallel_mode: str | None = None, bias: bool = True, **_: Any
+        self,
+        in_features: int,
+        out_features: int,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        bias: bool = True,
+        **_: Any,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.parallel_mode, self.use_bias = in_features, out_features, parallel_mode, bias
+        self.in_features, self.out_features, self.parallel_mode, self.use_bias = (
+            in_features,
+            out_features,
+            parallel_mode,
+            bias,
+        )
         if parallel_mode == "column":
             self.out_features //= tp_size
         elif parallel_mode == "row":
@@ -55,7 +66,13 @@ class GroupedLinear(torch.nn.Module):
     """transformer_engine.pytorch.GroupedLinear: weight0, weight1, … each [out, in], and its extra state."""
 
     def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, tp_size: int = 1, parallel_mode: str | None = None, **_: Any
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
         self.num_gemms, self.use_bias = num_gemms, False
@@ -188,7 +205,9 @@ def record_rank(arch: Any, config: Any) -> dict[str, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=bool(config.num_moe_experts), qk_layernorm=config.qk_layernorm
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=bool(config.num_moe_experts),
+        qk_layernorm=config.qk_layernorm,
     )
     model = GPTModel(
         config,
@@ -226,7 +245,7 @@ CASES: list[dict[str, Any]] = [
         ("qwen2 tied, tensor 4 (more than query groups)", False, {"tied_embeddings": True}, {"tensor": 4}),
         ("qwen3, tensor 2", False, {"family": "qwen3", "qkv_bias": False, "qk_norm": True}, {"tensor": 2}),
         ("qwen3_moe, expert 2", True, {}, {"data": 2, "expert": 2}),
-        ("qwen3_moe, tensor 2, expert 2 x expert_tensor 2", True, {}, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}),
+        ("qwen3_moe, expert 2 x expert_tensor 2", True, {}, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}),
     )
 ]  # fmt: skip
 

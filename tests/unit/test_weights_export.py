@@ -26,7 +26,7 @@ SIDES = {"local": megatron_local.manifest, "te": megatron_te.manifest}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+    return tmp_path_factory.getbasetemp() / "weights_models"
 
 
 def round_trip(model: Path, target: Path, layout: ParallelLayout, side: str, **options: int) -> None:

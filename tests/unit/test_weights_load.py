@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.executors import checkpoint_files
 from megagrpo.weights.executors.checkpoint_files import load
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides import megatron_local
 from megagrpo.weights.views import torch_dtype
-from safetensors.torch import load_file
 from tests.tiny_models import FAMILIES, make_model
 from tests.weights_oracle import rank_tensors
 
@@ -29,7 +35,13 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+    return tmp_path_factory.getbasetemp() / "weights_models"
+
+
+@pytest.fixture
+def model(models: Path, tmp_path: Path) -> Path:
+    """A copy of a model, to be damaged."""
+    return Path(shutil.copytree(make_model("qwen3_moe", models / "qwen3_moe"), tmp_path / "model"))
 
 
 def empty(manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -54,3 +66,112 @@ def test_every_rank_of_every_layout_holds_what_the_oracle_says(family: str, mode
             assert tensors.keys() == expected.keys()
             for name, tensor in expected.items():
                 assert torch.equal(tensors[name], tensor), (str(layout), where.rank, name)
+
+
+def load_one(directory: Path) -> dict[str, torch.Tensor]:
+    """The second of two tensor ranks. Nothing may be written if it fails."""
+    layout = ParallelLayout(tensor=2)
+    manifest = megatron_local.manifest(read_architecture(directory), layout, rank_grid(layout)[1], "bfloat16")
+    tensors = empty(manifest)
+    try:
+        load(directory, manifest, tensors)
+    except ModelError:
+        assert all(tensor.isnan().all() for tensor in tensors.values())
+        raise
+    return tensors
+
+
+def test_values_are_cast_to_the_dtype_of_the_rank(model: Path) -> None:
+    held = load_one(model)["chunk0.decoder.layers.1.self_attention.linear_proj.weight"]
+    saved = load_file(model / "model.safetensors")["model.layers.1.self_attn.o_proj.weight"]
+    assert torch.equal(held, saved.chunk(2, 1)[1].bfloat16())
+
+
+def test_stacked_experts_and_several_files_are_read_too(model: Path) -> None:
+    before = load_one(model)
+    tensors = load_file(model / "model.safetensors")
+    stacked = {}
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        experts = [
+            {kind: tensors.pop(f"{prefix}{e}.{kind}_proj.weight") for kind in ("gate", "up", "down")} for e in range(4)
+        ]
+        stacked[prefix + "gate_up_proj"] = torch.stack([torch.cat([e["gate"], e["up"]]) for e in experts])
+        stacked[prefix + "down_proj"] = torch.stack([e["down"] for e in experts])
+    (model / "model.safetensors").unlink()
+    weight_map = {}
+    for name, part in (("a.safetensors", tensors | {"an.unknown.tensor": torch.zeros(2)}), ("b.safetensors", stacked)):
+        save_file(part, model / name)
+        weight_map |= dict.fromkeys(part, name)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    after = load_one(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+    (model / "b.safetensors").unlink()
+    with pytest.raises(ModelError, match="b.safetensors"):
+        load_one(model)
+
+
+def test_all_missing_tensors_and_wrong_shapes_and_dtypes_are_named(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.norm.weight"], tensors["model.layers.2.mlp.experts.3.up_proj.weight"]
+    tensors["lm_head.weight"] = torch.zeros(130, 48)
+    tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(4, 48, dtype=torch.int8)
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(ModelError) as caught:
+        load_one(model)
+    assert len(caught.value.problems) == 4
+    for text in ("model.norm.weight", "experts.3.up_proj", "[130, 48]", "[131, 48] by config.json", "dtype I8"):
+        assert text in str(caught.value)
+
+
+def test_files_that_are_no_safetensors_are_named(model: Path) -> None:
+    path = model / "model.safetensors"
+    whole = path.read_bytes()
+    for content in (
+        whole[:-1],
+        whole[:100],
+        b"",
+        b"\x10" + bytes(7) + b"not a header....",
+        (2).to_bytes(8, "little") + b"[]",
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match="model.safetensors"):
+            load_one(model)
+    path.unlink()
+    with pytest.raises(ModelError, match="no such file"):
+        load_one(model)
+
+
+def test_only_the_bytes_that_a_rank_owns_are_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements taken from the files, against what the manifest holds."""
+    read = 0
+
+    class Counting:
+        def __init__(self, inner: object) -> None:
+            self.inner = inner
+
+        def __getitem__(self, index: object) -> torch.Tensor:
+            nonlocal read
+            found = self.inner[index]  # type: ignore[index]
+            read += found.numel()
+            return found
+
+    class Opened:
+        def __init__(self, path: Path, framework: str) -> None:
+            self.file = safe_open(path, framework)
+
+        def __enter__(self) -> Opened:
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.__exit__(*error)
+
+        def get_slice(self, name: str) -> Counting:
+            return Counting(self.file.get_slice(name))
+
+    monkeypatch.setattr(checkpoint_files, "safe_open", Opened)
+    tensors = load_one(model)
+    padding = 48 * 2  # one row of 131 in the embedding and in the head
+    assert read == sum(tensor.numel() for tensor in tensors.values()) - padding

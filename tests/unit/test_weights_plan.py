@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def layouts(draw: st.DrawFn) -> ParallelLayout:
         tensor=tensor,
         pipeline=pipeline,
         virtual_pipeline=draw(st.sampled_from([1, 2])) if pipeline > 1 else 1,
-        data=draw(st.sampled_from([1, 2, 3])),
+        data=draw(st.sampled_from([1, 2])),
         expert=draw(st.sampled_from([1, tensor])),
     )
 
@@ -65,8 +66,14 @@ def carry_out(plan: WeightPlan, held: list[Tensors], bucket_bytes: int = 1 << 20
     return arrived
 
 
-@settings(max_examples=30, deadline=None)
-@given(arch=architectures(), before=layouts(), after=layouts(), te=st.booleans(), bucket_bytes=st.sampled_from([60, 999, 1 << 20]))
+@settings(max_examples=25, deadline=None)
+@given(
+    arch=architectures(),
+    before=layouts(),
+    after=layouts(),
+    te=st.booleans(),
+    bucket_bytes=st.sampled_from([200, 999, 1 << 20]),
+)
 def test_any_layout_to_any_layout_moves_every_element_to_its_place(
     arch: Architecture, before: ParallelLayout, after: ParallelLayout, te: bool, bucket_bytes: int
 ) -> None:
@@ -103,10 +110,14 @@ def test_ranks_to_transformers_in_bfloat16(arch: Architecture) -> None:
         )
         assert torch.equal(model[prefix + "gate_up_proj"], torch.cat([gate, up], dim=1).bfloat16())
         assert torch.equal(model[prefix + "down_proj"], down.bfloat16())
-    assert sum(plan.sent_bytes()) == sum(plan.received_bytes()) == sum(2 * tensor.numel() for tensor in checkpoint.values())
+    assert (
+        sum(plan.sent_bytes())
+        == sum(plan.received_bytes())
+        == sum(2 * tensor.numel() for tensor in checkpoint.values())
+    )
 
 
-# --- random boxes: no layout that anybody would use ---------------------------------------------------------------------
+# --- random boxes: no layout that anybody would use -------------------------------------------------------------------
 
 
 @st.composite
@@ -147,9 +158,10 @@ def test_overlapping_and_transposed_boxes(data: st.DataObject, rows: int, column
         assert torch.equal(tensors["s"], holding(manifest)["s"])
 
 
-# --- controls: a plan that is not right is seen -------------------------------------------------------------------------
+# --- controls: a plan that is not right is seen -----------------------------------------------------------------------
 
 
+@cache
 def small_plan() -> tuple[WeightPlan, list[Tensors], Tensors]:
     arch = architecture()
     layout = ParallelLayout(tensor=2, data=2)
@@ -159,7 +171,7 @@ def small_plan() -> tuple[WeightPlan, list[Tensors], Tensors]:
     return make_plan(sources, [transformers.manifest(arch, "float32")]), held, checkpoint
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_dropped_doubled_or_shifted_transfer_is_seen(data: st.DataObject) -> None:
     plan, held, checkpoint = small_plan()
@@ -196,7 +208,7 @@ def test_elements_that_nobody_holds_are_named_with_who_holds_the_rest() -> None:
     with pytest.raises(WeightPlanError) as caught:
         make_plan([first], [transformers.manifest(arch, "float32")])
     assert "model.layers.3.mlp.down_proj.weight" in str(caught.value)
-    assert "[0:20, 12:24] for transformers" in str(caught.value) and "held by: train rank 0" in str(caught.value)
+    assert "[0:20, 14:28] for transformers" in str(caught.value) and "held by: train rank 0" in str(caught.value)
     assert not any("layernorm" in problem.where for problem in caught.value.problems)
     check_sources(tensors_of(arch), [first, second])
     with pytest.raises(WeightPlanError, match="nobody has"):
@@ -216,11 +228,11 @@ def test_a_storage_with_a_gap_or_an_overlap_is_refused() -> None:
         make_plan([gap], [gap])
 
 
-# --- load ---------------------------------------------------------------------------------------------------------------
+# --- load -------------------------------------------------------------------------------------------------------------
 
 
 def test_replicas_share_the_load() -> None:
-    """The busiest rank sends at most a tenth more than its share, when all ranks hold equally much that others hold too."""
+    """The busiest rank sends at most a tenth more than its share, where others hold all that it has."""
     arch = architecture(hidden=128, ffn=512, vocab=4000, head_dim=32)
     for layout in (ParallelLayout(data=4), ParallelLayout(tensor=2, data=3), ParallelLayout(context=2, data=2)):
         sources = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
@@ -235,7 +247,7 @@ def test_a_source_in_the_same_place_is_preferred() -> None:
     assert all(transfer.source == transfer.destination for transfer in plan.transfers)
 
 
-# --- buckets ------------------------------------------------------------------------------------------------------------
+# --- buckets ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_bucket_for_somebody_else_or_cut_short_is_refused() -> None:

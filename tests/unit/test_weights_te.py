@@ -16,7 +16,9 @@ from megagrpo.weights.sides import megatron_te
 from megagrpo.weights.views import box_view
 from tests.weights_oracle import architecture, moe_architecture, random_checkpoint, rank_tensors
 
-CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "te_manifest.json").read_text())["cases"]
+CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "te_manifest.json").read_text())[
+    "cases"
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -36,7 +38,9 @@ def test_names_shapes_and_sharding_are_megatrons(case: dict[str, Any]) -> None:
         for placement in manifest.placements:
             whole = next(around for box, around in unsharded.items() if box.intersect(placement.box) == placement.box)
             regions[placement.storage].append((whole.part(placement.box).at, placement.local_shape))
-            assert [int(word) for word in placement.box.tensor.split(".") if word.isdigit()] == recorded[placement.storage]["index"]
+            assert [int(word) for word in placement.box.tensor.split(".") if word.isdigit()] == recorded[
+                placement.storage
+            ]["index"]
         for name, parameter in recorded.items():
             inside = [tuple(map(tuple, part)) for part in parameter["parts"]]
             assert sum(len(by_part(part, regions[name])) for part in inside) == len(regions[name]), name

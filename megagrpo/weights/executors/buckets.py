@@ -17,7 +17,7 @@ import torch
 from megagrpo.errors import Problem, WeightSyncError
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Placement
 from megagrpo.weights.plan import WeightPlan
-from megagrpo.weights.views import box_view, stored_tensors, torch_dtype
+from megagrpo.weights.views import box_view, stored_tensor, stored_tensors, torch_dtype
 
 BUCKET_BYTES = 256 * 1024 * 1024
 ALIGNMENT = 16
@@ -58,7 +58,8 @@ def pack(
 def unpack(bucket: Bucket, plan: WeightPlan, destination: int, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes what a bucket carries into the destination's `tensors`. Padding is not touched (views.fill_padding).
 
-    Raises: WeightSyncError if the bucket is for somebody else, is not in the plan, or has another length than it should.
+    Raises: WeightSyncError if the bucket is for somebody else, is not in the plan, or has another length than planned;
+    ModelError if a tensor that it goes into is not what the destination's manifest says.
     """
     manifest = plan.destinations[destination]
     where = f"bucket {bucket.number} from {plan.sources[bucket.source].holder} to {manifest.holder}"
@@ -70,7 +71,8 @@ def unpack(bucket: Bucket, plan: WeightPlan, destination: int, tensors: Mapping[
     pieces = of_pair[bucket.number]
     if bucket.data.nbytes != pieces[-1].end:
         raise WeightSyncError(Problem(where, f"{bucket.data.nbytes} bytes", f"{pieces[-1].end} bytes"))
-    storages = stored_tensors(manifest, tensors)
+    names = {piece.destination.storage for piece in pieces}
+    storages = {name: stored_tensor(manifest, tensors, name) for name in names}
     flat = _read_only_tensor(bucket.data)
     for piece in pieces:
         box_view(storages[piece.destination.storage], piece.destination).copy_(piece.view_in(flat))
@@ -123,7 +125,7 @@ def _cut(box: Box, elements: int) -> Iterator[Box]:
 
 
 def _read_only_tensor(data: np.ndarray) -> torch.Tensor:
-    """The bytes as a tensor, without a copy. Ray's arrays are read-only, of which torch warns; nothing here writes to it."""
+    """The bytes as a tensor, without a copy. Ray's arrays are read-only, of which torch warns; it is only read here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(data)

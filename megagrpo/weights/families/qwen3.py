@@ -1,4 +1,4 @@
-"""Qwen3 dense (`Qwen3ForCausalLM`): RMSNorm on each query and key head, head_dim apart from hidden / heads, no biases."""
+"""Qwen3 dense (`Qwen3ForCausalLM`): RMSNorm on each query and key head, head_dim of its own, no biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json, as written by transformers 4 or 5, and collects everything that is wrong with it."""
+"""Reads a Hugging Face config.json, as written by transformers 4 or 5, and collects all that is wrong with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megagrpo.weights.families.architecture import Architecture, Experts, Rope
 
 
 class ConfigReader:
-    """One config.json. Refusals and missing values are collected; `architecture` raises them together as one ModelError."""
+    """One config.json. Refusals and missing values are collected; `architecture` raises them as one ModelError."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -51,7 +51,9 @@ class ConfigReader:
         theta = self.number("rope_theta", parameters.get("rope_theta", self.config.get("rope_theta", 10000.0)))
         for holder in (parameters, self.config):
             if holder.get("partial_rotary_factor", 1.0) != 1.0:
-                self.refuse("partial_rotary_factor", holder["partial_rotary_factor"], "1.0 (all of head_dim is rotated)")
+                self.refuse(
+                    "partial_rotary_factor", holder["partial_rotary_factor"], "1.0 (all of head_dim is rotated)"
+                )
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind == "default":
             return Rope(theta)
@@ -66,7 +68,9 @@ class ConfigReader:
             original_max_positions=int(
                 self.number(
                     f"{key}.original_max_position_embeddings",
-                    parameters.get("original_max_position_embeddings", self.config.get("original_max_position_embeddings")),
+                    parameters.get(
+                        "original_max_position_embeddings", self.config.get("original_max_position_embeddings")
+                    ),
                 )
             ),
         )
@@ -74,7 +78,9 @@ class ConfigReader:
     def refuse_sliding_window(self) -> None:
         kinds = set(self.config.get("layer_types") or ["full_attention"])
         if kinds != {"full_attention"}:
-            self.refuse("layer_types", ", ".join(sorted(kinds)), "full_attention only: sliding windows are not supported")
+            self.refuse(
+                "layer_types", ", ".join(sorted(kinds)), "full_attention only: sliding windows are not supported"
+            )
         elif self.config.get("use_sliding_window"):
             self.refuse("use_sliding_window", True, "false: sliding windows are not supported")
 

@@ -1,4 +1,4 @@
-"""Builds a manifest from whole tensors, runs of rows and shards of columns: all that the sides need to say how they pack."""
+"""Builds a manifest from whole tensors, runs of rows and shards of columns: the words in which sides say how they pack."""
 
 from __future__ import annotations
 
@@ -67,9 +67,7 @@ class ManifestBuilder:
         """A storage that is the `index`-th of `shards` equal runs of columns (axis 1) of a matrix."""
         rows, count = tensor.shape[0], tensor.shape[1] // shards
         self._storages[storage] = Storage(storage, (rows, count), self._dtype)
-        self._placements.append(
-            Placement(storage, (0, 0), (0, 1), Box(tensor.name, (0, index * count), (rows, count)))
-        )
+        self._placements.append(Placement(storage, (0, 0), (0, 1), Box(tensor.name, (0, index * count), (rows, count))))
 
     def stacked(self, storage: str, experts: list[list[Tensor]]) -> None:
         """A 3-D storage: at index e of axis 0, the rows of the matrices experts[e] one after another."""

@@ -60,7 +60,9 @@ def manifests(directory: str | Path) -> tuple[Manifest, ...]:
                 continue
             held.update(placement.box.tensor for placement in parts[name])
             if entry.shape != shapes[name]:
-                problems.append(Problem(f"{path.name}: {name}", str(list(entry.shape)), f"{list(shapes[name])} by config.json"))
+                problems.append(
+                    Problem(f"{path.name}: {name}", str(list(entry.shape)), f"{list(shapes[name])} by config.json")
+                )
             elif entry.dtype not in DTYPES:
                 problems.append(Problem(f"{path.name}: {name}", f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}"))
             else:
@@ -116,7 +118,11 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise ModelError(Problem(str(path), f"a header without {error}", "a safetensors file")) from error
     needed = max((entry.end for entry in entries.values()), default=0)
     if size < needed:
-        raise ModelError(Problem(str(path), f"{size} bytes", f"{needed} bytes, by its header", "copy the file again: it is cut short"))
+        raise ModelError(
+            Problem(
+                str(path), f"{size} bytes", f"{needed} bytes, by its header", "copy the file again: it is cut short"
+            )
+        )
     return entries
 
 
@@ -144,9 +150,11 @@ def new_files(arch: Architecture, dtype: str, file_bytes: int) -> tuple[Manifest
             size = 0
         groups[-1].append(tensor)
         size += tensor_bytes
-    names = [SINGLE] if len(groups) == 1 else [
-        f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)
-    ]
+    names = (
+        [SINGLE]
+        if len(groups) == 1
+        else [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    )
     found = []
     for name, group in zip(names, groups, strict=True):
         builder = ManifestBuilder(name, dtype)

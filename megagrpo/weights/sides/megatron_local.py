@@ -1,4 +1,4 @@
-"""A Megatron rank with the local layer spec: norms apart from the linear layers, experts one after another (SequentialMLP)."""
+"""A Megatron rank with the local layer spec: norms apart from the linear layers, experts one by one (SequentialMLP)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Megatron rank with the transformer-engine layer spec: norms fused into the linear layers, experts in grouped ones."""
+"""A Megatron rank with the transformer-engine layer spec: norms inside the linear layers, experts in grouped ones."""
 
 from __future__ import annotations
 

@@ -1,0 +1,120 @@
+"""Digests do not depend on who holds what, and see every change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.weights import digest
+from megagrpo.weights.boxes import Box, Placement
+from megagrpo.weights.digest import combine, digests, primary_placements
+from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides import megatron_local, transformers
+from tests.unit.test_weights_plan import architectures, layouts, whole_placement
+from tests.weights_oracle import architecture, moe_architecture, random_checkpoint, rank_tensors
+
+MASK = (1 << 64) - 1
+
+
+def splitmix64(seed: int) -> int:
+    """The generator as published, on Python's integers."""
+    x = seed & MASK
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
+    return x ^ (x >> 31)
+
+
+def slow_digest(matrix: torch.Tensor) -> int:
+    """The definition in digest.py, one element at a time, on Python's integers."""
+    bits = matrix.view({4: torch.int32, 2: torch.int16}[matrix.element_size()]).tolist()
+    weights = []
+    for axis, size in enumerate(matrix.shape):
+        offset = (0xD1B54A32D192ED03 - (1 << 64)) * (axis + 1) % (1 << 62)
+        weights.append([splitmix64((index + 1) * 0x9E3779B97F4A7C15 + offset) | 1 for index in range(size)])
+    total = 0
+    for i, row in enumerate(bits):
+        for j, value in enumerate(row):
+            mixed = (value + 1) * 0x9E3779B97F4A7C15 & MASK
+            sign = MASK << 32 & MASK if mixed >> 63 else 0  # a signed shift repeats the sign
+            total += (mixed ^ (mixed >> 32 | sign)) * weights[0][i] * weights[1][j]
+    return total & MASK
+
+
+def digest_of(tensor: torch.Tensor) -> int:
+    box = Box("w", (0,) * tensor.dim(), tuple(tensor.shape))
+    return digests({"w": tensor}, [Placement("w", box.start, tuple(range(tensor.dim())), box)])["w"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fast_digest_is_the_definition(dtype: torch.dtype) -> None:
+    matrix = torch.randn(7, 13, generator=torch.Generator().manual_seed(0)).to(dtype)
+    matrix[0, 0], matrix[1, 1], matrix[2, 2] = 0.0, -0.0, torch.inf
+    assert digest_of(matrix) == slow_digest(matrix)
+
+
+@settings(max_examples=15, deadline=None)
+@given(arch=architectures(), layout=layouts())
+def test_ranks_together_have_the_digests_of_the_checkpoint(arch: Architecture, layout: ParallelLayout) -> None:
+    checkpoint = random_checkpoint(arch)
+    expected = digests(checkpoint, [whole_placement(tensor) for tensor in tensors_of(arch)])
+    manifests = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
+    held = [rank_tensors(arch, layout, where, checkpoint) for where in rank_grid(layout)]
+    parts = [digests(tensors, primary) for tensors, primary in zip(held, primary_placements(manifests), strict=True)]
+    assert combine(parts) == expected
+
+
+def test_stacked_experts_and_a_cast_have_the_same_digests() -> None:
+    arch = moe_architecture()
+    checkpoint = {name: tensor.bfloat16() for name, tensor in random_checkpoint(arch).items()}
+    stacked = transformers.manifest(arch, "float32")
+    model = {name: torch.zeros(storage.shape) for name, storage in stacked.storages.items()}
+    for placement in stacked.placements:
+        box = placement.box
+        at = tuple(slice(start, start + size) for start, size in zip(placement.at, placement.local_shape, strict=True))
+        model[placement.storage][at] = checkpoint[box.tensor].float().reshape(placement.local_shape)
+    whole = [whole_placement(tensor) for tensor in tensors_of(arch)]
+    assert digests(model, stacked.placements, dtype="bfloat16") == digests(checkpoint, whole)
+    assert digests(model, stacked.placements) != digests(checkpoint, whole)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.integers(2, 40), columns=st.integers(1, 40), data=st.data())
+def test_a_change_of_one_bit_a_swap_of_rows_and_a_swap_of_elements_are_seen(
+    rows: int, columns: int, data: st.DataObject
+) -> None:
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * 41 + columns))
+    before = digest_of(matrix)
+    one, other = data.draw(st.lists(st.integers(0, rows - 1), min_size=2, max_size=2, unique=True))
+    i, j = data.draw(st.integers(0, columns - 1)), data.draw(st.integers(0, columns - 1))
+
+    flipped = matrix.clone()
+    flipped.view(torch.int32)[one, i] ^= 1 << data.draw(st.integers(0, 30))
+    swapped_rows = matrix.clone()
+    swapped_rows[[one, other]] = matrix[[other, one]]
+    swapped = matrix.clone()
+    swapped[one, i], swapped[other, j] = matrix[other, j], matrix[one, i]
+    assert before not in (digest_of(flipped), digest_of(swapped_rows), digest_of(swapped))
+    assert columns == 1 or rows == columns or digest_of(matrix.T.contiguous()) != before
+
+
+def test_a_zero_counts_and_its_sign_too() -> None:
+    assert len({digest_of(torch.zeros(2, size)) for size in (1, 2, 3)} | {digest_of(-torch.zeros(2, 2)), 0}) == 5
+
+
+def test_chunks_and_strides_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = torch.randn(50, 33)
+    before = digest_of(matrix)
+    monkeypatch.setattr(digest, "CHUNK_ELEMENTS", {"cpu": 40})
+    assert digest_of(matrix) == before
+    assert digest_of(matrix.T.contiguous().T) == before
+
+
+def test_primary_placements_share_the_work() -> None:
+    arch, layout = architecture(hidden=128, ffn=512, vocab=4000, head_dim=32), ParallelLayout(data=4)
+    manifests = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
+    work = [sum(placement.box.elements for placement in primary) for primary in primary_placements(manifests)]
+    assert max(work) <= 1.1 * sum(work) / len(work)
