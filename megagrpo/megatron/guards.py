@@ -1,11 +1,13 @@
 """Guards against what Megatron, torch and gloo compute wrongly without an error. Each has a test that shows the failure.
 
-Two guards are elsewhere: config.py always asks for the pipeline communication that is right when interleaved, and refuses the
-fused cross-entropy; megatron's own cross-entropy, which overwrites its logits, is not used (logprob.py has ours).
+The others are elsewhere: config.py chooses the pipeline communication that is right for interleaved stages and options.py
+refuses any other, as it refuses the fused cross-entropy, whose gradients are bfloat16; Megatron's plain cross-entropy, which
+overwrites its logits, is not used (logprob.py has ours).
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ def _guard_scatter() -> None:
     """gloo's scatter sends the memory behind a non-contiguous tensor as if it were contiguous: wrong data, no error."""
     original = dist.scatter
 
+    @functools.wraps(original)
     def scatter(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, *args: Any, **kwargs: Any) -> Any:
         if scatter_list is not None:
             scatter_list = [part.contiguous() for part in scatter_list]
@@ -56,6 +59,7 @@ def _guard_optimizer_resume() -> None:
     sharded_state_dict = DistributedOptimizer.sharded_state_dict
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
+    @functools.wraps(load_state_dict)
     def load_with_own_steps(self: Any, state_dict: Any) -> None:
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():

@@ -108,14 +108,19 @@ def train_sequence(tokens: list[int], row: int) -> TrainSequence:
     )
 
 
-def run_schedule(chunks: list[torch.nn.Module], forward_step: Any, packed: list[PackedTensors], forward_only: bool) -> Any:
-    """Megatron's pipeline schedule over `packed`; every model chunk sees all microbatches in order."""
+def run_schedule(
+    chunks: list[torch.nn.Module], forward_step: Any, packed: list[PackedTensors], forward_only: bool, tokens: int = 1
+) -> Any:
+    """Megatron's pipeline schedule over `packed`; every model chunk sees all microbatches in order.
+
+    `tokens` in each microbatch matters only where a test gives up variable_seq_lengths.
+    """
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(packed) for _ in chunks] if len(chunks) > 1 else iter(packed),
         model=chunks,
         num_microbatches=len(packed),
-        seq_length=1,  # not used: lengths vary
+        seq_length=tokens,
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
