@@ -1,6 +1,7 @@
 """Prompt files: good ones are read, and every bad one ends in a DataError that names the file and the row."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,12 @@ def test_the_quick_check_reads_only_the_first_rows(tmp_path):
     assert file_problems(path) == []
     with pytest.raises(DataError, match="line 101"):
         read_rows(path)
+
+
+def test_the_example_of_the_docs_is_a_valid_row(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    example = re.search(r"<!-- example: line.jsonl -->\n```json\n(.*?)```", page, re.DOTALL)
+    assert example is not None
+    (tmp_path / "line.jsonl").write_text(example.group(1))
+    (read,) = read_rows(tmp_path / "line.jsonl")
+    assert (read.data_source, read.ground_truth, read.extra_info) == ("sums", "5", {"index": 0})

@@ -153,12 +153,12 @@ def test_math_is_stopped_at_the_time_limit_off_the_main_thread():
     scorer = make_scorer({"function": "math"}, workers=1, timeout_seconds=2.0)
     scored: list[Group] = []
     endless = r"\boxed{9^{9^{9^{9}}}}"
-    work = threading.Thread(target=lambda: scored.extend(scorer.score([make_group(r"\boxed{7}", endless, "$14/2$")])))
+    work = threading.Thread(target=lambda: scored.extend(scorer.score([make_group(r"\boxed{7}", "$14/2$", endless)])))
     work.start()
     work.join(timeout=60)
     scorer.close()
-    assert [score.value for score in scored[0].scores] == [1.0, None, 1.0]
-    assert scored[0].scores[1].error == "math: took longer than 2 s"
+    assert [score.value for score in scored[0].scores] == [1.0, 1.0, None]
+    assert scored[0].scores[2].error == "math: took longer than 2 s"
 
 
 def test_a_pattern_that_backtracks_for_ever_is_stopped():
