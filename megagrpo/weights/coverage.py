@@ -1,13 +1,17 @@
-"""Geometry of boxes: what is left of one after taking others away, and whether pieces tile a region exactly."""
+"""What covers what: boxes less other boxes, pieces that tile a region, storages and sources that are complete."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 import numpy as np
 
-from megagrpo.weights.boxes import Box
+from megagrpo.errors import Problem, WeightPlanError
+from megagrpo.weights.boxes import Box, Manifest, Placement
+from megagrpo.weights.families.architecture import Tensor
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and shape of a block, in whatever coordinates its axes have."""
@@ -76,3 +80,82 @@ def describe(region: Region) -> str:
     """A region as Python would slice it: [0:128, 64:96]."""
     start, shape = region
     return "[" + ", ".join(f"{low}:{low + size}" for low, size in zip(start, shape, strict=True)) + "]"
+
+
+def storage_problems(manifest: Manifest) -> list[Problem]:
+    """Storages of which some element has no box and no fill, or more than one of them."""
+    regions: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {name: [] for name in manifest.storages}
+    for placement in manifest.placements:
+        regions[placement.storage].append((placement.at, placement.local_shape))
+    for fill in manifest.fills:
+        regions[fill.storage].append((fill.at, fill.shape))
+    problems = []
+    for name, storage in manifest.storages.items():
+        whole = ((0,) * len(storage.shape), storage.shape)
+        if error := tiling_error(whole, regions[name]):
+            problems.append(Problem(f"{manifest.holder}: {name}", error, "every element written exactly once"))
+    return problems
+
+
+def check_sources(tensors: Iterable[Tensor], sources: Sequence[Manifest]) -> None:
+    """Every element of these checkpoint tensors lies in at least one source, and no source has anything outside them.
+
+    Raises: WeightPlanError naming each tensor that is not, and who holds the rest of it.
+    """
+    boxes: dict[str, list[tuple[str, Box]]] = defaultdict(list)
+    for manifest in sources:
+        for placement in manifest.placements:
+            boxes[placement.box.tensor].append((manifest.holder, placement.box))
+    problems = []
+    for tensor in tensors:
+        whole = Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)
+        held = boxes.pop(tensor.name, [])
+        holders = few(sorted({holder for holder, _ in held})) or "nobody"
+        for holder, box in held:
+            if len(box.shape) != len(whole.shape) or subtract(box, whole):
+                region = describe((box.start, box.shape))
+                problems.append(Problem(tensor.name, f"{holder} has {region}", f"a part of {list(tensor.shape)}"))
+                break
+        else:
+            if left := uncovered(whole, {box for _, box in held}):
+                parts = few([describe((part.start, part.shape)) for part in left])
+                problems.append(Problem(tensor.name, f"nobody has {parts}", "every element", f"the rest: {holders}"))
+    for name, held in boxes.items():
+        problems.append(
+            Problem(name, f"held by {few(sorted({holder for holder, _ in held}))}", "a tensor of the model")
+        )
+    if problems:
+        raise WeightPlanError(problems)
+
+
+class Located:
+    """Finds the placement of a manifest around a box."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        placements: dict[str, list[Placement]] = defaultdict(list)
+        for placement in manifest.placements:
+            placements[placement.box.tensor].append(placement)
+        self._by_tensor = {
+            tensor: sorted(of_tensor, key=lambda placement: placement.box.start)
+            for tensor, of_tensor in placements.items()
+        }
+        self._starts = {
+            tensor: [placement.box.start for placement in of_tensor] for tensor, of_tensor in self._by_tensor.items()
+        }
+
+    def anywhere(self, box: Box) -> Placement | None:
+        return next(self._around(box), None)
+
+    def around(self, part: Placement) -> Placement | None:
+        """The placement that `part` is a part of: the same storage, the same offset between local and box."""
+        return next((whole for whole in self._around(part.box) if whole.part(part.box) == part), None)
+
+    def _around(self, box: Box) -> Iterator[Placement]:
+        placements = self._by_tensor.get(box.tensor, [])
+        for index in range(bisect_right(self._starts.get(box.tensor, []), box.start) - 1, -1, -1):
+            if placements[index].box.intersect(box) == box:
+                yield placements[index]
+
+
+def few(names: Sequence[str], limit: int = 4) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megagrpo.errors import Problem, WeightPlanError
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
-from megagrpo.weights.coverage import describe, first_overlap, subtract, tiling_error, uncovered
-from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.coverage import Located, describe, few, first_overlap, storage_problems, subtract, tiling_error
 
 PIECES_PER_SOURCE = 16
 """A box that several sources hold is cut so that a source's fair share is at least this many pieces."""
@@ -101,10 +99,10 @@ def make_plan(
                     left = [piece for part in left for piece in subtract(part, common)]
             for part in left:
                 missing[part.tensor].append(f"{describe((part.start, part.shape))} for {manifest.holder}")
-    for tensor, parts in missing.items():
-        holders = ", ".join(held.holders_of(tensor)) or "no source at all"
+    for name, parts in missing.items():
+        known = ", ".join(held.holders_of(name)) or "no source at all"
         problems.append(
-            Problem(tensor, f"no source for {_few(parts)}", "a source for every element", f"held by: {holders}")
+            Problem(name, f"no source for {few(parts)}", "a source for every element", f"held by: {known}")
         )
     if problems:
         raise WeightPlanError(problems)
@@ -119,52 +117,6 @@ def make_plan(
     return plan
 
 
-def check_sources(tensors: Iterable[Tensor], sources: Sequence[Manifest]) -> None:
-    """Every element of these checkpoint tensors lies in at least one source, and no source has anything outside them.
-
-    Raises: WeightPlanError naming each tensor that is not, and who holds the rest of it.
-    """
-    boxes: dict[str, list[tuple[str, Box]]] = defaultdict(list)
-    for manifest in sources:
-        for placement in manifest.placements:
-            boxes[placement.box.tensor].append((manifest.holder, placement.box))
-    problems = []
-    for tensor in tensors:
-        whole = Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)
-        held = boxes.pop(tensor.name, [])
-        holders = _few(sorted({holder for holder, _ in held})) or "nobody"
-        for holder, box in held:
-            if len(box.shape) != len(whole.shape) or subtract(box, whole):
-                region = describe((box.start, box.shape))
-                problems.append(Problem(tensor.name, f"{holder} has {region}", f"a part of {list(tensor.shape)}"))
-                break
-        else:
-            if left := uncovered(whole, {box for _, box in held}):
-                parts = _few([describe((part.start, part.shape)) for part in left])
-                problems.append(Problem(tensor.name, f"nobody has {parts}", "every element", f"the rest: {holders}"))
-    for name, held in boxes.items():
-        problems.append(
-            Problem(name, f"held by {_few(sorted({holder for holder, _ in held}))}", "a tensor of the model")
-        )
-    if problems:
-        raise WeightPlanError(problems)
-
-
-def storage_problems(manifest: Manifest) -> list[Problem]:
-    """Storages of which some element has no box and no fill, or more than one of them."""
-    regions: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {name: [] for name in manifest.storages}
-    for placement in manifest.placements:
-        regions[placement.storage].append((placement.at, placement.local_shape))
-    for fill in manifest.fills:
-        regions[fill.storage].append((fill.at, fill.shape))
-    problems = []
-    for name, storage in manifest.storages.items():
-        whole = ((0,) * len(storage.shape), storage.shape)
-        if error := tiling_error(whole, regions[name]):
-            problems.append(Problem(f"{manifest.holder}: {name}", error, "every element written exactly once"))
-    return problems
-
-
 def plan_problems(plan: WeightPlan) -> list[Problem]:
     """Checks a plan against its own manifests, trusting nothing of how it was made.
 
@@ -172,8 +124,8 @@ def plan_problems(plan: WeightPlan) -> list[Problem]:
     placement must tile it.
     """
     problems = []
-    sources = [_Located(manifest) for manifest in plan.sources]
-    destinations = [_Located(manifest) for manifest in plan.destinations]
+    sources = [Located(manifest) for manifest in plan.sources]
+    destinations = [Located(manifest) for manifest in plan.destinations]
     pieces: dict[int, dict[Placement, list[Box]]] = defaultdict(lambda: defaultdict(list))
     for transfer in plan.transfers:
         come, go = transfer.source_placement, transfer.destination_placement
@@ -215,7 +167,7 @@ class _Held:
 
     def __init__(self, sources: Sequence[Manifest]) -> None:
         self._names = [manifest.holder for manifest in sources]
-        self._located = [_Located(manifest) for manifest in sources]
+        self._located = [Located(manifest) for manifest in sources]
         holders: dict[str, dict[Box, list[int]]] = defaultdict(dict)
         for index, manifest in enumerate(sources):
             for placement in manifest.placements:
@@ -262,35 +214,6 @@ def _disjoint(held: dict[Box, list[int]]) -> list[tuple[Box, tuple[int, ...]]]:
     return sorted(boxes, key=lambda item: item[0].start)
 
 
-class _Located:
-    """Finds the placement of a manifest around a box."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        placements: dict[str, list[Placement]] = defaultdict(list)
-        for placement in manifest.placements:
-            placements[placement.box.tensor].append(placement)
-        self._by_tensor = {
-            tensor: sorted(of_tensor, key=lambda placement: placement.box.start)
-            for tensor, of_tensor in placements.items()
-        }
-        self._starts = {
-            tensor: [placement.box.start for placement in of_tensor] for tensor, of_tensor in self._by_tensor.items()
-        }
-
-    def anywhere(self, box: Box) -> Placement | None:
-        return next(self._around(box), None)
-
-    def around(self, part: Placement) -> Placement | None:
-        """The placement that `part` is a part of: the same storage, the same offset between local and box."""
-        return next((whole for whole in self._around(part.box) if whole.part(part.box) == part), None)
-
-    def _around(self, box: Box) -> Iterator[Placement]:
-        placements = self._by_tensor.get(box.tensor, [])
-        for index in range(bisect_right(self._starts.get(box.tensor, []), box.start) - 1, -1, -1):
-            if placements[index].box.intersect(box) == box:
-                yield placements[index]
-
-
 def _share(wanted: list[_Wanted], sources: int, same_place: SamePlace | None) -> Iterator[tuple[int, _Wanted]]:
     """Chooses one source for each piece: the fewest holders first, large before small, to the least loaded."""
     load = [0] * sources
@@ -322,7 +245,3 @@ def _cut(want: _Wanted, largest: int) -> Iterator[_Wanted]:
         yield _Wanted(
             want.destination, want.placement.part(part), want.holders, want.bytes // box.elements * part.elements
         )
-
-
-def _few(names: Sequence[str], limit: int = 4) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from megagrpo.errors import ModelError, WeightPlanError, WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
+from megagrpo.weights.coverage import check_sources, storage_problems
 from megagrpo.weights.digest import digests
 from megagrpo.weights.executors.buckets import Bucket, pack, unpack
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
-from megagrpo.weights.plan import WeightPlan, check_sources, make_plan, plan_problems, storage_problems
+from megagrpo.weights.plan import WeightPlan, make_plan, plan_problems
 from megagrpo.weights.sides import megatron_local, megatron_te, transformers
 from megagrpo.weights.views import box_view, fill_padding, torch_dtype
 from tests.weights_oracle import Tensors, architecture, moe_architecture, random_checkpoint, rank_tensors

@@ -125,7 +125,7 @@ def _write_box(
     descriptor: int, entry: checkpoint.Entry, into: Placement, values: torch.Tensor, item_bytes: int
 ) -> None:
     """Writes a box of a matrix or vector: at once if it has all columns, otherwise row by row."""
-    data = memoryview(values.view(-1).view(torch.uint8).numpy())
+    data = values.view(-1).view(torch.uint8).numpy().data
     columns = entry.shape[1] if len(entry.shape) > 1 else 1
     row_bytes = columns * item_bytes
     begin = entry.begin + into.at[0] * row_bytes + (into.at[1] * item_bytes if len(into.at) > 1 else 0)

@@ -40,12 +40,14 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
                 fix=f"did you mean {near[0]}?" if near else "",
             )
         )
-    return FAMILIES[family].architecture_of(config)
+    architecture: Architecture = FAMILIES[family].architecture_of(config)
+    return architecture
 
 
 def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
     """Every tensor of the model's checkpoint: keys, shapes [out, in] or [n], and roles."""
-    return FAMILIES[arch.family].tensors_of(arch)
+    tensors: tuple[Tensor, ...] = FAMILIES[arch.family].tensors_of(arch)
+    return tensors
 
 
 def read_architecture(directory: str | Path) -> Architecture:

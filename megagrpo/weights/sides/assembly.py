@@ -1,4 +1,4 @@
-"""Builds a manifest from whole tensors, runs of rows and shards of columns: the words in which sides say how they pack."""
+"""Builds a manifest from whole tensors, runs of rows and shards of columns: the words in which sides describe packing."""
 
 from __future__ import annotations
 

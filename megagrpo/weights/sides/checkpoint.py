@@ -52,7 +52,8 @@ def manifests(directory: str | Path) -> tuple[Manifest, ...]:
         parts[tensor.name] = [Placement(tensor.name, whole.start, tuple(range(len(tensor.shape))), whole)]
         shapes[tensor.name] = tensor.shape
 
-    problems, found, held = [], [], set()
+    problems, found = [], []
+    held: set[str] = set()
     for path in weight_files(directory):
         storages, placements = {}, []
         for name, entry in read_header(path).items():
@@ -167,7 +168,8 @@ def new_files(arch: Architecture, dtype: str, file_bytes: int) -> tuple[Manifest
 def header_of(file: Manifest) -> tuple[bytes, dict[str, Entry]]:
     """The header of a new file with these storages one after another, and where each of them lies in it."""
     names = {torch_name: name for name, torch_name in DTYPES.items()}
-    offset, header = 0, {"__metadata__": {"format": "pt"}}
+    offset = 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, storage in file.storages.items():
         end = offset + prod(storage.shape) * ITEM_BYTES[storage.dtype]
         header[name] = {"dtype": names[storage.dtype], "shape": list(storage.shape), "data_offsets": [offset, end]}
