@@ -91,16 +91,25 @@ def main() -> None:
             ours[layout].append(entries[given.warmup :])
         trl.append(statistics.median(run_trl(given.trl_python, of_trl)["seconds"]))
 
-    print(f"{recipe.rollout.prompts_per_step} prompts x {recipe.rollout.samples_per_prompt} samples, median of {given.steps} steps, {given.rounds} rounds")
-    print(f"{'':12s} {'s/step':>8s} {'samples/s':>10s} {'TRL/ours':>9s}  " + "  ".join(f"{phase:>11s}" for phase in PHASES))
+    print(
+        f"{recipe.rollout.prompts_per_step} prompts x {recipe.rollout.samples_per_prompt} samples, median of {given.steps} steps, {given.rounds} rounds"
+    )
+    print(
+        f"{'':12s} {'s/step':>8s} {'samples/s':>10s} {'TRL/ours':>9s}  "
+        + "  ".join(f"{phase:>11s}" for phase in PHASES)
+    )
     for layout, rounds in ours.items():
         seconds = [statistics.median(entry["seconds/step"] for entry in entries) for entries in rounds]
         ratio = statistics.median(b / a for a, b in zip(seconds, trl, strict=True))
         phases = [
-            statistics.median(entry.get(f"seconds/{phase}", 0.0) for entries in rounds for entry in entries) for phase in PHASES
+            statistics.median(entry.get(f"seconds/{phase}", 0.0) for entries in rounds for entry in entries)
+            for phase in PHASES
         ]
         middle = statistics.median(seconds)
-        print(f"{layout:12s} {middle:8.3f} {samples / middle:10.0f} {ratio:9.2f}  " + "  ".join(f"{s:11.3f}" for s in phases))
+        print(
+            f"{layout:12s} {middle:8.3f} {samples / middle:10.0f} {ratio:9.2f}  "
+            + "  ".join(f"{s:11.3f}" for s in phases)
+        )
     middle = statistics.median(trl)
     print(f"{'TRL':12s} {middle:8.3f} {samples / middle:10.0f}")
 

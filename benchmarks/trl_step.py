@@ -36,7 +36,16 @@ def exact(completions, answer, **kwargs) -> list[float]:  # type: ignore[no-unty
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, kind in {"model": str, "data": str, "prompts": int, "samples": int, "response": int, "steps": int, "warmup": int, "lr": float}.items():
+    for name, kind in {
+        "model": str,
+        "data": str,
+        "prompts": int,
+        "samples": int,
+        "response": int,
+        "steps": int,
+        "warmup": int,
+        "lr": float,
+    }.items():
         parser.add_argument(f"--{name}", type=kind, required=True)
     given = parser.parse_args()
     torch.set_num_threads(2)

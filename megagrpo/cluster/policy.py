@@ -61,7 +61,10 @@ class Policy:
         """Hands each data rank its part of the step; ranks of one data rank read one shared object."""
         shared = [ray.put(batch) for batch in batches]
         wait_for(
-            {name: actor.call.remote("load_batch", shared[self._data_rank[name]]) for name, actor in self.actors.items()},
+            {
+                name: actor.call.remote("load_batch", shared[self._data_rank[name]])
+                for name, actor in self.actors.items()
+            },
             doing="load_batch",
             timeout_seconds=self._timeout,
             error=RankError,

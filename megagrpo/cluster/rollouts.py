@@ -34,7 +34,9 @@ class Rollouts:
         }
         threads = max(1, (os.cpu_count() or 1) // len(engines))
         self._starting = {
-            name: actor.start.remote(recipe, index, str(model_directory), str(tokenizer_directory), runtime.device, threads)
+            name: actor.start.remote(
+                recipe, index, str(model_directory), str(tokenizer_directory), runtime.device, threads
+            )
             for index, (name, actor) in enumerate(self.actors.items())
         }
 
@@ -51,7 +53,11 @@ class Rollouts:
         timeout = self._recipe.cluster.start_timeout_seconds
         return list(
             call_all(
-                self.actors, lambda a: a.call.remote("manifest"), doing="manifest", timeout_seconds=timeout, error=EngineError
+                self.actors,
+                lambda a: a.call.remote("manifest"),
+                doing="manifest",
+                timeout_seconds=timeout,
+                error=EngineError,
             ).values()
         )
 

@@ -42,7 +42,11 @@ def start(recipe: Recipe) -> Runtime:
     device = _device(recipe)
     devices = plan_devices(recipe, device)
     address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
-    local = {"num_cpus": max(devices.bundles, os.cpu_count() or 1), "include_dashboard": False} if address == "local" else {}
+    local = (
+        {"num_cpus": max(devices.bundles, os.cpu_count() or 1), "include_dashboard": False}
+        if address == "local"
+        else {}
+    )
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray.init(
         address=address,

@@ -61,9 +61,17 @@ def _get(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[MegagrpoErr
 
 
 def call_all(
-    actors: Mapping[str, Any], method: Callable[[Any], Any], *, doing: str, timeout_seconds: float, error: type[MegagrpoError]
+    actors: Mapping[str, Any],
+    method: Callable[[Any], Any],
+    *,
+    doing: str,
+    timeout_seconds: float,
+    error: type[MegagrpoError],
 ) -> dict[str, Any]:
     """Calls `method(actor)`, which must return an object reference, on every actor at once and waits for all."""
     return wait_for(
-        {name: method(actor) for name, actor in actors.items()}, doing=doing, timeout_seconds=timeout_seconds, error=error
+        {name: method(actor) for name, actor in actors.items()},
+        doing=doing,
+        timeout_seconds=timeout_seconds,
+        error=error,
     )

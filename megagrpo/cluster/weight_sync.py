@@ -25,7 +25,8 @@ class WeightSync:
         plan = ray.put(self.plan)
         primary = ray.put(primary_placements(sources))
         setting = {
-            name: actor.set_plan.remote(plan, index, primary) for index, (name, actor) in enumerate(policy.actors.items())
+            name: actor.set_plan.remote(plan, index, primary)
+            for index, (name, actor) in enumerate(policy.actors.items())
         }
         setting |= {
             name: actor.set_plan.remote(plan, index) for index, (name, actor) in enumerate(rollouts.actors.items())
@@ -40,14 +41,10 @@ class WeightSync:
         """
         packed = [actor.pack_weights.remote() for actor in self._policy.actors.values()]
         wanted = {name: actor.weight_digests.remote() for name, actor in self._policy.actors.items()}
-        arrived = {
-            name: actor.update.remote(version, *packed) for name, actor in self._rollouts.actors.items()
-        }
+        arrived = {name: actor.update.remote(version, *packed) for name, actor in self._rollouts.actors.items()}
         answers = wait_for(wanted | arrived, doing="weight sync", timeout_seconds=self._timeout, error=WeightSyncError)
         expected = combine(answers[name] for name in wanted)
-        problems = [
-            problem for name in arrived for problem in digest_problems(name, expected, answers[name])
-        ]
+        problems = [problem for name in arrived for problem in digest_problems(name, expected, answers[name])]
         if problems:
             raise WeightSyncError(problems)
         wait_for(
@@ -65,7 +62,9 @@ def digest_problems(engine: str, expected: Mapping[str, int], arrived: Mapping[s
         Problem(
             where=f"{tensor} on {engine} after the sync",
             given=f"digest {arrived[tensor]:016x}" if tensor in arrived else "nothing",
-            needed=f"digest {expected[tensor]:016x}, as on the training ranks" if tensor in expected else "no such tensor",
+            needed=f"digest {expected[tensor]:016x}, as on the training ranks"
+            if tensor in expected
+            else "no such tensor",
             fix="the bytes changed on the way, or a side places this tensor wrongly; the engine does not generate with them",
         )
         for tensor in sorted(expected.keys() | arrived.keys())

@@ -33,7 +33,8 @@ def read_mixture(recipe: Recipe, files: Sequence[DataFile], tokenizer: PreTraine
 def describe_mixture(mixture: Mixture) -> list[str]:
     """A line for each file: prompts used, and over-long ones if there were any."""
     return [
-        f"{file.path}: {file.used} prompts of {file.rows} rows" + (f", {file.overlong} over-long" if file.overlong else "")
+        f"{file.path}: {file.used} prompts of {file.rows} rows"
+        + (f", {file.overlong} over-long" if file.overlong else "")
         for file in mixture.files
     ]
 

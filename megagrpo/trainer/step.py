@@ -78,7 +78,7 @@ def grpo_step(run: Run, step: int) -> Step:
     if batches:
         with clock.phase("update"):
             lr = learning_rate(step, run.total_steps, run.recipe.train.optimizer)
-            metrics |= update_metrics(run.policy.update(advantages.astype(np.float32), lr))
+            metrics |= {"lr": lr} | update_metrics(run.policy.update(advantages.astype(np.float32), lr))
 
     with clock.phase("weight_sync"):
         run.weights.sync(version=step)

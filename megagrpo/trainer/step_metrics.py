@@ -37,7 +37,9 @@ def rollout_metrics(groups: Sequence[Group], scores: np.ndarray) -> dict[str, fl
     return metrics
 
 
-def batch_metrics(recipe: Recipe, advantages: np.ndarray, with_signal: int, batches: Sequence[RankBatch]) -> dict[str, float]:
+def batch_metrics(
+    recipe: Recipe, advantages: np.ndarray, with_signal: int, batches: Sequence[RankBatch]
+) -> dict[str, float]:
     """How the step's samples became work. `advantages` is float64 [rows]; `with_signal` counts groups."""
     micros = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
     capacity = recipe.train.tokens_per_microbatch * recipe.train.layout.context
