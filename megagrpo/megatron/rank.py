@@ -77,11 +77,13 @@ class TrainRank:
         self.optimizer = make_optimizer(self.chunks, train.optimizer, train.distributed_optimizer, dtype)
         self._loss = GrpoLoss(_objective_settings(recipe), recipe.rollout.temperature, self._vocabulary_shard())
         self._minibatches: list[Minibatch] = []
+        self._rows: list[int] = []
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def load_batch(self, batch: RankBatch) -> None:
         """Takes this data rank's part of a step, and forgets the one before."""
+        self._rows = [row for micros in batch.minibatches for micro in micros for row in micro.rows]
         self._minibatches = []
         aggregation = self.recipe.algorithm.aggregation
         for micros, tokens, sequences in zip(batch.minibatches, batch.tokens, batch.sequences, strict=True):
@@ -118,19 +120,14 @@ class TrainRank:
         rows = torch.cat([response.rows for response in responses])
         old, reference = self._stored("old_logprobs"), self._stored("reference_logprobs")
         kl = kl_estimate(old, reference, self.recipe.algorithm.kl.estimator).double()
-        # The ranks of a context group have parts of the same sequences.
-        known = {int(row) for packed in self._packed() for row in packed.rows.unique().tolist() if row >= 0}
-        if self.layout.context > 1:
-            everyones: list[set[int]] = [set() for _ in range(self.layout.context)]
-            dist.all_gather_object(everyones, known, group=parallel_state.get_context_parallel_group())
-            known = set().union(*everyones)
-        sums = torch.zeros(max(known, default=-1) + 1, dtype=torch.float64, device=self.device).index_add_(0, rows, kl)
-        if self.layout.context > 1:
+        sums = torch.zeros(max(self._rows, default=-1) + 1, dtype=torch.float64, device=self.device)
+        sums.index_add_(0, rows, kl)
+        if self.layout.context > 1:  # these ranks have parts of the same sequences
             dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
         if self.where.tensor or self.where.context:
             return {}
         values = sums.tolist()
-        return {row: values[row] for row in sorted(known)}
+        return {row: values[row] for row in self._rows}
 
     def update(self, advantages: np.ndarray, lr: float) -> StepMetrics | None:
         """All minibatches and epochs of the loaded batch. advantages: float [rows of the step].

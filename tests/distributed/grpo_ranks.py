@@ -1,0 +1,92 @@
+"""What the step tests run on every rank."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megagrpo.batching.microbatch import RankBatch
+from megagrpo.recipe.schema import Recipe
+from tests.distributed.grpo_case import StepResult, assemble, reference_of
+from tests.rank_group import run_ranks
+
+Parts = list[tuple[Any, np.ndarray]]
+
+
+def on_ranks(function: str, recipe: Recipe, directory: Path, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Results by rank of `function`(TrainRank, *args), a name in this module."""
+    ranks = recipe.train.layout.parallel().ranks
+    store = directory.parent / f"store-{uuid.uuid4().hex}"
+    return run_ranks(ranks, f"{__name__}:call", function, recipe, str(directory), str(store), *args, timeout=timeout)
+
+
+def call(function: str, recipe: Recipe, directory: str, store: str, *args: Any) -> Any:
+    import torch.distributed as dist
+
+    from megagrpo.megatron import process
+    from megagrpo.megatron.rank import TrainRank
+
+    number = dist.get_rank()
+    process.stop()  # the harness's group; a TrainRank makes its own
+    rank = TrainRank(recipe, number, f"file://{store}", directory, "cpu")
+    try:
+        return globals()[function](rank, *args)
+    finally:
+        rank.close()
+
+
+def boxes(rank: Any, tensors: dict[str, torch.Tensor]) -> Parts:
+    """Copies of this rank's placements in these tensors, by storage name."""
+    from megagrpo.weights.views import box_view
+
+    return [
+        (p.box, box_view(tensors[p.storage], p).detach().contiguous().clone().numpy())
+        for p in rank.manifest().placements
+    ]
+
+
+def take_old_and_reference_from_rollout(rank: Any) -> None:
+    for minibatch in rank._minibatches:
+        for response in minibatch.responses:
+            response.old_logprobs = response.rollout_logprobs
+            response.reference_logprobs = reference_of(response.rollout_logprobs)
+
+
+@dataclass(frozen=True)
+class RankStep:
+    metrics: Any
+    gradients: Parts
+    before: Parts
+    after: Parts
+
+
+def step(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, lr: float) -> RankStep:
+    """Gradients of the first minibatch (complete ones: without the distributed optimizer), then the update."""
+    from megagrpo.megatron.results import MetricSums
+    from megagrpo.megatron.state_shards import parameters_of
+
+    rank.load_batch(batches[rank.where.data])
+    take_old_and_reference_from_rollout(rank)
+    before = boxes(rank, rank.tensors())
+    rank.compute_gradients(rank._minibatches[0], torch.from_numpy(advantages), MetricSums(rank.device))
+    gradients = boxes(rank, {name: p.main_grad for name, p in parameters_of(rank.chunks).items()})
+    metrics = rank.update(advantages, lr)
+    return RankStep(metrics, gradients, before, boxes(rank, rank.tensors()))
+
+
+def gather(steps: Sequence[RankStep], gradients: bool = True) -> StepResult:
+    """One result from those of all ranks. Exactly one of them has the metrics."""
+    (metrics,) = [step.metrics for step in steps if step.metrics is not None]
+    return StepResult(
+        loss=metrics.loss,
+        grad_norm=metrics.grad_norm,
+        gradients=assemble([step.gradients for step in steps]) if gradients else {},
+        before=assemble([step.before for step in steps]),
+        after=assemble([step.after for step in steps]),
+    )
