@@ -1,0 +1,104 @@
+"""Every metric there is: one table. docs/metrics.md is made from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+
+class UndocumentedMetric(UserWarning):
+    """A metric that is not in the table was logged. It is logged all the same; tests turn this into an error."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric. A {placeholder} in the name stands for any text."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+METRICS = (
+    Metric("reward/mean", "score", "Mean of all samples' rewards, those that failed left out."),
+    Metric("reward/std", "score", "Their standard deviation."),
+    Metric("reward/max", "score", "Largest."),
+    Metric("reward/min", "score", "Smallest."),
+    Metric("reward/errors", "samples", "Samples whose reward raised or timed out. They are masked, not scored 0."),
+    Metric("reward/{part}", "score", "Mean of one part of the reward: a function of the recipe, or a metric that one returns."),
+    Metric("advantages/mean", "", "Mean over samples."),
+    Metric("advantages/max", "", "Largest."),
+    Metric("advantages/min", "", "Smallest."),
+    Metric("groups/with_signal_share", "share", "Groups whose samples have different rewards. Only these have a policy gradient."),
+    Metric("loss/total", "", "What was minimised: policy, KL and entropy terms; mean over the step's optimizer steps."),
+    Metric("loss/policy", "", "Its clipped policy term."),
+    Metric("kl/mean", "nats/token", "Estimate of the KL divergence from the reference policy. Missing if the recipe has no reference."),
+    Metric("entropy", "nats/token", "Entropy of the policy at the sampling temperature."),
+    Metric("ratio/mean", "", "Probability of a token now over that when it was sampled."),
+    Metric("clip/low", "share of tokens", "Tokens whose gradient the lower clip bound cut."),
+    Metric("clip/high", "share of tokens", "Tokens whose gradient the upper clip bound cut."),
+    Metric("grad_norm", "", "Global gradient norm before clipping, mean over the step's optimizer steps."),
+    Metric("lr", "", "Learning rate of the step."),
+    Metric("logprob_difference/mean", "nats", "|logprob of a token by the trainer - by the rollout engine|, same weights. Should be near 0."),
+    Metric("logprob_difference/max", "nats", "Largest of these."),
+    Metric("response_tokens/mean", "tokens", "Length of a response, its stop token included."),
+    Metric("response_tokens/max", "tokens", "Longest."),
+    Metric("response_tokens/truncated_share", "share of samples", "Responses that reached the token limit."),
+    Metric("response_tokens/aborted_share", "share of samples", "Responses that the engine gave up."),
+    Metric("prompt_tokens/mean", "tokens", "Length of a prompt after the chat template."),
+    Metric("packing/microbatches", "microbatches", "Forward passes of the step, over all data ranks."),
+    Metric("packing/efficiency", "share", "Tokens in microbatches over what these could hold."),
+    Metric("tokens_per_second", "tokens/s", "Prompt and response tokens of the step over seconds/step."),
+    Metric("weights/version", "", "Version of the weights that the engines hold after the step."),
+    Metric("seconds/rollout", "s", "Generating the responses."),
+    Metric("seconds/reward", "s", "Scoring them."),
+    Metric("seconds/logprobs", "s", "Sending the batch to the ranks; logprobs of the old and the reference policy where needed."),
+    Metric("seconds/update", "s", "Forward and backward passes and optimizer steps."),
+    Metric("seconds/weight_sync", "s", "Bringing the new weights to the engines and comparing digests."),
+    Metric("seconds/eval", "s", "Evaluation."),
+    Metric("seconds/checkpoint", "s", "Saving a checkpoint."),
+    Metric("seconds/step", "s", "The whole step, evaluation and checkpoint not included."),
+    Metric("eval/mean@{k}", "score", "Mean reward of the k responses to each held-out prompt."),
+    Metric("eval/pass@{k}", "score", "Expected best reward of k responses, without bias (arXiv:2107.03374)."),
+    Metric("eval/maj@{k}", "score", "Reward of the most frequent answer among k responses."),
+    Metric("eval/{data_source}/mean@{k}", "score", "eval/mean@{k} over one data source, if there are several."),
+    Metric("eval/{data_source}/pass@{k}", "score", "eval/pass@{k} over one data source."),
+    Metric("eval/{data_source}/maj@{k}", "score", "eval/maj@{k} over one data source."),
+    Metric("eval/reward/errors", "samples", "Held-out samples whose reward raised or timed out."),
+    Metric("eval/response_tokens/mean", "tokens", "Length of a response to a held-out prompt."),
+    Metric("eval/response_tokens/truncated_share", "share of samples", "Those that reached the token limit."),
+)  # fmt: skip
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Names that are not in the table."""
+    return [name for name in names if not _pattern().fullmatch(name)]
+
+
+@cache
+def _pattern() -> re.Pattern[str]:
+    return re.compile("|".join(re.sub(r"\\{\w+\\}", ".+", re.escape(metric.name)) for metric in METRICS))
+
+
+def as_markdown() -> str:
+    """The table as docs/metrics.md has it."""
+    lines = [
+        "# Metrics",
+        "",
+        "What each step logs, to `metrics.jsonl`, MLflow and every other tracker. Step 0 is the evaluation before training.",
+        "Made from `megagrpo/track/metrics.py` by `python -m megagrpo.track.metrics > docs/metrics.md`.",
+        "",
+        "| name | unit | meaning |",
+        "|---|---|---|",
+        *(f"| `{m.name}` | {m.unit} | {m.meaning.replace('|', chr(92) + '|')} |" for m in METRICS),
+        "",
+        "MLflow allows no `@` in a name: there `eval/mean@1` is `eval/mean_at_1`.",
+        "In `metrics.jsonl` a value that is not a finite number is `null`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")
