@@ -83,7 +83,7 @@ def grpo_step(run: Run, step: int) -> Step:
     with clock.phase("weight_sync"):
         run.weights.sync(version=step)
 
-    return Step(metrics, groups)
+    return Step(metrics | {"weights/version": float(step)}, groups)
 
 
 def _load_batch(run: Run, groups: Sequence[Group], rows: np.ndarray, step: int) -> list[RankBatch]:

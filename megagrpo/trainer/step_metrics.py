@@ -53,6 +53,11 @@ def batch_metrics(
     }
 
 
+def sequence_tokens(groups: Sequence[Group]) -> int:
+    """Prompt and response tokens of all samples."""
+    return sum(len(group.prompt.tokens) + len(sample.tokens) for group in groups for sample in group.samples)
+
+
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     if not len(values):
         return {}

@@ -22,6 +22,7 @@ from megagrpo.trainer.preflight import Preflight
 from megagrpo.trainer.prompts import describe_mixture, read_mixture, read_tokenizer, total_steps
 from megagrpo.trainer.saving import checkpoint_to_resume, export, open_store, recipe_values, save
 from megagrpo.trainer.step import Run, grpo_step
+from megagrpo.trainer.step_metrics import sequence_tokens
 from megagrpo.types import Prompt
 
 
@@ -58,9 +59,8 @@ def train(checked: Preflight) -> int:
     steps = total_steps(recipe, len(cursor))
     exported = export_directory(recipe)
     with ExitStack() as closing:
-        tracker = closing.enter_context(
-            Tracker(recipe, steps, progress.step, resumed.state.tracker_runs if resumed else None)
-        )
+        tracker = closing.enter_context(Tracker(recipe, steps))
+        tracker.start(progress.step, resumed.state.tracker_runs if resumed else None)
         for mixture in (prompts, held_out):
             for line in describe_mixture(mixture) if mixture else ():
                 tracker.say(line)
@@ -115,7 +115,9 @@ def _run_steps(
             progress = _evaluate(run, progress, held_out)
             reason = progress.reason_to_stop
         tracker.rollouts(step, done.groups)
-        tracker.log(step, done.metrics | _evaluation_metrics(progress) | clock.take())
+        seconds = clock.take()
+        speed = {"tokens_per_second": sequence_tokens(done.groups) / seconds["seconds/step"]}
+        tracker.log(step, done.metrics | _evaluation_metrics(progress) | speed | seconds)
         if last or reason or step % recipe.checkpoint.every_steps == 0:
             with clock.phase("checkpoint"):
                 save(run.policy, store, _trainer_state(run, progress, tracker))
