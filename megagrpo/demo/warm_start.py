@@ -58,7 +58,7 @@ def encode(sums: Sequence[Sum], tokenizer: PreTrainedTokenizerFast) -> Examples:
 
 @torch.no_grad()
 def exact_match(model: Qwen2ForCausalLM, examples: Examples) -> float:
-    """Share answered right by greedy decoding. One forward pass tells: each token of an answer must be the likeliest."""
+    """Share answered right by greedy decoding. One forward pass tells: each token must be the likeliest."""
     likeliest = model(examples.tokens).logits.argmax(-1)
     return ((likeliest == examples.labels) | (examples.labels == IGNORED)).all(1).float().mean().item()
 

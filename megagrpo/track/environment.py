@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 LIBRARIES = (
-    "megagrpo", "torch", "megatron-core", "ray", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "pydantic",
-    "mlflow", "math-verify", "sglang", "transformer-engine", "apex", "flash-attn",
+    "megagrpo", "torch", "megatron-core", "ray", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow",
+    "pydantic", "mlflow", "math-verify", "sglang", "transformer-engine", "apex", "flash-attn",
 )  # fmt: skip
 GIT_TIMEOUT_SECONDS = 10.0
 

@@ -16,8 +16,8 @@ from megagrpo.types import Group
 class StepLines:
     """A file of JSON objects that each have a `step`, flushed line by line.
 
-    Opened after step `resumed_step`, it loses the lines of later steps, which will be made again, and a last line that was
-    cut off. Opened for a run that starts (0), it is empty.
+    Opened after step `resumed_step`, it loses the lines of later steps, which will be made again, and a last line that
+    was cut off. Opened for a run that starts (0), it is empty.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -49,7 +49,7 @@ class JsonlMetrics:
 
 
 class RolloutTraces:
-    """rollouts.jsonl: the first few groups of each step, {"step", "prompt_id", "data_source", "ground_truth", "samples"}."""
+    """rollouts.jsonl: the first few groups of each step, one per line."""
 
     def __init__(self, run: RunStart) -> None:
         self._groups_per_step = run.recipe.track.rollouts_per_step

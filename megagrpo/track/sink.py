@@ -21,9 +21,7 @@ class RunStart:
     directory: Path
     total_steps: int
     resumed_step: int = 0
-    run_ids: Mapping[str, str] = field(
-        default_factory=dict
-    )  # tracker: the id it gave this run before it was interrupted
+    run_ids: Mapping[str, str] = field(default_factory=dict)  # what each tracker called this run before
 
 
 class Sink(Protocol):

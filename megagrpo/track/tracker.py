@@ -58,7 +58,7 @@ class Tracker:
         self._console.say(line)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Gives a step's metrics to every tracker. Warns (UndocumentedMetric) of a name that track/metrics.py has not."""
+        """Gives a step's metrics to every tracker. Warns (UndocumentedMetric) of a name that is not in the table."""
         unknown = [name for name in undocumented(metrics) if name not in self._undocumented]
         if unknown:
             self._undocumented.update(unknown)
