@@ -41,8 +41,8 @@ class Cursor:
     def next(self, count: int) -> list[Prompt]:
         """The next `count` prompts; they may straddle epochs.
 
-        Ids are unique within the list: a prompt that comes again (it was taken twice, or a new epoch began) has `+1`, `+2`,
-        ... appended, so that its samples have seeds and names of their own.
+        Ids are unique within the list: a prompt that comes again (it was taken twice, or a new epoch began) has `+1`,
+        `+2`, ... appended, so that its samples have seeds and names of their own.
         """
         taken: list[Prompt] = []
         while len(taken) < count:
@@ -62,7 +62,7 @@ class Cursor:
                 "the saved place in the data does not fit this run's data",
                 given=f"{name}: {value!r} now",
                 needed=f"{name}: {state.get(name)!r}, as when it was saved",
-                fix="restore the data files and the data section and seed of the recipe, or start a new run under another name",
+                fix="restore the data files, and the recipe's data and seed, or start a run under another name",
             )
             for name, value in self._data.items()
             if state.get(name) != value

@@ -23,7 +23,7 @@ Amount = int | float | Literal["all"]
 
 @dataclass(frozen=True, slots=True)
 class FileCount:
-    """What became of one file: its rows, the over-long ones among them (dropped or truncated), and the prompts taken."""
+    """What became of one file: its rows, the over-long among them (dropped or truncated), and the prompts taken."""
 
     path: str
     rows: int
@@ -82,7 +82,7 @@ def load_mixture(
 def take(available: int, amount: Amount, *, path: Path, key: tuple[int, ...] = (0,)) -> np.ndarray:
     """Sorted int64 indices of the prompts taken from a file that has `available`; the choice depends on `key` only.
 
-    An integer takes that many different ones; a float takes every one floor(amount) times and a random share for the rest.
+    An integer takes that many different ones; a float takes each floor(amount) times and a random share for the rest.
     """
     if amount == "all":
         return np.arange(available)

@@ -49,8 +49,8 @@ def prompt_row(
 def write_splits(output: Path, sources: Sequence[Path], *, train: list[PromptRow], test: list[PromptRow]) -> Prepared:
     """Write `output`/train.parquet and, if there are held-out rows, test.parquet.
 
-    Each is written under a temporary name first; no name changes before all are complete. Raises DataError if a source would
-    be overwritten, if the folder cannot be written, or if a column has values of several types.
+    Each is written under a temporary name first; no name changes before all are complete. Raises DataError if a source
+    would be overwritten, if the folder cannot be written, or if a column has values of several types.
     """
     splits = {output / f"{name}.parquet": rows for name, rows in (("train", train), ("test", test)) if rows}
     overwritten = {path.resolve() for path in splits} & {path.resolve() for path in sources}

@@ -1,4 +1,4 @@
-"""From the recipe's `reward:` section to function specs, with everything that can be wrong found before a run starts."""
+"""From the recipe's `reward:` section to function specs, with everything wrong found before a run starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megagrpo.reward.loading import BUILT_IN, FunctionSpec, load_built_in, user_
 from megagrpo.reward.workers import load_problems
 
 INLINE = ("gsm8k",)
-"""Run in the caller's process: fast whatever the response. A user's `format` pattern can backtrack for hours, so it is not here."""
+"""Run in the caller's process: fast whatever the response. A `format` pattern can backtrack for hours, so it is not here."""
 
 
 def function_specs(reward: schema.Reward) -> tuple[FunctionSpec, ...]:
@@ -30,7 +30,7 @@ def function_specs(reward: schema.Reward) -> tuple[FunctionSpec, ...]:
 
 
 def load_functions(reward: schema.Reward) -> tuple[FunctionSpec, ...]:
-    """The specs, or RewardError for what is wrong with them without running a user's code (workers do that, on their start)."""
+    """The specs, or RewardError for what is known without running a user's code (workers do that when they start)."""
     problems = _static_problems(reward)
     if problems:
         raise RewardError(problems)

@@ -1,7 +1,7 @@
 """Mathematical expressions compared by math-verify (https://github.com/huggingface/Math-Verify).
 
-math-verify's own time limits use SIGALRM, which works on a main thread only and not inside long C calls: they are off here,
-and the worker process that runs this is killed at the time limit instead.
+math-verify's own time limits use SIGALRM, which works on a main thread only and not inside long C calls: they are off
+here, and the worker process that runs this is killed at the time limit instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megagrpo.reward.function import RewardCallable
 
 
 def make() -> RewardCallable:
-    r"""1.0 if an expression of the response equals the ground truth, else 0.0; `\boxed{}` is preferred to other expressions.
+    r"""1.0 if an expression of the response equals the ground truth, else 0.0; `\boxed{}` goes before other expressions.
 
     The ground truth is LaTeX or plain text, with or without `$` or `\boxed{}`. Imports sympy: about a second.
     """

@@ -15,10 +15,10 @@ from megagrpo.types import Group, Sample, Score
 
 
 class Scorer:
-    """Scores groups by the `reward:` section. `gsm8k` runs here; all else in worker processes, started at the first score.
+    """Scores groups by the `reward:` section. `gsm8k` runs here; all else in processes, started at the first score.
 
     Raises RewardError: from the constructor for what is wrong with the section, from `score` if a user's file cannot be
-    loaded. A function that fails on a response masks that sample (Score.value None, Score.error says why); it never scores 0.
+    loaded. A function that fails on a response masks that sample (value None, error says why); it never scores 0.
     """
 
     def __init__(self, reward: schema.Reward) -> None:
@@ -73,7 +73,7 @@ def _unless_aborted(sample: Sample, score: Score) -> Score:
 
 
 def _combine(specs: Sequence[FunctionSpec], outcomes: Sequence[Outcome]) -> Score:
-    """The weighted sum, or a mask if any function failed. `parts` holds raw scores by function, and its metrics as name.metric."""
+    """The weighted sum, or a mask if any function failed. `parts`: raw scores by name, and metrics as name.metric."""
     parts: dict[str, float] = {}
     errors: list[str] = []
     total = 0.0

@@ -1,7 +1,7 @@
 """The process that runs reward functions: one message in per response, one message out.
 
-Started by workers.py. Synchronous functions block it; async ones run side by side in its event loop. It ends by itself when
-the other end of its connection is gone.
+Started by workers.py. Synchronous functions block it; async ones run side by side in its event loop. It ends by itself
+when the other end of its connection is gone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Worker processes for reward functions that may hang, crash, or be async: every response gets an outcome, whatever happens.
+"""Worker processes for reward functions that may hang, crash, or be async: every response gets an outcome.
 
-A worker runs one synchronous call, or up to `ASYNC_AT_ONCE` async ones, at a time, so when it dies or hangs it is known which
-responses it was working on. One: that response is an error. Several: each is run again alone, so only the guilty one fails.
+A worker runs one synchronous call, or up to `ASYNC_AT_ONCE` async ones, at a time, so when it dies or hangs it is known
+which responses it was working on. One: that response is an error. Several: each is run again alone, so only the guilty
+one fails.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ START_TIMEOUT_SECONDS = 60.0
 ASYNC_GRACE_SECONDS = 1.0
 """A worker cancels its own async calls at the time limit; it is killed only if it has not done so this much later."""
 
-_BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[2]); from megagrpo.reward.worker import main; main(int(sys.argv[1]))"
+_BOOT = """
+import sys, json
+sys.path[:] = json.loads(sys.argv[2])
+from megagrpo.reward.worker import main
+main(int(sys.argv[1]))
+"""
 
 
 class Worker:
@@ -103,7 +109,7 @@ class Worker:
 
 
 class WorkerPool:
-    """`workers` processes, each with all of `specs` loaded. They start at the first `run`, and again after a failure."""
+    """`workers` processes, each with all of `specs` loaded. They start at the first `run` and after a failure."""
 
     def __init__(self, specs: Sequence[FunctionSpec], *, workers: int, timeout_seconds: float) -> None:
         self.specs = tuple(specs)
@@ -115,7 +121,7 @@ class WorkerPool:
     def run(self, calls: Sequence[tuple[int, Task]]) -> list[Outcome]:
         """The outcome of each call (index of the function, task), in order.
 
-        Takes at most about len(calls) x timeout_seconds / workers. Raises RewardError if the functions cannot be loaded.
+        Takes at most about len(calls) x timeout_seconds / workers. Raises RewardError if a function cannot be loaded.
         """
         with self._lock:
             for worker in [w for w in self._workers if w.process.poll() is not None]:
