@@ -14,7 +14,7 @@ from megagrpo.reward.function import RewardCallable
 
 
 def make() -> RewardCallable:
-    r"""1.0 if an expression of the response equals the ground truth, else 0.0; `\boxed{}` goes before other expressions.
+    r"""1.0 if an expression in the response equals the ground truth, else 0.0; `\boxed{}` goes before others.
 
     The ground truth is LaTeX or plain text, with or without `$` or `\boxed{}`. Imports sympy: about a second.
     """
