@@ -12,7 +12,7 @@ from megagrpo.reward.loading import BUILT_IN, FunctionSpec, load_built_in, user_
 from megagrpo.reward.workers import load_problems
 
 INLINE = ("gsm8k",)
-"""Run in the caller's process: fast whatever the response. A `format` pattern can backtrack for hours: it is not here."""
+"""Run in the caller's process: fast whatever the response. A `format` pattern can backtrack for hours, so it is not."""
 
 
 def function_specs(reward: schema.Reward) -> tuple[FunctionSpec, ...]:
