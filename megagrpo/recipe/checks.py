@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,7 +10,6 @@ from megagrpo.recipe.fields import nearest
 from megagrpo.recipe.schema import Recipe
 
 RUN_LENGTHS = ("total_steps", "total_epochs", "total_episodes")
-EVAL_METRICS = ("mean", "pass", "maj")
 
 
 @dataclass(frozen=True)
@@ -307,18 +305,25 @@ def _evaluation_metrics(recipe: Recipe) -> Iterator[RuleProblem]:
 
 
 def _metric_name(field: str, metric: str, samples: int) -> Iterator[RuleProblem]:
-    valid = [f"{name}@{samples}" for name in EVAL_METRICS]
-    if metric in valid:
+    valid = evaluation_metrics(samples)
+    source, slash, name = metric.rpartition("/")
+    if name in valid:
         return
-    stem = re.sub(r"@.*", "", metric)
-    guess = f"{stem}@{samples}" if stem in EVAL_METRICS else nearest(metric, valid)
+    stem = name.partition("@")[0]
+    guess = f"{stem}@{samples}" if f"{stem}@{samples}" in valid else nearest(name, valid)
     yield broken(
         field,
         reads=("eval.samples_per_prompt",),
         given=metric,
-        needed=f"one of {', '.join(valid)} (k is eval.samples_per_prompt)",
-        fix=f"did you mean `{guess}`?" if guess else f"write {valid[0]}",
+        needed=f"one of {', '.join(valid)} for eval.samples_per_prompt {samples}, or one of them of a data source, as SOURCE/{valid[0]}",
+        fix=f"did you mean `{source}{slash}{guess}`?" if guess else f"write {valid[0]}",
     )
+
+
+def evaluation_metrics(samples: int) -> list[str]:
+    """Names that an evaluation with `samples` per prompt gives to its scores (see trainer/evaluation.py)."""
+    powers = sorted({2**i for i in range(samples.bit_length())} | {samples})
+    return [f"mean@{samples}", *(f"pass@{k}" for k in powers), f"maj@{samples}"]
 
 
 RULES: tuple[Callable[[Recipe], Iterator[RuleProblem]], ...] = (

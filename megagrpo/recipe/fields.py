@@ -22,6 +22,7 @@ class Expected:
     annotation: Any
     metadata: tuple[Any, ...] = ()
     description: str = ""
+    required: bool = False
 
     @property
     def section(self) -> type[Section] | None:
@@ -46,6 +47,18 @@ class Expected:
             if origin is dict:
                 return Expected(arguments[1])
         return None
+
+    def placeholder(self) -> Any:
+        """Some value that may stand here."""
+        if self.section:
+            fields = {name: _of_field(info) for name, info in self.section.model_fields.items()}
+            return {name: field.placeholder() for name, field in fields.items() if field.required}
+        first = _alternatives(self.annotation)[0]
+        if typing.get_origin(first) is list:
+            return [Expected(typing.get_args(first)[0]).placeholder()]
+        if typing.get_origin(first) is Literal:
+            return typing.get_args(first)[0]
+        return {int: 1, float: 1.0, bool: True, str: "x"}[first]
 
     def words(self) -> str:
         """`an integer of at least 1`, `one of drop, truncate_left, error`, ..."""
@@ -85,7 +98,7 @@ def _paths(section: type[Section], prefix: str) -> Iterator[str]:
 
 
 def _of_field(info: FieldInfo) -> Expected:
-    return Expected(info.annotation, tuple(info.metadata), info.description or "")
+    return Expected(info.annotation, tuple(info.metadata), info.description or "", info.is_required())
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:

@@ -15,10 +15,11 @@ import pydantic
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.recipe.checks import RuleProblem, recipe_problems
+from megagrpo.recipe.fields import Expected
 from megagrpo.recipe.overrides import apply_overrides
 from megagrpo.recipe.places import Places
 from megagrpo.recipe.schema import Recipe
-from megagrpo.recipe.schema_problems import schema_problems
+from megagrpo.recipe.schema_problems import schema_problems, wrong_places
 from megagrpo.recipe.yaml12 import Document, parse, to_text
 
 
@@ -47,18 +48,17 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
         )
     tree, places, found = apply_overrides(document.tree, Places(str(path), document.lines), overrides)
     found = document.problems + found
-    unreliable = [at for at, _ in found]
-    recipe: Recipe | None
+    unreliable = {at for at, _ in found}
     try:
         recipe, wrong = Recipe.model_validate(tree), []
     except pydantic.ValidationError as error:
         wrong = schema_problems(tree, error.errors())
-        recipe, more = _repaired(tree, error.errors(), wrong)
-        unreliable += more
+        recipe, repaired = _repaired(tree, error.errors())
+        unreliable |= repaired
     told = {at for at, _ in found}
     problems = [problem for _, problem in found]
     problems += [replace(p, where=places.where(p.where)) for p in wrong if p.where not in told]
-    if recipe is None or problems:
+    if problems:
         rules = _rules_apart_from(unreliable, recipe)
         raise RecipeError(problems + [places.located(p) for p in rules])
     return LoadedRecipe(recipe, places)
@@ -92,36 +92,36 @@ def _other_recipes(path: Path) -> str:
     return f"recipes in that directory: {', '.join(names)}" if names else ""
 
 
-def _repaired(
-    tree: dict[str, Any], errors: Iterable[Mapping[str, Any]], wrong: Sequence[Problem]
-) -> tuple[Recipe | None, list[str]]:
-    """The recipe without its wrong values, and the paths that cannot be relied on there.
+def _repaired(tree: dict[str, Any], errors: Iterable[Mapping[str, Any]]) -> tuple[Recipe, set[str]]:
+    """The recipe with defaults in place of its wrong values, and the paths that cannot be relied on there.
 
-    An unknown key may be any field of its section misspelt, so all of that section counts. There is no recipe if a
-    field without a default is missing or wrong.
+    An unknown key may be any field of its section misspelt, so all of that section counts.
     """
     tree = copy.deepcopy(tree)
-    for problem in wrong:
-        _remove(tree, problem.where.split("."))
-    try:
-        recipe = Recipe.model_validate(tree)
-    except pydantic.ValidationError:
-        return None, []
-    unknown = {".".join(map(str, error["loc"])) for error in errors if error["type"] == "extra_forbidden"}
-    return recipe, [p.where.rpartition(".")[0] if p.where in unknown else p.where for p in wrong]
+    unreliable = set()
+    for keys, expected in wrong_places(errors).items():
+        _repair(tree, keys, expected)
+        unreliable.add(".".join(map(str, keys if expected else keys[:-1])))
+    return Recipe.model_validate(tree), unreliable
 
 
-def _remove(tree: Any, keys: list[str]) -> None:
-    for key in keys[:-1]:
-        tree = tree[int(key) if isinstance(tree, list) else key]
-    if isinstance(tree, dict):
-        tree.pop(keys[-1], None)
+def _repair(tree: Any, keys: Sequence[str | int], expected: Expected | None) -> None:
+    *above, last = keys
+    for key in above:
+        tree = tree[key]
+    if expected and (expected.required or isinstance(tree, list)):
+        tree[last] = expected.placeholder()
+    else:
+        tree.pop(last, None)
 
 
-def _rules_apart_from(unreliable: Sequence[str], recipe: Recipe | None) -> list[RuleProblem]:
+def _rules_apart_from(unreliable: Iterable[str], recipe: Recipe) -> list[RuleProblem]:
     """Broken rules that read no field at, above or below an unreliable path."""
-    problems = recipe_problems(recipe) if recipe else []
-    return [p for p in problems if not any(_overlap(field, path) for field in p.fields for path in unreliable)]
+    return [
+        p
+        for p in recipe_problems(recipe)
+        if not any(_overlap(field, path) for field in p.fields for path in unreliable)
+    ]
 
 
 def _overlap(one: str, other: str) -> bool:

@@ -52,7 +52,7 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> Problem | None:
         inner = above[-1].below(key)
         if inner is None:
             at, section = ".".join(keys[: depth + 1]), above[-1].section
-            return unknown_key(at, section) if section else _nothing_below(at, above[-1])
+            return unknown_key(at, key, section) if section else _nothing_below(at, above[-1])
         above.append(inner)
     container: Any = tree
     for depth, (key, expected) in enumerate(zip(keys, above, strict=False)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from megagrpo.errors import Problem
@@ -26,8 +26,17 @@ def schema_problems(tree: Mapping[str, Any], errors: Iterable[Mapping[str, Any]]
         beside = [p.fix for at, p in found.items() if at.rpartition(".")[0] == path.rpartition(".")[0]]
         misspelt = error["type"] == "missing" and _did_you_mean(str(keys[-1])) in beside
         if path not in found and not misspelt:
-            found[path] = _problem(error["type"], path, _value(tree, keys), expected)
+            found[path] = _problem(error["type"], keys, _value(tree, keys), expected)
     return list(found.values())
+
+
+def wrong_places(errors: Iterable[Mapping[str, Any]]) -> dict[tuple[str | int, ...], Expected | None]:
+    """Keys of all wrong, missing and unknown fields, and what may stand there (None: the key is unknown)."""
+    places = {}
+    for error in errors:
+        keys, expected = _place(error["loc"])
+        places[tuple(keys)] = None if error["type"] == "extra_forbidden" else expected
+    return places
 
 
 def shown(value: Any) -> str:
@@ -44,12 +53,13 @@ def shown(value: Any) -> str:
     return f"'{text}' (text)" if isinstance(value, str) else text
 
 
-def unknown_key(path: str, section: type[Section]) -> Problem:
+def unknown_key(path: str, key: str, section: type[Section]) -> Problem:
     """A key that the section does not have, with the name it was probably meant to be."""
-    key = path.rpartition(".")[2]
     guess = nearest(key, section.model_fields)
     elsewhere = paths_ending_in(key)
-    if guess:
+    if "." in key:
+        fix = "write one key on a line, each section's keys indented below it (dots are for overrides)"
+    elif guess:
         fix = _did_you_mean(guess)
     elif elsewhere:
         fix = f"`{key}` belongs at {' or '.join(elsewhere)}"
@@ -85,10 +95,10 @@ def _value(tree: Any, keys: Iterable[str | int]) -> Any:
     return tree
 
 
-def _problem(kind: str, path: str, value: Any, expected: Expected) -> Problem:
+def _problem(kind: str, keys: Sequence[str | int], value: Any, expected: Expected) -> Problem:
+    path, key = ".".join(map(str, keys)), str(keys[-1])
     if kind == "extra_forbidden" and expected.section:
-        return unknown_key(path, expected.section)
-    key = path.rpartition(".")[2]
+        return unknown_key(path, key, expected.section)
     if kind == "missing":
         return Problem(path, given="nothing", needed=_needed(expected), fix=f"add `{key}:`")
     return Problem(path, given=shown(value), needed=_needed(expected), fix=_fix(key, value, expected))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from megagrpo.data.files import records
 from megagrpo.data.rows import file_problems
 from megagrpo.errors import MegagrpoError, PreflightError, Problem
 from megagrpo.recipe.checks import recipe_problems
@@ -55,6 +56,7 @@ def preflight(loaded: LoadedRecipe, *, weights: bool = True) -> Preflight:
         vocabulary = architecture.vocab if architecture else None
         problems += tokenizer_problems(tokenizer, recipe.model.chat_template, vocabulary)
     problems += _data_problems(loaded)
+    problems += _attempt(problems, lambda: list(_metric_problems(recipe))) or []
     problems += reward_problems(recipe.reward)
     problems += _megatron_problems(recipe)
     problems += _package_problems(recipe)
@@ -93,6 +95,30 @@ def _data_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
             written = loaded.places.where(f"{section}.{index}.path")
             for problem in file_problems(Path(file.path)):
                 yield replace(problem, where=f"{written}: {problem.where}")
+
+
+def _metric_problems(recipe: Recipe) -> Iterator[Problem]:
+    """A metric of one data source (SOURCE/mean@1) exists if the evaluation files have that source, and others too."""
+    stopping = recipe.eval.early_stopping
+    asked = {
+        "checkpoint.keep_best": recipe.checkpoint.keep_best,
+        "eval.early_stopping.metric": stopping and stopping.metric,
+    }
+    named = {field: str(metric).rpartition("/")[0] for field, metric in asked.items() if "/" in str(metric)}
+    paths = [Path(file.path) for file in recipe.eval.files]
+    if not named or any(file_problems(path) for path in paths):
+        return
+    found = [record for path in paths for _, record in records(path, ("data_source",))]
+    sources = sorted({str(record.get("data_source")) for record in found if isinstance(record, dict)})
+    for field, source in named.items():
+        if source not in sources:
+            yield Problem(
+                field, given=f"the data source {source}", needed=f"one of {', '.join(sources)}, as in eval.files"
+            )
+        elif len(sources) == 1:
+            yield Problem(
+                field, given=f"{source}, the only data source of eval.files", needed="a metric without a source"
+            )
 
 
 def _megatron_problems(recipe: Recipe) -> list[Problem]:

@@ -3,17 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.layout.stages import layers_of_chunk
-from megagrpo.recipe.checks import RuleProblem, recipe_problems
+from megagrpo.recipe.checks import RuleProblem, evaluation_metrics, recipe_problems
 from megagrpo.recipe.fields import is_field
 from megagrpo.recipe.model_checks import model_problems
 from megagrpo.recipe.overrides import apply_overrides
 from megagrpo.recipe.places import Places
 from megagrpo.recipe.schema import Recipe
+from megagrpo.trainer import evaluation
+from megagrpo.types import Group, Prompt, Sample, Score
 from megagrpo.weights.families import architecture_of
 from tests.tiny_run import CONFIG, EXPERTS, recipe
 
@@ -77,6 +80,7 @@ RECIPE_CASES: list[tuple[list[str], str, str]] = [
     (["checkpoint.keep_best=mean@1"], "checkpoint.keep_best", "no eval.files"),
     ([EVAL, "checkpoint.keep_best=pass@4"], "checkpoint.keep_best", "did you mean `pass@1`?"),
     ([EVAL, "checkpoint.keep_best=accuracy"], "checkpoint.keep_best", "one of mean@1, pass@1, maj@1"),
+    ([EVAL, "checkpoint.keep_best=sums/maen@1"], "checkpoint.keep_best", "did you mean `sums/mean@1`?"),
 ]
 
 
@@ -108,12 +112,22 @@ def assert_speaks(problem: RuleProblem, field: str, words: str) -> None:
         ["train.offload=[reference, gradients]", "algorithm.kl.coefficient=0.1"],
         ["algorithm.advantage.epsilon=0", "algorithm.advantage.standard_deviation=none"],
         [EVAL, "eval.samples_per_prompt=4", "eval.temperature=1", "eval.early_stopping={metric: maj@4, patience: 2}"],
+        [EVAL, "eval.samples_per_prompt=6", "eval.temperature=1", "checkpoint.keep_best=openai/gsm8k/pass@4"],
         ["train.optimizer={lr: 1e-5, min_lr: 1e-6, schedule: cosine, warmup_steps: 2}"],
         ["train.total_steps=null", "train.total_episodes=16"],
     ],
 )
 def test_a_sensible_recipe_breaks_no_rule(overrides: list[str]) -> None:
     assert recipe_problems(recipe_with(*overrides)) == []
+
+
+def test_metric_names_are_those_that_an_evaluation_gives() -> None:
+    prompt = Prompt("p", (1,), "sums", "2")
+    sample = Sample("p", 0, np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop", "2")
+    for samples in (1, 2, 6, 8):
+        group = Group(prompt, (sample,) * samples, (Score(1.0),) * samples)
+        given = [name for name in evaluation.evaluation_metrics([group], samples) if "@" in name]
+        assert given == evaluation_metrics(samples)
 
 
 def test_all_broken_rules_are_found_at_once() -> None:

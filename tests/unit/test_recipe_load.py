@@ -1,10 +1,11 @@
 """Reading recipes: YAML's numbers and words, places, overrides, and all mistakes in one error."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megagrpo.errors import RecipeError
@@ -119,9 +120,46 @@ def test_rules_between_fields_are_reported_beside_wrong_fields_unless_they_read_
     wrong = ["algorithm.entropy_coefficient=-1", "rollout.top_p=0.9", "algorithm.minibatches=5"]
     wheres = [where for where, _ in problems_of(path, *wrong)]
     assert wheres == [f"override {text}" for text in wrong]
+    # Of a field without a default too.
+    wheres = [
+        where
+        for where, _ in problems_of(path, "rollout.prompts_per_step=few", "algorithm.minibatches=5", "rollout.top_k=2")
+    ]
+    assert wheres == ["override rollout.prompts_per_step=few", "override rollout.top_k=2"]
     # A misspelt key may be any of its section: nothing is said that rests on the section's other fields.
     wheres = [where for where, _ in problems_of(path, "cluster.trainer_devices=2", "train.layout.dat=2")]
     assert wheres == ["override train.layout.dat=2"]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_stands_in_a_recipe_it_loads_or_is_a_recipe_error(
+    data: st.DataObject, path: Path, tmp_path: Path
+) -> None:
+    tree = recipe(tmp_path)
+    for _ in range(data.draw(st.integers(1, 3))):
+        container: Any = tree
+        while True:
+            key = data.draw(
+                st.sampled_from([*(range(len(container)) if isinstance(container, list) else container), "new"])
+            )
+            inner = container[key] if key != "new" else None
+            if not isinstance(inner, list | dict) or not inner or data.draw(st.booleans()):
+                break
+            container = inner
+        if isinstance(container, list) and key == "new":
+            container.append(data.draw(trees))
+        elif key != "new" and data.draw(st.booleans()):
+            del container[key]
+        else:
+            container[key] = data.draw(trees)
+        if not container:
+            break
+    path.write_text(to_text(tree), encoding="utf-8")
+    try:
+        assert isinstance(load(path).recipe, Recipe)
+    except RecipeError as error:
+        assert error.problems
 
 
 def test_a_misspelt_key_is_not_also_reported_as_missing(path: Path) -> None:

@@ -78,6 +78,7 @@ def a_wider_model(directory: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 32}))
 
 
+KEEP_BEST = ("eval.files=[{path: '{tmp}/train.jsonl'}]", "checkpoint.keep_best=products/mean@1")
 CASES = [
     # the file
     Case("empty file", ("recipe.yaml", "given: nothing"), spoil=write("recipe.yaml", "")),
@@ -163,6 +164,7 @@ CASES = [
     Case(
         "truncated parquet", ("cannot be read as parquet",), ("data.train.0.path={tmp}/cut.parquet",), truncated_parquet
     ),
+    Case("no such source", ("data source products", "one of sums"), KEEP_BEST),
     Case("unknown reward", ("did you mean gsm8k?",), ("reward.functions.0.function=gsm8",)),
     Case("missing reward file", ("mine.py",), ("reward.functions.0.function={tmp}/mine.py:score",)),
     # the machine
