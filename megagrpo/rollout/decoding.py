@@ -26,7 +26,6 @@ class Response:
     stopped: bool
 
 
-@torch.inference_mode()
 def decode(
     model: Any,
     prompts: Sequence[Sequence[int]],
@@ -39,7 +38,7 @@ def decode(
 
     `model` is a causal language model of transformers, in eval mode, whose layers all have full attention. Prompts
     (distinct, at least one token each) are padded on the left, so that all rows write the same column of the cache;
-    padding is masked, and positions count from each prompt's first token.
+    padding is masked, and positions count from each prompt's first token. To be called without gradients.
     """
     device = model.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)

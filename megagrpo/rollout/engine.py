@@ -68,7 +68,7 @@ class EngineState(Enum):
     """An update is open: its weights are a mixture of two versions until end_update."""
 
     UNVERIFIED = "holding unverified weights"
-    """All weights arrived, but nobody has yet said that their digests agree: commit_update does, or begin_update starts over."""
+    """All weights arrived, their digests not yet compared. commit_update says they agree, begin_update starts over."""
 
     CLOSED = "closed"
     """Its weights are freed. Nothing but close is possible."""

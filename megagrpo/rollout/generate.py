@@ -1,4 +1,4 @@
-"""From prompts to requests and from samples back to groups. Pure: the order of the prompts is the order of everything."""
+"""From prompts to requests and from samples back to groups. Pure; everything is in the order of the prompts."""
 
 from __future__ import annotations
 

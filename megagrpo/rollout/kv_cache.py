@@ -1,4 +1,4 @@
-"""Keys and values of a batch of rows in storage that grows in steps, shared by the samples of a prompt until expanded."""
+"""Keys and values of a batch of rows, in storage that grows in steps: one row per prompt, then one per sample."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ GROWTH_TOKENS = 32  # smallest step; larger ones are half of what is in use
 
 
 class GrowingLayer(CacheLayerMixin):
-    """One layer's keys and values, [rows, key-value heads, capacity, head size], of which the first `length` are in use.
+    """One layer's keys and values, [rows, key-value heads, capacity, head size]; the first `length` tokens are in use.
 
     transformers' own dynamic layer copies everything at every token; its static one attends to its whole capacity.
     """
 
     is_sliding = False
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, limit: int) -> None:
         super().__init__()

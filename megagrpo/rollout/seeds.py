@@ -19,8 +19,8 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """One uniform number in [0, 1) for each (seed, position), without any state.
 
     `seeds` and `positions` are int64 of one shape, as is the float64 result. It is SplitMix64 (Steele, Lea and Flood,
-    "Fast splittable pseudorandom number generators", 2014) started at the mixed seed and jumped to the position. 52 bits
-    are kept: `u * total < total` then holds in float64 for any total, so no draw falls off the end of a distribution.
+    "Fast splittable pseudorandom number generators", 2014) started at the mixed seed and jumped to the position. Of its
+    bits, 52 are kept: `u * total < total` then holds in float64 for any total, so that some token is always drawn.
     """
     state = _mix(seeds) + (positions + 1) * _signed(0x9E3779B97F4A7C15)
     return _shift_right(_mix(state), 12).to(torch.float64) * 2.0**-52

@@ -82,7 +82,8 @@ class TransformersEngine:
             return []
         responses: dict[int, Response] = {}
         for batch in _batches(requests, self._requests_at_once):
-            responses |= zip(batch, self._decode([requests[i] for i in batch]), strict=True)
+            with torch.inference_mode():
+                responses |= zip(batch, self._decode([requests[i] for i in batch]), strict=True)
         return self._samples(requests, [responses[i] for i in range(len(requests))])
 
     def close(self) -> None:
@@ -142,11 +143,12 @@ def _batches(requests: Sequence[Request], at_once: int) -> Iterator[list[int]]:
 
 def _load_model(directory: str, device: str, dtype: str) -> Any:
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch_dtype(dtype), attn_implementation="sdpa", output_loading_info=True
         )
     except (OSError, ValueError) as error:
         raise ModelError(Problem(f"{directory}: transformers cannot load the model", given=str(error))) from error
+    model, report = loaded
     absent = sorted(report["missing_keys"]) + [key for key, *_ in report["mismatched_keys"]]
     if absent:
         raise ModelError(

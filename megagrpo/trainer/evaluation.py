@@ -77,7 +77,7 @@ def best_of(scores: Sequence[float], k: int) -> float:
 
 
 def majority(scores: Sequence[float], texts: Sequence[str]) -> float:
-    """Mean score of the samples that give the most frequent answer (arXiv:2203.11171); answers that tie are averaged."""
+    """Mean score of the samples that give the most frequent answer (arXiv:2203.11171); tied answers are averaged."""
     by_answer: dict[str, list[float]] = defaultdict(list)
     for score, text in zip(scores, texts, strict=True):
         by_answer[extract_answer(text)].append(score)
