@@ -75,7 +75,7 @@ class EngineActor:
         self.plan, self.destination = plan, destination
 
     def update(self, version: int, *buckets: list[Bucket]) -> Mapping[str, int]:
-        """Receives a whole update; the digests of what arrived. It stays uncommitted until the driver has compared them."""
+        """Receives a whole update; the digests of what arrived. Uncommitted until the driver has compared them."""
         self.engine.begin_update(version)
         for received in buckets:
             ours = [bucket for bucket in received if bucket.destination == self.destination]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from megagrpo.weights.boxes import Manifest
 
 if TYPE_CHECKING:
     from megagrpo.megatron.results import StepMetrics
+    from megagrpo.weights.executors.checkpoint_export import Export
+    from megagrpo.weights.plan import WeightPlan
 
 
 class Policy:
@@ -27,6 +30,7 @@ class Policy:
 
     def __init__(self, runtime: Runtime, recipe: Recipe, model_directory: Path) -> None:
         self._timeout = recipe.cluster.step_timeout_seconds
+        self._offload = list(recipe.train.offload)
         self._data_rank = {f"train rank {at.rank}": at.data for at in rank_grid(recipe.train.layout.parallel())}
         self.actors: dict[str, Any] = {
             name: RankActor.options(**runtime.options(bundle, runtime.devices.rank_share)).remote()
@@ -56,6 +60,19 @@ class Policy:
 
     def manifests(self) -> list[Manifest]:
         return self.call("manifest")
+
+    def write_export(self, export: Export, plan: WeightPlan) -> None:
+        """Every rank writes its boxes into a Hugging Face export's files. `plan`'s sources are the ranks, in order."""
+        shared = ray.put(plan)
+        wait_for(
+            {
+                name: actor.call.remote("write_export", export, shared, rank)
+                for rank, (name, actor) in enumerate(self.actors.items())
+            },
+            doing="export",
+            timeout_seconds=self._timeout,
+            error=RankError,
+        )
 
     def load_batch(self, batches: Sequence[RankBatch]) -> None:
         """Hands each data rank its part of the step; ranks of one data rank read one shared object."""
@@ -90,6 +107,12 @@ class Policy:
         """All minibatches and epochs over the loaded batch. `advantages` is float32 [rows]."""
         return next(metrics for metrics in self.call("update", advantages, lr) if metrics is not None)
 
-    def close(self) -> None:
-        for actor in self.actors.values():
-            ray.kill(actor)
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Inside it, the parts named in train.offload are in host memory: engines on the same devices have room."""
+        parts = self._offload
+        if parts:
+            self.call("release", parts)
+        yield
+        if parts:
+            self.call("restore", parts)

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from megagrpo.cluster.actors import EngineActor
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import call_all, wait_for
@@ -88,7 +86,3 @@ class Rollouts:
         for name, share in zip(self.actors, shares, strict=True):
             samples |= zip(share, answers.get(name, ()), strict=True)
         return groups_of(prompts, [samples[i] for i in range(len(requests))], per_prompt)
-
-    def close(self) -> None:
-        for actor in self.actors.values():
-            ray.kill(actor)

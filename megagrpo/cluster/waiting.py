@@ -33,7 +33,7 @@ def wait_for(
                     where=f"{doing}: no answer from {late}",
                     given=f"nothing after {timeout_seconds:g} s",
                     needed="an answer from every one of " + ", ".join(results),
-                    fix="look for the first error in the logs of those named; if they were only slow, raise the timeout",
+                    fix="look for the first error in the logs of those named; if they were slow, raise the timeout",
                 )
             )
         for ref in ready:

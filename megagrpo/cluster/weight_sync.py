@@ -65,7 +65,7 @@ def digest_problems(engine: str, expected: Mapping[str, int], arrived: Mapping[s
             needed=f"digest {expected[tensor]:016x}, as on the training ranks"
             if tensor in expected
             else "no such tensor",
-            fix="the bytes changed on the way, or a side places this tensor wrongly; the engine does not generate with them",
+            fix="the bytes changed on the way, or a side places the tensor wrongly; this engine will not generate",
         )
         for tensor in sorted(expected.keys() | arrived.keys())
         if expected.get(tensor) != arrived.get(tensor)

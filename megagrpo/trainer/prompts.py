@@ -40,7 +40,7 @@ def describe_mixture(mixture: Mixture) -> list[str]:
 
 
 def total_steps(recipe: Recipe, prompts: int) -> int:
-    """Length of the run in steps; `prompts` are those of one epoch. Epochs and episodes are rounded up to whole steps."""
+    """Length of the run in steps, rounded up to whole ones; `prompts` are those of one epoch."""
     train, rollout = recipe.train, recipe.rollout
     if train.total_steps is not None:
         return train.total_steps

@@ -66,5 +66,5 @@ def export(policy: Policy, architecture: Architecture, model_directory: Path, di
     """Writes the policy as a Hugging Face model: every rank its own boxes, nothing gathered. Raises CheckpointError."""
     begun = begin_export(directory, model_directory, architecture, dtype)
     plan = make_plan(policy.manifests(), begun.files)
-    policy.call_with_rank("write_export", begun, plan)
+    policy.write_export(begun, plan)
     finish_export(begun)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megagrpo.algorithm.advantage import grpo_advantages, groups_with_signal, penalized_scores
+from megagrpo.algorithm.advantage import groups_with_signal, grpo_advantages, penalized_scores
 from megagrpo.algorithm.learning_rate import learning_rate
 from megagrpo.batching.microbatch import RankBatch
 from megagrpo.batching.rank_batches import make_rank_batches
@@ -50,7 +50,7 @@ def grpo_step(run: Run, step: int) -> Step:
     algorithm, clock = run.recipe.algorithm, run.clock
     kl_in_reward = algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
 
-    with clock.phase("rollout"):
+    with clock.phase("rollout"), run.policy.released():
         prompts = run.cursor.next(run.recipe.rollout.prompts_per_step)
         groups = run.rollouts.generate(prompts, step)
 

@@ -126,7 +126,7 @@ def _run_steps(
 
 
 def _evaluate(run: Run, progress: Progress, held_out: Sequence[Prompt]) -> Progress:
-    with run.clock.phase("eval"):
+    with run.clock.phase("eval"), run.policy.released():
         groups = run.scorer.score(run.rollouts.generate_for_evaluation(held_out))
     evaluation = evaluation_metrics(groups, run.recipe.eval.samples_per_prompt)
     stopping = progress.stopping.after(evaluation) if progress.stopping else None
