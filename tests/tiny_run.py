@@ -1,4 +1,4 @@
-"""Everything a recipe names, small enough to be made in a blink: a model of zeros, its tokenizer, prompts and a recipe."""
+"""Everything a recipe names, made in a blink: a model of zeros, its tokenizer, prompts and the recipe."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ROW = {
 
 
 def make_run(directory: Path, **config: Any) -> Path:
-    """Write model/, train.jsonl and recipe.yaml into `directory`; return the recipe's path. `config` changes config.json."""
+    """Write model/, train.jsonl and recipe.yaml into `directory`; return the recipe. `config` changes config.json."""
     make_model(directory / "model", **config)
     (directory / "train.jsonl").write_text(f"{json.dumps(ROW)}\n" * 8)
     path = directory / "recipe.yaml"

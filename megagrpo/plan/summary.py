@@ -85,7 +85,8 @@ def _sequence(recipe: Recipe) -> str:
         recipe.rollout.response_tokens_max,
         recipe.train.layout.context,
     )
-    return f"up to {prompt} + {response} tokens, packed into microbatches of {recipe.train.tokens_per_microbatch * context}"
+    capacity = recipe.train.tokens_per_microbatch * context
+    return f"up to {prompt} + {response} tokens, packed into microbatches of {capacity}"
 
 
 def _length(recipe: Recipe) -> str:

@@ -1,4 +1,4 @@
-"""Rules between fields of a recipe. Pure: nothing is read but the recipe. recipe/model_checks.py has those that need the model."""
+"""Rules between fields of a recipe. Pure: nothing else is read. Those that need the model are in model_checks.py."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def _batch(recipe: Recipe) -> Iterator[RuleProblem]:
         yield broken(
             "train.layout.data",
             reads=("algorithm.minibatches", "rollout.prompts_per_step", "rollout.samples_per_prompt"),
-            given=f"{data} data ranks, and {product} in {minibatches} minibatches, so {samples // minibatches} samples in each",
+            given=f"{data} data ranks, and {product} in {minibatches} minibatches, "
+            f"so {samples // minibatches} samples in each",
             needed="at least one sample of every minibatch for each data rank",
             fix=f"lower train.layout.data to {samples // minibatches}, lower algorithm.minibatches, or sample more",
         )
@@ -76,7 +77,7 @@ def _batch(recipe: Recipe) -> Iterator[RuleProblem]:
             "rollout.samples_per_prompt",
             reads=("algorithm.advantage.name",),
             given=f"{rollout.samples_per_prompt}",
-            needed="at least 2: an advantage compares the samples of one prompt, and that of a single sample is always 0",
+            needed="at least 2: an advantage compares the samples of one prompt; that of a single one is always 0",
             fix="samples_per_prompt: 8",
         )
 
@@ -105,8 +106,8 @@ def _lengths(recipe: Recipe) -> Iterator[RuleProblem]:
         yield broken(
             "train.tokens_per_microbatch",
             reads=("train.layout.context", "data.prompt_tokens_max", "rollout.response_tokens_max"),
-            given=f"{recipe.train.tokens_per_microbatch} tokens x {context} context ranks, and prompt + response of up to "
-            f"{prompt} + {response}"
+            given=f"{recipe.train.tokens_per_microbatch} tokens x {context} context ranks, "
+            f"and prompt + response of up to {prompt} + {response}"
             + (f", padded to {longest} for context ranks" if longest > prompt + response else ""),
             needed=f"at least {-(-longest // context)}, to hold the longest sequence",
             fix="raise it, or lower data.prompt_tokens_max or rollout.response_tokens_max",
@@ -138,8 +139,8 @@ def _layout(recipe: Recipe) -> Iterator[RuleProblem]:
             "cluster.trainer_devices",
             reads=sizes,
             given=f"{devices} devices",
-            needed=f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {layout.data}"
-            f" = {layout.ranks} ranks, one device each",
+            needed=f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} "
+            f"x data {layout.data} = {layout.ranks} ranks, one device each",
             fix=_devices_fix(devices, layout.ranks, layout.data),
         )
 
@@ -315,7 +316,8 @@ def _metric_name(field: str, metric: str, samples: int) -> Iterator[RuleProblem]
         field,
         reads=("eval.samples_per_prompt",),
         given=metric,
-        needed=f"one of {', '.join(valid)} for eval.samples_per_prompt {samples}, or one of them of a data source, as SOURCE/{valid[0]}",
+        needed=f"one of {', '.join(valid)} (with eval.samples_per_prompt {samples}), "
+        f"or of a single data source, as SOURCE/{valid[0]}",
         fix=f"did you mean `{source}{slash}{guess}`?" if guess else f"write {valid[0]}",
     )
 

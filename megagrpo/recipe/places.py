@@ -43,7 +43,7 @@ class Places:
         )
 
     def located(self, problem: Problem) -> Problem:
-        """The problem with its place, if its `where` is a field of the recipe (items as .0 or [0]); otherwise as it is."""
+        """The problem with its place if its `where` is a field of the recipe (items as .0 or [0]), else as it is."""
         path = ITEM.sub(r".\1", problem.where)
         return replace(problem, where=self.where(path)) if is_field(path) else problem
 

@@ -43,7 +43,7 @@ class Model(Section):
     """Jinja file that replaces the tokenizer's own chat template."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Weights and activations while training. auto: bfloat16 on GPUs (gradients and master weights stay float32), float32 on CPUs."""
+    """Weights and activations. auto: bfloat16 on GPUs (gradients and master weights stay float32), float32 on CPUs."""
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class RewardFunction(Section):
     """One reward, its weight, and its own arguments."""
 
     function: str
-    """gsm8k, math, format, or FILE.py:FUNCTION of your own with the arguments (data_source, response, ground_truth, extra_info)."""
+    """gsm8k, math, format, or FILE.py:FUNCTION, called with data_source, response, ground_truth and extra_info."""
 
     weight: float = 1.0
     """The sample's reward is the weighted sum over all functions."""
@@ -195,7 +195,7 @@ class Algorithm(Section):
     """Weight of the entropy bonus."""
 
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """token_mean: mean over all response tokens of the minibatch. sequence_mean: mean over responses of each one's token mean."""
+    """token_mean: over all response tokens of a minibatch. sequence_mean: over responses, of each one's token mean."""
 
     minibatches: PositiveInt = 1
     """Optimizer steps per pass over a step's samples. Must divide prompts_per_step x samples_per_prompt."""
@@ -299,7 +299,7 @@ class Train(Section):
     """Activations recomputed in the backward pass: none, the attention core, or whole layers."""
 
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Megatron's layers: transformer_engine's fused ones or Megatron's local ones. auto: the former where they can run."""
+    """Megatron's layers: transformer_engine's fused ones, or its local ones. auto: the former where they can run."""
 
     offload: list[Literal["parameters", "gradients", "optimizer", "reference"]] = []
     """Parts moved to host memory while they are not needed. Numbers do not change."""
@@ -426,7 +426,7 @@ class Cluster(Section):
     """Where the processes run."""
 
     address: str | None = None
-    """Ray cluster to join, such as auto or ray://host:10001; the default starts one on this machine (RAY_ADDRESS is honoured)."""
+    """Ray cluster to join, such as auto or ray://host:10001; default: RAY_ADDRESS, else one started on this machine."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What ranks and engines compute on. auto: cuda where there is one."""

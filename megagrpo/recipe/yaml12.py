@@ -57,7 +57,7 @@ for _name, _pattern, _first in CORE_SCHEMA:
 
 @dataclass
 class Document:
-    """A parsed document: plain Python values, the line (from 1) of every dotted path, and what was wrong at which path."""
+    """A parsed document: plain values, the line (from 1) of every dotted path, and what was wrong at which path."""
 
     tree: Any = None
     lines: dict[str, int] = field(default_factory=dict)

@@ -46,11 +46,12 @@ def local_directory(path: str, revision: str | None, patterns: tuple[str, ...], 
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
     except (OSError, HFValidationError, IncompleteSnapshotError) as error:
+        asked = f"{path} at {revision}" if revision else path
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise ModelError(
             Problem(
                 field,
-                given=f"{path}{f' at {revision}' if revision else ''}: no such directory, and not to be had from the Hugging Face hub: "
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+                given=f"{asked}: no such directory, and not to be had from the Hugging Face hub: {reason}",
                 needed="a model directory, a hub id in the local cache, or one that can be downloaded",
                 fix=_near(directory) or "check the name, the network, HF_HUB_OFFLINE and HF_TOKEN",
             )

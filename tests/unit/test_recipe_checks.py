@@ -95,7 +95,7 @@ def test_a_broken_rule_names_field_numbers_and_fix(overrides: list[str], field: 
 def assert_speaks(problem: RuleProblem, field: str, words: str) -> None:
     assert problem.where == field
     assert words in str(problem)
-    assert problem.given and problem.needed and problem.fix
+    assert all((problem.given, problem.needed, problem.fix))
     assert all(is_field(name) for name in problem.fields)
 
 
