@@ -1,9 +1,10 @@
 """Training ranks for tests: real processes over gloo, started once and reused by every test of the session.
 
-`run_ranks(2, "tests.distributed.test_x:function", *args)` calls the function on ranks 0 and 1 of a fresh process group of two and
-returns their results in rank order. A nursery process imports torch and Megatron once; each rank is a fork of it, so that ranks after the
-first cost milliseconds. Between calls a rank has no process group and no parallel state. A rank that raises, dies or passes its
-deadline ends the call with RankGroupError, which carries the ranks' tracebacks; the ranks of that call are then replaced.
+`run_ranks(2, "tests.distributed.test_x:function", *args)` calls the function on ranks 0 and 1 of a fresh process group
+of two and returns their results in rank order. A nursery process imports torch and Megatron once; each rank is a fork
+of it, so that ranks after the first cost milliseconds. Between calls a rank has no process group and no parallel state.
+A rank that raises, dies or passes its deadline ends the call with RankGroupError, which carries the ranks' tracebacks;
+the ranks of that call are then replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS_MAX = 8
 START_SECONDS = 120.0
 # One thread each: the ranks together already use every core.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 class RankGroupError(RuntimeError):
@@ -88,7 +94,9 @@ class RankGroup:
         new = [rank for rank in range(ranks) if rank not in self._ranks]
         for rank in new:
             self._ranks[rank], theirs = Pipe()
-            socket.send_fds(self._control, [f"{rank:04d}{self._trace_file(rank)}".encode().ljust(512)], [theirs.fileno()])
+            socket.send_fds(
+                self._control, [f"{rank:04d}{self._trace_file(rank)}".encode().ljust(512)], [theirs.fileno()]
+            )
             theirs.close()
         for rank in new:
             if not self._ranks[rank].poll(START_SECONDS):
@@ -96,18 +104,18 @@ class RankGroup:
             self._pids[rank] = self._ranks[rank].recv()
 
     def _collect(self, ranks: int, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
-        waiting = {self._ranks[rank]: rank for rank in range(ranks)}
+        waiting: dict[Any, int] = {self._ranks[rank]: rank for rank in range(ranks)}
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            ready: list[Any] = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 failures |= {rank: self._where_it_hangs(rank) for rank in waiting.values()}
                 break
             for connection in ready:
-                rank = waiting.pop(connection)  # type: ignore[index]
+                rank = waiting.pop(connection)
                 try:
-                    ok, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                    ok, value = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     ok, value = False, "died without a traceback"
                 (results if ok else failures)[rank] = value

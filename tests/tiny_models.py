@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models of every family, with unequal dimensions so that a wrong mapping cannot pass unseen."""
+"""Tiny random Hugging Face models of every family, with unequal matrix dimensions: a wrong mapping shows."""
 
 from __future__ import annotations
 
@@ -90,5 +90,7 @@ def reference_logits(
     directory: str | Path, sequences: list[list[int]], dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
     """What transformers says of each sequence alone: a list of [tokens, vocab] float32, computed in `dtype`."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager"
+    ).eval()
     return [model(torch.tensor([tokens])).logits[0].float() for tokens in sequences]

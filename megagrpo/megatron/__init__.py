@@ -1,4 +1,4 @@
-"""The training rank: all that imports megatron.core is in this package, and importing it makes megatron.core run without CUDA."""
+"""The training rank. Only this package imports megatron.core; importing it makes megatron.core run without CUDA."""
 
 from megagrpo.megatron import cpu_shim, guards
 

@@ -1,7 +1,7 @@
-"""Core attention over packed sequences without transformer-engine: rotary embedding, causal attention, context parallelism.
+"""Core attention over packed sequences where transformer-engine is not: rotary embedding, context parallelism.
 
-Tokens are spread once into padded batches of similarly long sequences (buckets.py), so that 256 short sequences cost a few
-calls, not 256. Padding stands behind each sequence's last token, where a causal query never looks: sequences do not mix.
+Tokens are spread once into padded batches of similarly long sequences (buckets.py), so that 256 short sequences cost a
+few calls, not 256. Padding stands behind a sequence's last token, where a causal query never looks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,12 @@ class PackedAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
         rope: Rope,
+        pg_collection: ProcessGroupCollection,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
-        assert pg_collection is not None and config.kv_channels is not None  # both are always set by SelfAttention
         self.scale = softmax_scale
         self.context_group = pg_collection.cp
         self.frequencies = inverse_frequencies(rope, config.kv_channels).to(torch.cuda.current_device())
@@ -62,7 +58,6 @@ class PackedAttention(MegatronModule):
         if self.context_group.size() > 1:
             both = AllGather.apply(torch.cat([key, value], dim=1), self.context_group)
             key, value = both.chunk(2, dim=1)
-        assert packed.plan is not None  # pack() always makes one
         return attend(query, key, value, packed.plan, self.scale)
 
 
@@ -75,10 +70,10 @@ def attend(
     value = _spread(value, plan.key_slots, plan.keys)
     outputs = []
     for bucket in plan.buckets:
-        queries = slice(bucket.first_query, bucket.first_query + bucket.sequences * bucket.queries)
-        keys = slice(bucket.first_key, bucket.first_key + bucket.sequences * bucket.keys)
         output = F.scaled_dot_product_attention(
-            *(x.unflatten(0, (bucket.sequences, -1)).transpose(1, 2) for x in (query[queries], key[keys], value[keys])),
+            _batch(query, bucket.first_query, bucket.sequences, bucket.queries),
+            _batch(key, bucket.first_key, bucket.sequences, bucket.keys),
+            _batch(value, bucket.first_key, bucket.sequences, bucket.keys),
             attn_mask=bucket.mask,
             is_causal=bucket.mask is None,
             scale=scale,
@@ -86,6 +81,11 @@ def attend(
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return _collect(outputs[0] if len(outputs) == 1 else torch.cat(outputs), plan.query_slots)
+
+
+def _batch(padded: torch.Tensor, first: int, sequences: int, tokens: int) -> torch.Tensor:
+    """[sequences, heads, tokens, head_dim] of one bucket."""
+    return padded[first : first + sequences * tokens].unflatten(0, (sequences, tokens)).transpose(1, 2)
 
 
 def _spread(tokens: torch.Tensor, slots: torch.Tensor | None, size: int) -> torch.Tensor:

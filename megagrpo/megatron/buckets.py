@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-# A sequence joins a bucket if it fills 4/5 of the longest there (at most a quarter of waste), or lacks no more tokens than this:
-# for short sequences a further call costs more than the padding.
+# A sequence joins a bucket if it fills 4/5 of the longest there (at most a quarter of waste), or lacks no more tokens
+# than this: for short sequences a further call costs more than the padding.
 PADDING_ALWAYS_ALLOWED = 16
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length: `sequences` x `queries` slots from `first_query`, `sequences` x `keys` from `first_key`."""
+    """Sequences of similar length: `sequences` x `queries` slots from `first_query`, and so for keys."""
 
     sequences: int
     queries: int
@@ -28,8 +28,8 @@ class Bucket:
 class AttentionPlan:
     """Where each token goes in the padded batches of all buckets, which lie one after the other in one buffer.
 
-    `query_slots[t]` is for this rank's token t. `key_slots` is for the tokens of all context ranks, in rank order; it is
-    the same tensor where context is 1. None: the tokens are already in that order, without padding.
+    `query_slots[t]` is for this rank's token t. `key_slots` is for the tokens of all context ranks, in rank order; it
+    is the same tensor where context is 1. None: the tokens are already in that order, without padding.
     """
 
     buckets: tuple[Bucket, ...]
@@ -42,7 +42,7 @@ class AttentionPlan:
 def plan_attention(
     lengths: np.ndarray, positions: list[np.ndarray], context_rank: int, device: torch.device | str
 ) -> AttentionPlan:
-    """Plan for sequences of `lengths` tokens per context rank, whose tokens have `positions[context rank]` in their sequence."""
+    """For sequences of `lengths` tokens per context rank; positions[rank]: of that rank's tokens in their sequences."""
     context = len(positions)
     order = np.argsort(-lengths, kind="stable")
     query_base = np.empty_like(lengths)

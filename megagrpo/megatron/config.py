@@ -21,7 +21,7 @@ LayerSpec = Literal["local", "transformer_engine"]
 
 
 def layer_spec(train: Train, device: str) -> LayerSpec:
-    """The layers that `train.layer_spec` means on `device` (cpu or cuda). Raises RecipeError if they cannot run there."""
+    """What `train.layer_spec` means on `device` (cpu or cuda). Raises RecipeError if it cannot run there."""
     runs = device != "cpu" and find_spec("transformer_engine") is not None
     if train.layer_spec == "transformer_engine" and not runs:
         raise RecipeError(
@@ -40,7 +40,7 @@ def layer_spec(train: Train, device: str) -> LayerSpec:
 def transformer_config(arch: Architecture, train: Train, dtype: torch.dtype, device: str) -> TransformerConfig:
     """Megatron's config for `arch` in the recipe's layout, with the recipe's `train.megatron` options on top.
 
-    `dtype` is torch.float32 or torch.bfloat16; `device` is cpu or cuda. Raises RecipeError if Megatron refuses the combination.
+    `dtype` is float32 or bfloat16; `device` is cpu or cuda. Raises RecipeError if Megatron refuses the combination.
     """
     problems = option_problems(train.megatron)
     if problems:
@@ -110,8 +110,8 @@ def _of_layout(layout: ParallelLayout) -> dict[str, Any]:
         # Microbatches differ in length. Megatron then wants this dispatcher, even without experts.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # Batched sends of two neighbours are untagged: interleaved over 2 stages, where both neighbours are the same rank,
-        # activations and gradients are exchanged wrongly without an error.
+        # Batched sends of two neighbours are untagged: interleaved over 2 stages, where both neighbours are the same
+        # rank, activations and gradients are exchanged wrongly without an error.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }
@@ -147,7 +147,7 @@ def _of_machine(spec: LayerSpec, device: str, has_experts: bool) -> dict[str, An
         "bias_activation_fusion": cuda,
         "gradient_accumulation_fusion": cuda and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # apex's
         "use_cpu_initialization": not cuda,
-        # Weights are always loaded, but only this marks them as split over tensor ranks: without, the gradient norm misses them.
+        # Weights are always loaded, but only this marks them as split over tensor ranks, as the gradient norm needs.
         "perform_initialization": True,
         "cuda_graph_scope": [],  # what Megatron's default stands for, with a warning
     }

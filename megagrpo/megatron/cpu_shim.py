@@ -1,8 +1,8 @@
-"""Let megatron-core 0.16 run where there is no CUDA (tensors in host memory, gloo) and where there is no transformer-engine.
+"""Let megatron-core 0.16 run where there is no CUDA (on CPUs, over gloo), and no transformer-engine.
 
-`enable()` must run before anything else imports megatron.core; the package's __init__ sees to that. Where CUDA exists and
-transformer-engine imports, it changes nothing. Every patch stands beside the reason for it. What CPU runs therefore cannot
-show: CUDA streams, the CUDA generator, NCCL.
+`enable()` must run before anything else imports megatron.core; the package's __init__ sees to that. Where CUDA exists
+and transformer-engine imports, it changes nothing. Every patch stands beside the reason for it. What CPU runs therefore
+cannot show: CUDA streams, the CUDA generator, NCCL.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,7 +33,8 @@ def enable() -> None:
     _enabled = True
     without_cuda = not torch.cuda.is_available()
     if without_cuda:
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # jit_fuser is torch.compile: minutes of C++ compilation for nothing
+        # Megatron's jit_fuser is torch.compile: minutes of C++ compilation for nothing.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _patch_torch()
     with warnings.catch_warnings():
         # Said many times at import; `megagrpo doctor` says it once and what it costs.
@@ -88,7 +88,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _type_as_if_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The optimizers compare Tensor.type() with 'torch.cuda.FloatTensor' and refuse anything else. Only they are told so."""
+    """The optimizers refuse what Tensor.type() does not call 'torch.cuda.FloatTensor'. Only they are told so."""
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
@@ -150,7 +150,7 @@ def _patch_expert_dispatch() -> None:
     _patch_unequal_gather(mappings)
 
 
-def _patch_unequal_gather(mappings: ModuleType) -> None:
+def _patch_unequal_gather(mappings: Any) -> None:
     equal_gather, equal_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather(

@@ -1,8 +1,8 @@
-"""Guards against what Megatron, torch and gloo compute wrongly without an error. Each has a test that shows the failure.
+"""Guards against what Megatron and gloo compute wrongly without an error. A test shows each failure.
 
-The others are elsewhere: config.py chooses the pipeline communication that is right for interleaved stages and options.py
-refuses any other, as it refuses the fused cross-entropy, whose gradients are bfloat16; Megatron's plain cross-entropy, which
-overwrites its logits, is not used (logprob.py has ours).
+The others are elsewhere: config.py chooses the pipeline communication that is right for interleaved stages and
+options.py refuses any other, as it refuses the fused cross-entropy, whose gradients are bfloat16; Megatron's plain
+cross-entropy, which overwrites its logits, is not used (logprob.py has ours).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def _guard_scatter() -> None:
 def _guard_optimizer_resume() -> None:
     """Megatron's distributed optimizer with torch's Adam (no transformer-engine, no apex): three repairs of loading.
 
-    Silent: load_state_dict gives every parameter the same `step` tensor, which Adam then counts up once per parameter, so
-    that the bias correction after a resume is wrong. Loud: copying a saved state fails on `step`, and a fresh optimizer has no
-    states to load into.
+    Silent: load_state_dict gives every parameter the same `step` tensor, which Adam then counts up once per parameter,
+    so that the bias correction after a resume is wrong. Loud: copying a saved state fails on `step`, and a fresh
+    optimizer has no states to load into.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -77,7 +77,9 @@ def _guard_optimizer_resume() -> None:
                 if name != "step":
                     to.copy_(tensors[name])
 
-    def sharded_state_dict_with_states(self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
+    def sharded_state_dict_with_states(
+        self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         if is_loading and type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
             for group in self.optimizer.param_groups:
                 for param in group["params"]:

@@ -54,7 +54,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
-        # Each tensor rank sees its part of the sequence; finalize_model_grads adds up the gradients of what is so marked.
+        # Each tensor rank sees its part of the sequence; finalize_model_grads sums the gradients of what is so marked.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

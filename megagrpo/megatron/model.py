@@ -17,7 +17,7 @@ from megagrpo.weights.families.architecture import Architecture
 
 
 def build_chunks(arch: Architecture, config: TransformerConfig, layout: ParallelLayout) -> list[GPTModel]:
-    """This rank's model chunks, one unless virtual_pipeline > 1. Weights are not loaded: they hold no meaningful values.
+    """This rank's model chunks, one unless virtual_pipeline > 1. Their weights are yet to be loaded.
 
     Collective over all ranks; process.start_parallel must have been called.
     """
@@ -31,7 +31,9 @@ def build_chunks(arch: Architecture, config: TransformerConfig, layout: Parallel
     return chunks
 
 
-def _build_chunk(arch: Architecture, config: TransformerConfig, layout: ParallelLayout, vp_stage: int | None) -> GPTModel:
+def _build_chunk(
+    arch: Architecture, config: TransformerConfig, layout: ParallelLayout, vp_stage: int | None
+) -> GPTModel:
     fused = config.transformer_impl == "transformer_engine"
     chunk = GPTModel(
         config,

@@ -1,4 +1,4 @@
-"""`train.megatron:` may set any field of the installed TransformerConfig, except those that would contradict the recipe."""
+"""`train.megatron:` may set any field of the installed TransformerConfig that does not contradict the recipe."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ OWNED = {
     (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
         "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "gated_linear_unit", "activation_func",
-        "activation_func_clamp_value", "glu_linear_offset", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "qk_l2_norm",
-        "rotary_interleaved", "no_rope_freq", "mrope_section", "window_size", "window_attn_skip_freq", "softmax_scale",
-        "softmax_type", "attention_output_gate", "apply_residual_connection_post_layernorm", "multi_latent_attention",
-        "experimental_attention_variant", "linear_attention_freq", "is_hybrid_model", "heterogeneous_block_specs",
-        "mtp_num_layers", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_latent_size",
-        "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+        "activation_func_clamp_value", "glu_linear_offset", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+        "qk_l2_norm", "rotary_interleaved", "no_rope_freq", "mrope_section", "window_size", "window_attn_skip_freq",
+        "softmax_scale", "softmax_type", "attention_output_gate", "apply_residual_connection_post_layernorm",
+        "multi_latent_attention", "experimental_attention_variant", "linear_attention_freq", "is_hybrid_model",
+        "heterogeneous_block_specs", "mtp_num_layers", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size",
+        "moe_layer_freq", "moe_latent_size", "moe_router_pre_softmax", "moe_router_score_function",
+        "moe_router_topk_scaling_factor", "moe_router_num_groups",
         "moe_router_group_topk", "moe_router_topk_limited_devices", "moe_router_enable_expert_bias",
         "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_apply_probs_on_input",
     ),
@@ -55,7 +56,7 @@ _SAME_LOGPROBS = "old and new logprobs of the same weights must be equal, and th
 _ISOLATED = "a token's logprob must not depend on the other sequences of its microbatch"
 _OWN_LOSS = "the loss is GRPO's, with global denominators; a loss added inside the model has others"
 _OWN_STAGES = "weights are placed by layers_of_chunk, which gives every stage the same number of layers"
-_RANK_SETS_IT = "it is set by the training rank"
+_NEEDS_A_CALL = "it needs a call after the backward pass that this trainer does not make"
 ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_dropout": ((0,), _SAME_LOGPROBS),
     "attention_dropout": ((0,), _SAME_LOGPROBS),
@@ -66,16 +67,19 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_aux_loss_coeff": ((0,), _OWN_LOSS),
     "moe_z_loss_coeff": ((None,), _OWN_LOSS),
     "moe_router_load_balancing_type": (("none",), _OWN_LOSS),
-    "moe_router_dtype": (("fp32", "fp64"), "a router in lower precision chooses other experts than the rollout engine"),
+    "moe_router_dtype": (("fp32", "fp64"), "in lower precision it chooses other experts than the rollout engine"),
     "calculate_per_token_loss": ((True,), _OWN_LOSS),
-    "cross_entropy_loss_fusion": ((False,), "Megatron's fused cross-entropy rounds its gradient to bfloat16, silently"),
+    "cross_entropy_loss_fusion": ((False,), "the fused cross-entropy rounds its gradient to bfloat16, silently"),
     "cross_entropy_fusion_impl": (("native",), "logprobs are computed by megagrpo from the logits"),
     "variable_seq_lengths": ((True,), "microbatches of packed sequences differ in length"),
-    "moe_token_dispatcher_type": (("alltoall", "flex"), "the allgather dispatcher cannot take microbatches that differ in length"),
+    "moe_token_dispatcher_type": (
+        ("alltoall", "flex"),
+        "the allgather one cannot take microbatches that differ in length",
+    ),
     "overlap_p2p_comm": ((), "it follows from train.layout: interleaved stages need it, others cannot have it"),
     "batch_p2p_comm": ((), "it follows from train.layout: it gives wrong numbers for interleaved stages"),
     "use_ring_exchange_p2p": ((False,), "it needs a torch built with it, and fixed sequence lengths"),
-    "perform_initialization": ((True,), "without it Megatron leaves tensor-parallel weights out of the gradient norm, silently"),
+    "perform_initialization": ((True,), "without it the gradient norm leaves out tensor-parallel weights, silently"),
     "init_model_with_meta_device": ((False,), "weights are loaded into the model as it is built"),
     "num_layers_in_first_pipeline_stage": ((None,), _OWN_STAGES),
     "num_layers_in_last_pipeline_stage": ((None,), _OWN_STAGES),
@@ -83,13 +87,13 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "account_for_embedding_in_pipeline_split": ((False,), _OWN_STAGES),
     "account_for_loss_in_pipeline_split": ((False,), _OWN_STAGES),
     "mtp_standalone": ((False,), _OWN_STAGES),
-    "defer_embedding_wgrad_compute": ((False,), "it needs a call after the backward pass that this trainer does not make"),
-    "delay_wgrad_compute": ((False,), "it needs a call after the backward pass that this trainer does not make"),
+    "defer_embedding_wgrad_compute": ((False,), _NEEDS_A_CALL),
+    "delay_wgrad_compute": ((False,), _NEEDS_A_CALL),
     "flash_decode": ((False,), "it is for inference"),
-} | {
-    name: ((None,), _RANK_SETS_IT)
-    for name in ("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "timers")
-}  # fmt: skip
+} | dict.fromkeys(
+    ("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "timers"),
+    ((None,), "it is set by the training rank"),
+)
 
 
 def option_problems(options: Mapping[str, Any]) -> list[Problem]:
@@ -109,11 +113,15 @@ def _problem(name: str, value: Any) -> Problem | None:
             fix=f"did you mean {nearest[0]}?" if nearest else "",
         )
     if name in OWNED:
-        return Problem(where, given=given, needed="not set here: another key of the recipe decides it", fix=f"set {OWNED[name]}")
+        return Problem(
+            where, given=given, needed="not set here: another key of the recipe decides it", fix=f"set {OWNED[name]}"
+        )
     if name in ALLOWED_VALUES:
         allowed, reason = ALLOWED_VALUES[name]
         if value not in allowed:
-            return Problem(where, given=given, needed=" or ".join(map(repr, allowed)) or "not set", fix=f"leave it out: {reason}")
+            return Problem(
+                where, given=given, needed=" or ".join(map(repr, allowed)) or "not set", fix=f"leave it out: {reason}"
+            )
     return _type_problem(where, name, value)
 
 

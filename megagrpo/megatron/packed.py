@@ -1,13 +1,13 @@
 """A microbatch as tensors: sequences laid end to end, without padding between them, aligned to the predicting position.
 
-With context > 1 each sequence is padded to a multiple of 2 x context and cut into that many chunks; rank r holds chunks r and
-2 * context - 1 - r of every sequence ("zigzag": under causal attention all ranks then have the same work).
-With tensor > 1 the total is padded by a masked dummy sequence, so that sequence parallelism can divide it.
+With context > 1 each sequence is padded to a multiple of 2 x context and cut into that many chunks; rank r holds chunks
+r and 2 * context - 1 - r of every sequence ("zigzag": under causal attention all ranks then have the same work). With
+tensor > 1 the total is padded by a masked dummy sequence, so that sequence parallelism can divide it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,20 +20,21 @@ from megagrpo.megatron.buckets import AttentionPlan, plan_attention
 NO_ROW = -1
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
     """Megatron's description of packed sequences, with what PackedAttention needs and computes once per microbatch."""
 
-    positions: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # int64 [tokens], within each sequence
-    plan: AttentionPlan | None = None
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cosine and sine of this microbatch, set by the first layer
+    positions: torch.Tensor  # int64 [tokens], within each sequence
+    plan: AttentionPlan
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cosine and sine, set by the first layer
 
 
 @dataclass(frozen=True)
 class PackedTensors:
     """One microbatch on one context rank. `tokens` below is the number of tokens on this rank, padding included.
 
-    Position t predicts token t + 1 of its sequence: `labels`, `mask` and `rollout_logprobs` are those of the predicted token.
+    Position t predicts token t + 1 of its sequence: `labels`, `mask` and `rollout_logprobs` are those of the predicted
+    token.
     """
 
     tokens: torch.Tensor  # int64 [1, tokens], 0 in padding
@@ -45,7 +46,9 @@ class PackedTensors:
     sequences: PackedSequences
 
 
-def pack(microbatch: Microbatch, *, layout: ParallelLayout, context_rank: int, device: torch.device | str) -> PackedTensors:
+def pack(
+    microbatch: Microbatch, *, layout: ParallelLayout, context_rank: int, device: torch.device | str
+) -> PackedTensors:
     """The tensors of `microbatch` for one context rank. A microbatch without sequences becomes padding only."""
     context = layout.context
     lengths = np.array([len(s.tokens) for s in microbatch.sequences], dtype=np.int64)
@@ -54,7 +57,7 @@ def pack(microbatch: Microbatch, *, layout: ParallelLayout, context_rank: int, d
     sequence = np.repeat(np.arange(len(lengths)), local)
     position = _positions(padded, sequence, context, context_rank)
 
-    # Everything is looked up in the concatenated sequences; what does not exist is looked up in the sentinel at the end.
+    # Everything is looked up in the concatenated sequences, and what does not exist in the sentinel at their end.
     flat_tokens = np.concatenate([*(s.tokens for s in microbatch.sequences), [0]])
     flat_mask = np.concatenate([*(s.loss_mask for s in microbatch.sequences), [False]])
     flat_logprobs = np.concatenate([*(s.rollout_logprobs for s in microbatch.sequences), [0.0]])

@@ -23,8 +23,8 @@ from megagrpo.layout.parallel import ParallelLayout
 def start(rank: int, ranks: int, init_method: str, device: str, timeout_seconds: float) -> None:
     """Join `ranks` processes through `init_method` (tcp://host:port or file:///path).
 
-    `device` is cpu (gloo), or cuda or cuda:N (NCCL). `timeout_seconds` is the deadline of this call and of every collective
-    operation in the default group. Raises RankError if the others do not come.
+    `device` is cpu (gloo), or cuda or cuda:N (NCCL). `timeout_seconds` is the deadline of this call and of every
+    collective operation in the default group. Raises RankError if the others do not come.
     """
     timeout = timedelta(seconds=timeout_seconds)
     _silence_harmless_warnings()
@@ -95,7 +95,9 @@ def _silence_harmless_warnings() -> None:
     # Megatron calls collectives by names that newer torch has renamed.
     warnings.filterwarnings("ignore", message=".*deprecated. Please use `torch.distributed", category=FutureWarning)
     # Said of experts with expert_tensor 1 in a model with tensor > 1, for which it is right.
-    warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`, but tensor model parallel size is 1")
+    warnings.filterwarnings(
+        "ignore", message="`sequence_parallel` is set to `True`, but tensor model parallel size is 1"
+    )
 
 
 def _use_loopback_if_local(init_method: str) -> None:

@@ -39,7 +39,7 @@ class RankLogits:
 def logits_of_families(
     directories: list[Path], layout: ParallelLayout, microbatches: list[list[list[int]]], dtype: str = "float32"
 ) -> list[RankLogits | None]:
-    """For each model, this rank's logits of its part of `microbatches[m][sequence][token]`; None before the last stage."""
+    """For each model, this rank's logits of its part of `microbatches[m][sequence][token]`; None on earlier stages."""
     process.start_parallel(layout, seed=1)
     try:
         return [_logits(directory, layout, microbatches, getattr(torch, dtype)) for directory in directories]
@@ -104,7 +104,11 @@ def rank_microbatches(layout: ParallelLayout, microbatches: list[list[list[int]]
 
 def train_sequence(tokens: list[int], row: int) -> TrainSequence:
     return TrainSequence(
-        tokens=np.array(tokens), loss_mask=np.arange(len(tokens)) > 0, rollout_logprobs=np.zeros(len(tokens)), group=0, row=row
+        tokens=np.array(tokens),
+        loss_mask=np.arange(len(tokens)) > 0,
+        rollout_logprobs=np.zeros(len(tokens)),
+        group=0,
+        row=row,
     )
 
 

@@ -64,7 +64,7 @@ def gradient_norms(directory: Path, layout: ParallelLayout, changes: dict[str, A
     return float(sum(p.grad.square().sum() for chunk in chunks for p in chunk.parameters()) ** 0.5)
 
 
-# --- scatter of non-contiguous tensors over gloo ------------------------------------------------------------------------
+# --- scatter of non-contiguous tensors over gloo ----------------------------------------------------------------------
 
 
 def test_scatter_of_tensors_that_are_not_contiguous() -> None:
@@ -84,7 +84,7 @@ def scatter_columns() -> list[np.ndarray]:
     return results
 
 
-# --- Megatron's cross-entropies -----------------------------------------------------------------------------------------
+# --- Megatron's cross-entropies ---------------------------------------------------------------------------------------
 
 
 def test_logprobs_leave_the_logits_alone_and_have_exact_gradients() -> None:
@@ -124,7 +124,7 @@ def cross_entropy_errors() -> dict[str, float]:
     }
 
 
-# --- one `step` for all parameters after a resume -----------------------------------------------------------------------
+# --- one `step` for all parameters after a resume ---------------------------------------------------------------------
 
 
 def test_a_loaded_optimizer_counts_each_parameters_steps_by_itself(directory: Path) -> None:

@@ -76,7 +76,9 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(
     for layout in (ParallelLayout(), ParallelLayout(tensor=2, expert_tensor=2)):
         for family, ours in run_families(families, layout, models, dtype="bfloat16").items():
             error = rms([got - wanted.numpy() for got, wanted in zip(ours, references[family], strict=True)])
-            error_of_theirs = rms([(got - wanted).numpy() for got, wanted in zip(theirs[family], references[family], strict=True)])
+            error_of_theirs = rms(
+                [(got - wanted).numpy() for got, wanted in zip(theirs[family], references[family], strict=True)]
+            )
             assert 0.5 * error_of_theirs < error < 1.25 * error_of_theirs
 
 
@@ -103,7 +105,7 @@ def run_families(
 
 
 def assemble(by_rank: list[RankLogits | None], layout: ParallelLayout) -> list[np.ndarray]:
-    """Logits [tokens, vocab] of each sequence, without padded columns. Every token must have come from every tensor rank, once."""
+    """Logits [tokens, vocab] of each sequence, without padded columns. Each tensor rank must have each token once."""
     vocab = -(-VOCAB // layout.tensor) * layout.tensor
     logits = [np.full((len(tokens), vocab), np.nan, dtype=np.float32) for tokens in SEQUENCES]
     width = vocab // layout.tensor

@@ -32,7 +32,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("context", [1, 2])
-def test_perturbing_one_sequence_leaves_the_others_logits_as_they_are(directories: dict[str, Path], context: int) -> None:
+def test_perturbing_one_sequence_leaves_the_others_logits_as_they_are(
+    directories: dict[str, Path], context: int
+) -> None:
     layout = ParallelLayout(context=context)
     for before, after, rows in run_ranks(context, f"{__name__}:perturb", directories["qwen3"], layout):
         others = (rows != 2) & (rows != NO_ROW)
@@ -103,7 +105,9 @@ def _loss_and_gradients(directory: Path, layout: ParallelLayout, mode: str) -> d
         return model.forward(chunk, packed), loss
 
     with count_calls(PackedAttention) as calls:
-        run_schedule(chunks, forward_step, rank_microbatches(layout, [SEQUENCES[:4], SEQUENCES[4:]]), forward_only=False)
+        run_schedule(
+            chunks, forward_step, rank_microbatches(layout, [SEQUENCES[:4], SEQUENCES[4:]]), forward_only=False
+        )
     gradients = {
         f"{index}.{name}": parameter.grad.numpy()
         for index, chunk in enumerate(chunks)

@@ -64,23 +64,30 @@ def test_what_megatron_itself_refuses_is_a_recipe_error() -> None:
 
 
 def test_transformer_engine_needs_cuda() -> None:
-    with pytest.raises(RecipeError, match="train.layer_spec"):
+    with pytest.raises(RecipeError, match=r"train\.layer_spec"):
         config(layer_spec="transformer_engine")
 
 
 def test_the_fields_that_the_contracts_rest_on() -> None:
     plain = config()
-    assert plain.calculate_per_token_loss and plain.variable_seq_lengths
-    assert not plain.sequence_parallel and plain.hidden_dropout == plain.attention_dropout == 0
+    assert plain.calculate_per_token_loss
+    assert plain.variable_seq_lengths
+    assert not plain.sequence_parallel
+    assert plain.hidden_dropout == plain.attention_dropout == 0
     assert config(layout=Layout(tensor=2)).sequence_parallel
     interleaved = config(layout=Layout(pipeline=2, virtual_pipeline=2))
-    assert interleaved.overlap_p2p_comm and not interleaved.batch_p2p_comm
+    assert interleaved.overlap_p2p_comm
+    assert not interleaved.batch_p2p_comm
     assert config(recompute="full").recompute_method == "uniform"
     assert config(recompute="selective").recompute_modules == ["core_attn"]
     half = config(dtype=torch.bfloat16)
-    assert half.bf16 and half.params_dtype == half.pipeline_dtype == torch.bfloat16
+    assert half.bf16
+    assert half.params_dtype == half.pipeline_dtype == torch.bfloat16
 
 
 def test_experts_without_normalised_weights() -> None:
-    arch = Architecture(**(vars(ARCHITECTURE) | {"experts": Experts(count=4, per_token=2, ffn=40, normalize_top_k=False)}))
-    assert config(arch).moe_router_pre_softmax and config(arch).moe_router_dtype == "fp32"
+    arch = Architecture(
+        **(vars(ARCHITECTURE) | {"experts": Experts(count=4, per_token=2, ffn=40, normalize_top_k=False)})
+    )
+    assert config(arch).moe_router_pre_softmax
+    assert config(arch).moe_router_dtype == "fp32"

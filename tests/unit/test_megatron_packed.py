@@ -67,17 +67,22 @@ def test_every_token_is_on_one_rank_with_its_successor_as_label(lengths: list[in
 
 @given(lengths_of_sequences, layouts)
 @settings(max_examples=60, deadline=None)
-def test_the_ranks_have_the_same_number_of_tokens_which_tensor_divides(lengths: list[int], layout: ParallelLayout) -> None:
+def test_the_ranks_have_the_same_number_of_tokens_which_tensor_divides(
+    lengths: list[int], layout: ParallelLayout
+) -> None:
     packed = all_ranks(lengths, layout)
     sizes = {part.tokens.shape[1] for part in packed}
     assert len(sizes) == 1
     tokens = sizes.pop()
-    assert tokens > 0 and tokens % layout.tensor == 0
-    # Padding: up to 2 x context - 1 in each sequence, and the dummy.
-    assert tokens * layout.context <= sum(lengths) + (2 * layout.context - 1) * len(lengths) + 2 * layout.tensor * layout.context
+    assert tokens > 0
+    assert tokens % layout.tensor == 0
+    # Up to 2 x context - 1 in each sequence, and the dummy.
+    padding = (2 * layout.context - 1) * len(lengths) + 2 * layout.tensor * layout.context
+    assert tokens * layout.context <= sum(lengths) + padding
     for part in packed:
         offsets = part.sequences.cu_seqlens_q.tolist()
-        assert offsets[0] == 0 and offsets[-1] == tokens * layout.context
+        assert offsets[0] == 0
+        assert offsets[-1] == tokens * layout.context
         assert part.sequences.max_seqlen_q == np.diff(offsets).max()
 
 
@@ -90,8 +95,9 @@ def test_attention_over_buckets_is_attention_of_each_sequence(lengths: list[int]
     whole = [[torch.randn(n, h, head_dim) for h in (heads, groups, groups)] for n in lengths]
     parts = []
     for part in packed:
-        local = [torch.randn(part.tokens.shape[1], h, head_dim) for h in (heads, groups, groups)]  # padding holds anything
-        for row, position, token in zip(part.rows.tolist(), part.positions.tolist(), range(len(part.rows)), strict=True):
+        # Padding holds anything.
+        local = [torch.randn(part.tokens.shape[1], h, head_dim) for h in (heads, groups, groups)]
+        for token, (row, position) in enumerate(zip(part.rows.tolist(), part.positions.tolist(), strict=True)):
             if row != NO_ROW:
                 for tensor, of_sequence in zip(local, whole[row - 100], strict=True):
                     tensor[token] = of_sequence[position]
@@ -109,17 +115,18 @@ def test_attention_over_buckets_is_attention_of_each_sequence(lengths: list[int]
         gradients = torch.autograd.grad(output[part.rows != NO_ROW].sum(), [query, key, value])
         padding = torch.cat([p.rows for p in packed]) == NO_ROW
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
-        assert gradients[1][padding].abs().sum() == 0 and gradients[2][padding].abs().sum() == 0
+        assert gradients[1][padding].abs().sum() == 0
+        assert gradients[2][padding].abs().sum() == 0
 
 
 @pytest.mark.parametrize("lengths", [[15] * 256, [1, 2, 3, 17, 40], [1000, 999, 10, 9, 8], [64]])
 def test_buckets_waste_little(lengths: list[int]) -> None:
     plan = pack(microbatch(lengths), layout=ParallelLayout(), context_rank=0, device="cpu").sequences.plan
-    assert plan is not None
     assert plan.queries <= 1.25 * sum(lengths) + PADDING_ALWAYS_ALLOWED * len(lengths)
     assert len(plan.buckets) < len(lengths) or len(lengths) == 1
     if len(set(lengths)) == 1:
-        assert plan.query_slots is None and len(plan.buckets) == 1
+        assert plan.query_slots is None
+        assert len(plan.buckets) == 1
 
 
 def test_attention_gradients_are_exact() -> None:
