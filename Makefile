@@ -1,0 +1,51 @@
+# Each target does its own set-up. `make demo` trains a small model, `make test` runs the tests; the others are below.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+# Made last: without it the environment is not complete.
+INSTALLED := $(VENV)/installed
+ADDER := .cache/adder
+
+# The ranks together use every core, so each has one thread; nothing is compiled, and nothing is fetched.
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
+
+.PHONY: demo test test-long lint clean help
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       prepare a small model and train it (OVERRIDES=\"train.layout.tensor=1 train.layout.pipeline=2\")"
+	@echo "make test       lint, and every test that is not long (ARGS=\"-k name\")"
+	@echo "make test-long  demo trainings, kills and resumes"
+	@echo "make lint       ruff, mypy and the rules of who imports whom"
+	@echo "make clean      remove the environment, caches and runs"
+
+$(INSTALLED): requirements/cpu.txt setup.py
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"megagrpo needs Python 3.11 or later; $(PYTHON) is {v[0]}.{v[1]} (set PYTHON=)")'
+	@echo "Setting up $(VENV) with $(PYTHON): a few minutes, once"
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(INSTALLED)
+	@echo "Preparing the demo's model and data in $(ADDER) (a minute, once)"
+	$(BIN)/megagrpo prepare adder --output $(ADDER)
+	$(BIN)/megagrpo train yaml_recipes/adder_cpu.yaml $(OVERRIDES)
+
+test: lint
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not long" $(ARGS)
+
+test-long: $(INSTALLED)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m long $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+clean:
+	rm -rf $(VENV) .cache runs mlruns mlflow.db build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,94 @@
+"""The demo's tokenizer, splits and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megagrpo.data.rows import read_rows
+from megagrpo.demo import prepare as demo
+from megagrpo.demo.sums import make_splits
+from megagrpo.demo.tokenizer import make_tokenizer
+from megagrpo.demo.warm_start import WarmStart, encode, exact_match
+from megagrpo.reward import gsm8k
+
+AT_ONCE = WarmStart(accuracy=0.0, batch=2)  # stops at the first evaluation
+TOKENIZER = make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> demo.AdderFiles:
+    return demo.prepare(tmp_path_factory.mktemp("demo") / "adder", AT_ONCE)
+
+
+@given(st.text(max_size=20))
+@settings(max_examples=50, deadline=None)
+def test_any_text_comes_back_from_its_tokens(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+def test_auto_tokenizer_loads_what_was_saved(prepared: demo.AdderFiles) -> None:
+    loaded = AutoTokenizer.from_pretrained(prepared.model)
+    messages = [{"role": "user", "content": "37+45="}]
+    tokens = loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert loaded.decode(tokens) == "<|user|>37+45=<|assistant|>"
+    assert len(tokens) == 8
+    answer = [*loaded.encode("#### 82"), loaded.eos_token_id]
+    assert len(answer) == 8
+    assert loaded.decode(answer, skip_special_tokens=True) == "#### 82"
+    assert len(loaded) % 2 == 0
+
+
+def test_no_sum_in_either_order_is_in_two_splits() -> None:
+    splits = make_splits()
+    seen = [{frozenset((s.a, s.b)) for s in split} for split in (splits.warm_start, splits.train, splits.test)]
+    assert not seen[0] & seen[1]
+    assert not seen[0] & seen[2]
+    assert not seen[1] & seen[2]
+    assert sum(map(len, seen)) == 90 * 91 // 2
+    assert len(splits.warm_start) + len(splits.train) + len(splits.test) == 90 * 90
+    assert make_splits() == splits
+
+
+def test_the_reward_gives_the_expected_response_full_marks(prepared: demo.AdderFiles) -> None:
+    reward = gsm8k.make()
+    rows = read_rows(prepared.test)
+    assert len(rows) == len(make_splits().test)
+    for row in rows:
+        assert row.data_source == "adder"
+        answer = row.extra_info["answer"]
+        assert reward(row.data_source, answer, row.ground_truth, row.extra_info) == 1.0
+        a, b = row.messages[0]["content"].rstrip("=").split("+")
+        assert int(a) + int(b) == int(row.ground_truth)
+
+
+def test_files_are_made_once_and_again_when_code_changes(
+    prepared: demo.AdderFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = prepared.fingerprint.stat().st_mtime_ns
+    weights = (prepared.model / "model.safetensors").read_bytes()
+    directory = prepared.model.parent
+    demo.prepare(directory, AT_ONCE)
+    assert prepared.fingerprint.stat().st_mtime_ns == written
+
+    monkeypatch.setattr(demo, "fingerprint", lambda: "another")
+    demo.prepare(directory, AT_ONCE)
+    assert prepared.fingerprint.read_text() == "another\n"
+    assert (prepared.model / "model.safetensors").read_bytes() == weights, "the same code makes the same model"
+
+
+def test_an_interrupted_preparation_is_not_taken_for_a_whole_one(prepared: demo.AdderFiles, tmp_path: Path) -> None:
+    assert demo.is_prepared(prepared.model.parent)
+    assert not demo.is_prepared(tmp_path)
+
+
+@pytest.mark.long
+def test_the_warm_start_answers_half_of_the_held_out_sums(tmp_path: Path) -> None:
+    files = demo.prepare(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(files.model)
+    tokenizer = AutoTokenizer.from_pretrained(files.model)
+    assert 0.4 <= exact_match(model, encode(make_splits().test, tokenizer)) <= 0.62

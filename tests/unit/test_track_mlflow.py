@@ -1,0 +1,66 @@
+"""MLflow's sqlite store, for real, and what happens when it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from megagrpo.recipe.schema import Recipe
+from megagrpo.track.mlflow import MLflowTracker, flat, mlflow_name, tracking_uri
+from megagrpo.track.sink import RunStart
+from tests.track_recipe import make_recipe
+
+
+def run_once(recipe: Recipe, directory: Path, steps: range, said: list[str], **start: object) -> MLflowTracker:
+    assert recipe.track.mlflow
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "recipe.yaml").write_text("name: adder\n")
+    tracker = MLflowTracker(recipe.track.mlflow, said.append)
+    tracker.start(RunStart(recipe, directory, 10, **start))  # type: ignore[arg-type]
+    for step in steps:
+        tracker.log(step, {"eval/mean@1": step / 10, "seconds/step": 1.0})
+    tracker.finish("finished")
+    return tracker
+
+
+def test_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path) -> None:
+    recipe, said = make_recipe(tmp_path, mlflow={"experiment": "sums"}), list[str]()
+    directory = tmp_path / "runs" / "adder"
+    first = run_once(recipe, directory, range(1, 5), said)
+    assert first.run_id
+    again = run_once(recipe, directory, range(3, 7), said, resumed_step=2, run_ids={"mlflow": first.run_id})
+    assert again.run_id == first.run_id
+    assert said == []
+
+    client = MlflowClient(tracking_uri(recipe))
+    run = client.get_run(first.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["rollout.prompts_per_step"] == "2"
+    assert [file.path for file in client.list_artifacts(first.run_id)] == ["recipe.yaml"]
+    assert (tmp_path / "runs" / "mlruns").is_dir()
+    history = client.get_metric_history(first.run_id, "eval/mean_at_1")
+    assert [(point.step, point.value) for point in history] == [(step, step / 10) for step in range(1, 7)]
+
+
+def test_a_server_that_fails_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    recipe = make_recipe(tmp_path, mlflow={"uri": "unknown-scheme://nowhere"})
+    tracker = run_once(recipe, tmp_path, range(1, 4), said)
+    assert tracker.errors == 1
+    assert tracker.run_id is None
+    assert len([line for line in said if "training goes on" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [("eval/mean@1", "eval/mean_at_1"), ("reward/mean", "reward/mean"), ("reward/a+b", "reward/a_b")],
+)
+def test_names_are_ones_that_mlflow_allows(name: str, allowed: str) -> None:
+    assert mlflow_name(name) == allowed
+
+
+def test_nested_values_become_dotted_names() -> None:
+    tree = {"a": {"b": 1, "c": {}}, "d": [{"e": None}, {"e": 2}], "f": [1, 2]}
+    assert flat(tree) == {"a.b": "1", "a.c": "{}", "d.0.e": "None", "d.1.e": "2", "f": "[1, 2]"}
