@@ -20,7 +20,7 @@ FIXED: Mapping[str, str] = {
     "reward.functions": "metrics before and after would measure different things",
     "algorithm.advantage": "metrics before and after would measure different things",
 }
-"""What must stay, and why. Everything else may change: layout, learning rate, run length, devices, evaluation, tracking, …"""
+"""What must stay, and why. Everything else may change: layout, learning rate, run length, devices, evaluation, …"""
 
 
 @dataclass(frozen=True)

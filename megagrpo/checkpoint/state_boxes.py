@@ -1,18 +1,17 @@
 """From a flat range of a local parameter to boxes in checkpoint coordinates. Pure arithmetic.
 
-The distributed optimizer cuts each parameter's memory anywhere, in the middle of a row if need be. A range of a matrix is at
-most three boxes: the end of a row, whole rows, the beginning of a row. So every state of every rank is a set of boxes of
-checkpoint tensors, and a checkpoint made of them knows nothing of the layout that wrote it.
+The distributed optimizer cuts each parameter's memory anywhere, in the middle of a row if need be. A range of a
+matrix is at most three boxes: the end of a row, whole rows, the beginning of a row. So every state of every rank is a
+set of boxes of checkpoint tensors, and a checkpoint made of them knows nothing of the layout that wrote it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
-from megagrpo.weights.boxes import Box, Fill, Manifest, Placement
+from megagrpo.weights.boxes import Box, Fill, Placement
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 """start and shape of an axis-aligned part of a local tensor"""
@@ -55,23 +54,6 @@ def fills_in_range(fill: Fill, storage_shape: Sequence[int], start: int, stop: i
     """The parts of `fill` held by elements start .. stop of its storage."""
     regions = _common_regions(fill.at, fill.shape, storage_shape, start, stop)
     return [_strided(at, shape, storage_shape, start) for at, shape in regions]
-
-
-def first_holders(layout: ParallelLayout, manifest_of: Callable[[RankCoordinates], Manifest]) -> Mapping[Box, int]:
-    """The lowest rank that holds each box: of all its replicas, the one that saves it.
-
-    Replicas are equal boxes: manifests of two ranks never cut the same tensor differently. Ranks that differ only in the
-    data and context coordinates hold the same, so one manifest of each kind is made.
-    """
-    holders: dict[Box, int] = {}
-    seen = set()
-    for where in rank_grid(layout):
-        kind = (where.pipeline, where.tensor, where.expert, where.expert_tensor)
-        if kind not in seen:
-            seen.add(kind)
-            for placement in manifest_of(where).placements:
-                holders.setdefault(placement.box, where.rank)
-    return holders
 
 
 def _common_regions(

@@ -9,8 +9,8 @@
       .deleting_step_000005/  being deleted
       .replaced_step_000010/  a damaged one, out of the way of the new step_000010
 
-The driver calls `begin`, tells every rank to save into the `rank` directory it got, and calls `commit`. Nothing that was
-complete is touched before the new one is. One driver writes; all ranks see the same file system.
+The driver calls `begin`, tells every rank to save into the `rank` directory it got, and calls `commit`. Nothing that
+was complete is touched before the new one is. One driver writes; all ranks see the same file system.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class CheckpointStore:
     def remove_leftovers(self) -> None:
         """Remove what killed runs left half written or half deleted; put back a checkpoint that was being replaced.
 
-        For the one driver that writes here, before `latest_complete`: another process may be looking for checkpoints too.
+        For the one driver that writes here, before `latest_complete`: another process may be looking for checkpoints
+        too.
         """
         if not self.directory.is_dir():
             return

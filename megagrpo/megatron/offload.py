@@ -1,8 +1,8 @@
 """Device memory of a training rank, given back while the rollout engine needs it.
 
-Storages are emptied in place: parameters are views into Megatron's buffers, the optimizer and the communication hold views
-of the same memory, and all of them stay valid and see the old content again when the storage is restored.
-On CUDA the content waits in pinned host memory. On a CPU it is only copied, by the same code, so that tests can show it.
+Storages are emptied in place: parameters are views into Megatron's buffers, the optimizer and the communication hold
+views of the same memory, and all of them stay valid and see the old content again when the storage is restored. On
+CUDA the content waits in pinned host memory. On a CPU it is only copied, by the same code, so that tests can show it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class _Released:
 class Offload:
     """Which parts of a rank are on its device. `reference` are the weights of the frozen policy, if there is one.
 
-    Nothing may touch a part between its release and its restore: `require` before work says so with a name. Numbers do not
-    change, provided that gradients are only released when an optimizer step has used them: they come back as zeros.
+    Nothing may touch a part between its release and its restore: `require` before work says so with a name. Numbers
+    do not change, provided that gradients are only released when an optimizer step has used them: they come back as
+    zeros.
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class Offload:
         """RankError, naming the parts, if any of them is released."""
         missing = [part for part in parts if part in self._released]
         if missing:
-            raise RankError(Problem("memory of a training rank", f"{', '.join(missing)} released", "restore before use"))
+            raise RankError(
+                Problem("memory of a training rank", f"{', '.join(missing)} released", "restore before use")
+            )
 
     def _storages(self, part: Part) -> list[torch.UntypedStorage]:
         match part:

@@ -1,9 +1,10 @@
 """Save and load the state of the training ranks: main weights, Adam's moments and step count, random generators.
 
-Every state is written in the coordinates of the Hugging Face checkpoint: `exp_avg.model.layers.3.self_attn.q_proj.weight` has
-the shape of that tensor, and each rank writes the boxes of it that it holds (checkpoint/state_boxes.py). The files are
-Megatron's dist_checkpointing format, torch_dist. So a checkpoint does not know its layout: any other loads it, for experts too,
-and with or without the distributed optimizer.
+Every state is written in the coordinates of the Hugging Face checkpoint:
+`exp_avg.model.layers.3.self_attn.q_proj.weight` has the shape of that tensor, and each rank writes the boxes of it
+that it holds (checkpoint/state_boxes.py). The files are Megatron's dist_checkpointing format, torch_dist. So a
+checkpoint does not know its layout: any other loads it, for experts too, and with or without the distributed
+optimizer.
 
 Not in it: the learning rate (a function of the step), the reference policy and padding (known from the model), and the
 model's own bfloat16 weights (the main weights, rounded).
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,9 +32,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.checkpoint.integrity import SavedFile, describe, sync_directories
-from megagrpo.checkpoint.state_boxes import BoxInRange, boxes_in_range, fills_in_range, first_holders
+from megagrpo.checkpoint.state_boxes import BoxInRange, boxes_in_range, fills_in_range
 from megagrpo.errors import CheckpointError, Problem
-from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.state_shards import (
     STATES,
     StateShard,
@@ -44,12 +45,20 @@ from megagrpo.megatron.state_shards import (
     shards_of,
 )
 from megagrpo.megatron.state_writer import write
-from megagrpo.weights.boxes import Box, Manifest, Placement
+from megagrpo.weights.boxes import Manifest, Placement
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 
 FORMAT = 1
-READ_FAILURES = (CheckpointException, CheckpointingException, OSError, EOFError, RuntimeError, ValueError, pickle.PickleError)
+READ_FAILURES = (
+    CheckpointException,
+    CheckpointingException,
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    pickle.PickleError,
+)
 """What the two libraries raise for files that cannot be read; the first is not even an Exception."""
 
 
@@ -57,7 +66,7 @@ READ_FAILURES = (CheckpointException, CheckpointingException, OSError, EOFError,
 class TrainingState:
     """What this rank trains, and what it needs to know to say where each part of it belongs.
 
-    `manifest_of` gives any rank's manifest, from the side that the layer spec belongs to (weights/sides/megatron_*).
+    `manifest` is this rank's, from the side that the layer spec belongs to (weights/sides/megatron_*).
     The parameters, gradients and optimizer must be on the device (offload.py) when it is saved or loaded.
     """
 
@@ -65,27 +74,20 @@ class TrainingState:
     optimizer: MegatronOptimizer
     architecture: Architecture
     layout: ParallelLayout
-    manifest_of: Callable[[RankCoordinates], Manifest]
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        return self.manifest_of(rank_grid(self.layout)[dist.get_rank()])
+    manifest: Manifest
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {tensor.name: tensor.shape for tensor in tensors_of(self.architecture)}
 
-    @cached_property
-    def savers(self) -> Mapping[Box, int]:
-        """The rank that saves each box; with the distributed optimizer, the one whose data ranks do it together."""
-        return first_holders(self.layout, self.manifest_of)
-
 
 def save(state: TrainingState, directory: Path) -> tuple[SavedFile, ...]:
     """Write this rank's part of the state into `directory`, which exists and is empty. Every rank calls it.
 
-    Returns what this rank wrote, on disk and with checksums, for CheckpointStore.commit. Raises CheckpointError on every rank
-    if any fails; the directory is then worthless. No process is started: it works in an actor and leaves nothing behind.
+    Returns what this rank wrote, on disk and with checksums, for CheckpointStore.commit. Raises CheckpointError on
+    every rank if any fails; the directory is then worthless. Replicas are equal boxes, on tensor ranks, data ranks
+    and the two stages of a tied embedding; torch's plan has one rank write each, shared out by size, and is refused
+    if boxes overlap or leave gaps. No process is started: it works in an actor and leaves nothing behind.
     """
     steps = adam_steps(state.optimizer)
     if len(steps) > 1:
@@ -93,8 +95,7 @@ def save(state: TrainingState, directory: Path) -> tuple[SavedFile, ...]:
     common = {"format": FORMAT, "layout": asdict(state.layout), "adam_step": max(steps, default=0)}
     sharded: dict[str, ShardedTensor | ShardedObject] = {"generators": _generators_entry(_generators())}
     for placement, shard in _held(state):
-        if state.savers[placement.box] in shard.ranks:
-            sharded |= _sharded_tensors(state, placement, shard)
+        sharded |= _sharded_tensors(state, placement, shard)
     try:
         write(sharded, common, directory)
         return _written_files(directory)
@@ -105,8 +106,9 @@ def save(state: TrainingState, directory: Path) -> tuple[SavedFile, ...]:
 def load(state: TrainingState, directory: Path) -> None:
     """Replace this rank's state by that in `directory`, saved in whatever layout. Every rank calls it.
 
-    In the layout that saved it everything is restored bit for bit, the random generators too; in another one the generators
-    stay as they are. Raises CheckpointError on every rank, before anything is changed if the checkpoint is of another model.
+    In the layout that saved it everything is restored bit for bit, the random generators too; in another one the
+    generators stay as they are. Raises CheckpointError on every rank, before anything is changed if the checkpoint is
+    of another model.
     """
     saved = _read_common(state, directory)
     wanted: dict[str, ShardedTensor | ShardedObject] = {}
@@ -175,8 +177,11 @@ def _fill_padding(state: TrainingState) -> None:
 
 
 def _read_common(state: TrainingState, directory: Path) -> dict[str, Any]:
-    """What rank 0 saved for all. CheckpointError, the same on every rank, if any rank cannot read the checkpoint or needs a
-    tensor that is not in it or has another shape there."""
+    """What rank 0 saved for all.
+
+    CheckpointError, the same on every rank, if any rank cannot read the checkpoint or needs a tensor that is not in it
+    or has another shape there.
+    """
     common: dict[str, Any] = {}
     problems: list[Problem] = []
     try:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, MegatronOptimizer
@@ -21,13 +20,12 @@ STATES = ("param", *MOMENTS)
 class StateShard:
     """The state of elements start .. stop of a parameter's memory: all of it, or a data rank's part.
 
-    `tensors` are the float32 main weights and Adam's moments by their names in STATES, each flat [stop - start] and a view of
-    the optimizer's own memory, so writing into them is loading. `ranks` are those that hold the other parts.
+    `tensors` are the float32 main weights and Adam's moments by their names in STATES, each flat [stop - start] and a
+    view of the optimizer's own memory, so writing into them is loading.
     """
 
     start: int
     stop: int
-    ranks: tuple[int, ...]
     tensors: Mapping[str, torch.Tensor]
 
 
@@ -44,22 +42,15 @@ def shards_of(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, StateSha
     shards = {}
     for part in parts_of(optimizer):
         _make_missing_moments(part)
-        ranks = (
-            tuple(dist.get_process_group_ranks(part.data_parallel_group))
-            if isinstance(part, DistributedOptimizer)
-            else (dist.get_rank(),)
-        )
         for parameter, main, start, stop in _main_weights(part):
             state = part.optimizer.state[main]
             flat = {"param": main, **{name: state[name] for name in MOMENTS}}
-            shards[parameter] = StateShard(
-                start, stop, ranks, {name: tensor.detach().view(-1) for name, tensor in flat.items()}
-            )
+            shards[parameter] = StateShard(start, stop, {k: tensor.detach().view(-1) for k, tensor in flat.items()})
     return shards
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers inside: experts and dense weights have one each, and a rank without parameters has an empty one."""
+    """The optimizers inside: experts and dense weights have one each. Empty ones are left out."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if not part.is_stub_optimizer]
 

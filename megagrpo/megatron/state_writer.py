@@ -1,4 +1,4 @@
-"""Write sharded tensors and objects in the format of Megatron's dist_checkpointing, from within the training process."""
+"""Write sharded tensors and objects in the format of Megatron's dist_checkpointing, within the training process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 
 def write(sharded: Mapping[str, ShardedTensor | ShardedObject], common: Mapping[str, Any], directory: Path) -> None:
-    """Write this rank's `sharded` into `directory`, and rank 0's `common`; dist_checkpointing.load reads both. Collective.
+    """Write this rank's `sharded` into `directory`, and rank 0's `common`; dist_checkpointing.load reads both.
+    Collective.
 
-    Raises torch's CheckpointException on every rank if any of them fails, and if the tensors do not tile their global shapes.
-    dist_checkpointing.save is not used: it forks workers and starts a manager process that runs __main__ again, and when one
-    rank fails, on a full disk for instance, the others wait for ever.
+    Raises torch's CheckpointException on every rank if any of them fails, and if the tensors do not tile their global
+    shapes. dist_checkpointing.save is not used: it forks workers and starts a manager process that runs __main__
+    again, and when one rank fails, on a full disk for instance, the others wait for ever.
     """
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(dict(sharded))
     torch_checkpoint.save(
@@ -35,7 +36,7 @@ def write(sharded: Mapping[str, ShardedTensor | ShardedObject], common: Mapping[
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
-    """Adds the two files of Megatron's format where torch writes its own last one: on rank 0, with errors told to all."""
+    """Adds Megatron's two files where torch writes its own last one: on rank 0, with errors told to all."""
 
     def __init__(self, directory: Path, common: Mapping[str, Any]) -> None:
         super().__init__(directory, sync_files=True)

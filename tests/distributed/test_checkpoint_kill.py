@@ -83,8 +83,12 @@ def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(
         run_ranks(2, f"{HERE}:save_twice_and_die", model, tmp_path, victim, moment, timeout=60)
     store = CheckpointStore(tmp_path, keep_last=1)
     found = store.latest_complete()
-    assert found is not None and found.state.step == 1 and found.warnings == ()
-    assert run_ranks(1, f"{HERE}:load_and_step", model, found.rank_directory)[0] == pytest.approx(expected, rel=0, abs=2e-6)
+    assert found is not None
+    assert found.state.step == 1
+    assert found.warnings == ()
+    assert run_ranks(1, f"{HERE}:load_and_step", model, found.rank_directory)[0] == pytest.approx(
+        expected, rel=0, abs=2e-6
+    )
 
 
 COMMIT_FOR_EVER = """
@@ -115,7 +119,8 @@ def test_a_driver_killed_at_any_moment_has_lost_no_committed_checkpoint(seed: in
     store = CheckpointStore(tmp_path, keep_last=2, keep_best="mean@1")
     store.remove_leftovers()
     found = store.latest_complete()
-    assert found is not None and found.warnings == ()
+    assert found is not None
+    assert found.warnings == ()
     assert found.state.step in (committed[-1], committed[-1] + 1)  # killed between the rename and the print
     assert not list(tmp_path.glob(".*"))
     kept = {int(path.name.removeprefix("step_")) for path in tmp_path.iterdir()}

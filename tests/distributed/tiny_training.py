@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,11 @@ class TinyTraining:
         train = schema.Train(layout=schema.Layout(**self.sizes), total_steps=1)
         self.config = transformer_config(self.architecture, train, self.dtype, "cpu")
         chunks = build_chunks(self.architecture, self.config, self.layout)
-        manifest_of = partial(
-            megatron_local.manifest, self.architecture, self.layout, dtype=str(self.dtype).removeprefix("torch.")
-        )
+        dtype_name = str(self.dtype).removeprefix("torch.")
+        manifest = megatron_local.manifest(self.architecture, self.layout, self.where, dtype_name)
         tensors = named_tensors(chunks)
         if self.weights:
-            checkpoint_files.load(self.directory, manifest_of(self.where), tensors)
+            checkpoint_files.load(self.directory, manifest, tensors)
         else:
             for tensor in tensors.values():
                 tensor.normal_()
@@ -62,7 +60,7 @@ class TinyTraining:
         settings = schema.Optimizer(lr=1e-2, weight_decay=0.1, clip_grad=1.0)
         self.optimizer = make_optimizer(self.wrapped, settings, self.distributed_optimizer, self.dtype)
         sum_gradients(self.config)
-        self.state = TrainingState(self.wrapped, self.optimizer, self.architecture, self.layout, manifest_of)
+        self.state = TrainingState(self.wrapped, self.optimizer, self.architecture, self.layout, manifest)
 
     def step(self) -> tuple[float, float]:
         """One Adam step on all sequences: loss (mean over tokens) and gradient norm, on every rank."""
@@ -75,7 +73,9 @@ class TinyTraining:
         losses = torch.zeros(1, dtype=torch.float64)
         group = parallel_state.get_tensor_model_parallel_group()
         columns = self.architecture.padded_vocab(self.layout.tensor) // self.layout.tensor
-        shard = VocabularyShard(self.architecture.vocab, columns * self.where.tensor, group if group.size() > 1 else None)
+        shard = VocabularyShard(
+            self.architecture.vocab, columns * self.where.tensor, group if group.size() > 1 else None
+        )
 
         def loss(index: int, logits: torch.Tensor) -> torch.Tensor:
             packed = mine[index]

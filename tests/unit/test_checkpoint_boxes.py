@@ -5,21 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.checkpoint.state_boxes import (
-    boxes_in_range,
-    fills_in_range,
-    first_holders,
-)
-from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.checkpoint.state_boxes import boxes_in_range, fills_in_range
 from megagrpo.weights.boxes import Box, Fill, Placement
-from megagrpo.weights.families import architecture_of, tensors_of
-from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides import megatron_local
 
 
 @st.composite
@@ -55,10 +46,13 @@ def test_the_ranges_of_a_storage_hold_each_element_of_its_box_once_and_in_place(
         for part in boxes_in_range(placement, shape, start, stop):
             view = part.view
             values = torch.as_strided(flat, view.shape, view.strides, view.offset)
-            into = tuple(slice(a - o, a - o + n) for a, n, o in zip(part.box.start, part.box.shape, box.start, strict=True))
+            into = tuple(
+                slice(a - o, a - o + n) for a, n, o in zip(part.box.start, part.box.shape, box.start, strict=True)
+            )
             rebuilt[into] = values
             times[into] += 1
-    assert torch.equal(rebuilt, expected) and bool((times == 1).all())
+    assert torch.equal(rebuilt, expected)
+    assert bool((times == 1).all())
 
 
 def test_a_range_of_a_matrix_is_at_most_three_boxes() -> None:
@@ -72,43 +66,3 @@ def test_padding_is_found_in_the_range_that_holds_it() -> None:
     flat = torch.arange(8, 16)
     values = [torch.as_strided(flat, v.shape, v.strides, v.offset) for v in fills_in_range(fill, (6, 3), 8, 16)]
     assert torch.cat([value.flatten() for value in values]).tolist() == [12, 13, 14, 15]
-
-
-ARCHITECTURE = {
-    "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    "rope_theta": 10000.0, "head_dim": 16,
-}  # fmt: skip
-MODELS = {
-    "dense": ARCHITECTURE | {"model_type": "qwen2", "tie_word_embeddings": True},
-    "experts": ARCHITECTURE
-    | {
-        "model_type": "qwen3_moe", "tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 40, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    },
-}  # fmt: skip
-
-
-LAYOUTS = [
-    ("dense", ParallelLayout()),
-    ("dense", ParallelLayout(tensor=2, data=2)),
-    ("dense", ParallelLayout(pipeline=2, virtual_pipeline=2, context=2)),
-    ("dense", ParallelLayout(tensor=4)),
-    ("experts", ParallelLayout(tensor=2, expert=2)),
-    ("experts", ParallelLayout(tensor=2, expert_tensor=2, expert=2, data=4)),
-    ("experts", ParallelLayout(pipeline=2, expert=2, data=4)),
-]
-
-
-@pytest.mark.parametrize(("model", "layout"), LAYOUTS)
-def test_the_first_holders_together_hold_every_element_once(model: str, layout: ParallelLayout) -> None:
-    arch: Architecture = architecture_of(MODELS[model])
-    holders = first_holders(layout, lambda where: megatron_local.manifest(arch, layout, where, "float32"))
-    held = {where.rank: megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)}
-    for box, rank in holders.items():
-        boxes = {r: [placement.box for placement in manifest.placements] for r, manifest in held.items()}
-        assert box in boxes[rank] and not any(box in boxes[lower] for lower in range(rank))
-    for tensor in tensors_of(arch):
-        boxes_of_tensor = [box for box in holders if box.tensor == tensor.name]
-        assert sum(box.elements for box in boxes_of_tensor) == torch.Size(tensor.shape).numel()
-        assert not any(a.intersect(b) for a in boxes_of_tensor for b in boxes_of_tensor if a is not b)

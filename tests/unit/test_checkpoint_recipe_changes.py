@@ -54,7 +54,8 @@ def test_model_seed_and_data_may_not_change_and_all_are_named_at_once() -> None:
     assert [problem.where for problem in refused.value.problems] == [
         "seed", "model.path", "data.train[0].path", "data.train[1].amount",
     ]  # fmt: skip
-    assert "100, as in the run so far" in refused.value.problems[3].needed and refused.value.problems[3].given == "200"
+    assert "100, as in the run so far" in refused.value.problems[3].needed
+    assert refused.value.problems[3].given == "200"
 
 
 def test_a_file_added_to_the_data_is_refused() -> None:

@@ -16,10 +16,14 @@ from megagrpo.errors import CheckpointError
 
 
 def state(step: int, evaluation: dict[str, float] | None = None) -> TrainerState:
-    return TrainerState(step, weight_version=step + 1, data_cursor={"row": 3}, recipe={"seed": 0}, evaluation=evaluation)
+    return TrainerState(
+        step, weight_version=step + 1, data_cursor={"row": 3}, recipe={"seed": 0}, evaluation=evaluation
+    )
 
 
-def save(store: CheckpointStore, step: int, evaluation: dict[str, float] | None = None, content: bytes = b"weights") -> Path:
+def save(
+    store: CheckpointStore, step: int, evaluation: dict[str, float] | None = None, content: bytes = b"weights"
+) -> Path:
     directory = store.begin(step)
     return store.commit(state(step, evaluation), write_rank_files(directory, content)).path
 
@@ -36,7 +40,9 @@ def test_the_newest_complete_checkpoint_comes_back_as_it_was_saved(tmp_path: Pat
     save(store, 5)
     save(store, 10, {"mean@1": 0.5})
     found = store.latest_complete()
-    assert found is not None and found.state == state(10, {"mean@1": 0.5}) and found.warnings == ()
+    assert found is not None
+    assert found.state == state(10, {"mean@1": 0.5})
+    assert found.warnings == ()
     assert (found.rank_directory / "__0_0.distcp").read_bytes() == b"weights"
     assert found.path.name == "step_000010"
 
@@ -47,7 +53,9 @@ def test_what_a_killed_run_left_is_ignored_and_removed_by_the_next_save(tmp_path
     write_rank_files(store.begin(10), b"half")
     (tmp_path / "step_000011").mkdir()  # no manifest: not one that we completed
     found = store.latest_complete()
-    assert found is not None and found.state.step == 5 and found.warnings == ()
+    assert found is not None
+    assert found.state.step == 5
+    assert found.warnings == ()
     store.begin(12)
     assert not (tmp_path / ".saving_step_000010").exists()
 
@@ -57,7 +65,8 @@ def test_a_kill_while_a_damaged_checkpoint_is_replaced_loses_nothing(tmp_path: P
     save(store, 5).rename(tmp_path / ".replaced_step_000005")
     store.remove_leftovers()
     found = store.latest_complete()
-    assert found is not None and found.state.step == 5
+    assert found is not None
+    assert found.state.step == 5
 
 
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -90,9 +99,11 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tmp_path: Pat
     else:
         damaged.unlink()
     found = store.latest_complete()
-    assert found is not None and found.state.step == 5
+    assert found is not None
+    assert found.state.step == 5
     if not (file == MANIFEST and how == "remove"):  # without its manifest it is a leftover, not a checkpoint
-        assert len(found.warnings) == 1 and "step_000010" in found.warnings[0]
+        assert len(found.warnings) == 1
+        assert "step_000010" in found.warnings[0]
         assert file.removeprefix("rank/") in found.warnings[0]
 
 
@@ -133,9 +144,12 @@ def test_a_full_disk_is_a_checkpoint_error_and_leaves_the_previous_one(tmp_path:
     save(store, 5)
     command = [sys.executable, "-c", FILL_THE_DISK, str(tmp_path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "refused: checkpoint error" in done.stderr and "File too large" in done.stderr
+    assert done.returncode == 1
+    assert "refused: checkpoint error" in done.stderr
+    assert "File too large" in done.stderr
     found = store.latest_complete()
-    assert found is not None and found.state.step == 5
+    assert found is not None
+    assert found.state.step == 5
     assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
 
 
@@ -155,5 +169,3 @@ def test_a_file_in_the_way_of_the_directory_is_a_checkpoint_error(tmp_path: Path
 def test_trainer_state_from_another_version_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="weight_version"):
         TrainerState.from_json('{"step": 3}')
-
-
