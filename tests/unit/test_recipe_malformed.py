@@ -14,6 +14,8 @@ import yaml
 
 from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR
+from megagrpo.recipe.load import load
+from megagrpo.trainer.preflight import preflight
 from tests.tiny_run import EXPERTS, ROW, make_run
 
 
@@ -204,6 +206,24 @@ def test_problems_of_recipe_model_and_data_come_in_one_error(
     assert printed.startswith("cannot start (5 problems):")
     for words in ("rollout.top_k", "4 layers", "no tokenizer", "train.jsonl", "did you mean gsm8k?"):
         assert words in printed
+
+
+def test_a_hub_model_is_taken_from_the_cache_offline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_run(tmp_path)
+    cached = tmp_path / "cache" / "models--somebody--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots").mkdir()
+    (tmp_path / "model").rename(cached / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    ready = preflight(load(recipe, ["model.path=somebody/tiny"]))
+    assert ready.model_directory == ready.tokenizer_directory == cached / "snapshots" / ("0" * 40)
+    assert main(["plan", str(recipe), "model.path=somebody/tiny", "model.revision=other"]) == 2
+    assert "somebody/tiny at other" in capsys.readouterr().err
 
 
 def test_a_missing_hub_model_is_reported_offline(
