@@ -20,7 +20,7 @@ def grpo_advantages(
     known = ~np.isnan(scores)
     lowest = np.full(len(ids), np.inf)
     np.minimum.at(lowest, group[known], scores[known])
-    # Measured from the group's lowest score, equal scores give exact zeros: a mean's rounding error never looks like signal.
+    # Measured from the group's lowest score, equal scores give exact zeros: rounding errors never look like signal.
     height = np.where(known, scores - lowest[group], 0.0)
     count = np.bincount(group[known], minlength=len(ids))
     mean = np.bincount(group, height, minlength=len(ids)) / np.maximum(count, 1)

@@ -1,4 +1,4 @@
-"""The clipped objective, per token. PPO, arXiv:1707.06347, eq. 7; separate bounds as in DAPO, arXiv:2503.14476, eq. 10."""
+"""The clipped objective, per token. PPO, arXiv:1707.06347, eq. 7; separate bounds: DAPO, arXiv:2503.14476, eq. 10."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PolicyLoss:
 def clipped_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprob - old logprob). All arguments are [tokens]."""
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) where r = exp(logprob - old logprob). All [tokens]."""
     ratio = torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     ratio = ratio.detach()

@@ -43,7 +43,8 @@ class RankBatch:
     """A step's work for one data rank: minibatches[m] is a sequence of microbatches.
 
     Every data rank has the same number of microbatches in minibatch m. `tokens[m]` and `sequences[m]` count response
-    tokens (True in loss_mask) and sequences with any of them in minibatch m over *all* data ranks: the loss's denominators.
+    tokens (True in loss_mask) and sequences with any of them in minibatch m over *all* data ranks: the loss's
+    denominators.
     """
 
     minibatches: tuple[tuple[Microbatch, ...], ...]

@@ -11,7 +11,7 @@ from megagrpo.layout.parallel import ParallelLayout
 
 
 def padded_lengths(lengths: np.ndarray, context: int) -> np.ndarray:
-    """Tokens each sequence occupies, int [sequences]: context ranks each take two equal pieces, so multiples of 2 x context."""
+    """Tokens each sequence occupies, int [sequences]: each of `context` ranks takes two equal pieces of it."""
     if context == 1:
         return lengths
     return -(-lengths // (2 * context)) * (2 * context)

@@ -15,6 +15,11 @@ from megagrpo.layout.parallel import ParallelLayout
 IDLE = Microbatch(())
 """Keeps a rank in step with the others when there are fewer sequences than microbatches."""
 
+MICROBATCHES_PER_STAGE = 2
+"""Even if fewer would hold all tokens: with m microbatches, p stages idle for (p - 1) / (m + p - 1) of the time
+(arXiv:2104.04473).
+"""
+
 
 def make_rank_batches(
     sequences: Sequence[TrainSequence],
@@ -53,7 +58,7 @@ def _share(sequences: Sequence[TrainSequence], layout: ParallelLayout, capacity:
         raise RecipeError(
             Problem(
                 where="train.tokens_per_microbatch",
-                given=f"{capacity // layout.context} per context rank, and a sequence that takes {lengths.max()} tokens",
+                given=f"{capacity // layout.context} per context rank, and a sequence of {lengths.max()} tokens",
                 needed=f"at least {-(-lengths.max() // layout.context)}",
                 fix="raise it, or lower data.prompt_tokens_max or rollout.response_tokens_max",
             )
@@ -61,8 +66,12 @@ def _share(sequences: Sequence[TrainSequence], layout: ParallelLayout, capacity:
     packed = first_fit_decreasing(lengths, capacity)
     # Megatron's interleaved schedule takes microbatches in rounds of `pipeline`.
     multiple = layout.data * (layout.pipeline if layout.virtual_pipeline > 1 else 1)
-    count = -(-len(packed) // multiple) * multiple
-    bins = spread_evenly(lengths, count, capacity) or split_to(packed, lengths, count)
+    full_pipeline = layout.data * MICROBATCHES_PER_STAGE * layout.pipeline if layout.pipeline > 1 else 0
+    least = max(len(packed), min(full_pipeline, len(sequences) // multiple * multiple))
+    count = -(-least // multiple) * multiple
+    bins = spread_evenly(lengths, count)
+    if max(lengths[filled].sum() for filled in bins) > capacity:
+        bins = split_to(packed, lengths, count)
     micros = [Microbatch(tuple(sequences[i] for i in filled)) if filled else IDLE for filled in bins]
     micros += [IDLE] * (count - len(micros))
     cost = costs(lengths)

@@ -70,7 +70,6 @@ class GrpoLoss:
         computed, and the forward pass's own serve.
         """
         logprobs, entropy = self._logprobs_and_entropy(logits, response, entropy=True)
-        assert entropy is not None
         inputs = ObjectiveInputs(
             logprobs=logprobs,
             old_logprobs=logprobs.detach() if response.old_logprobs is None else response.old_logprobs,
@@ -85,7 +84,7 @@ class GrpoLoss:
 
     def _logprobs_and_entropy(
         self, logits: Tensor, response: ResponseTokens, *, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         return vocabulary_logprobs(
             logits, response.positions, response.labels, self.shard, temperature=self.temperature, entropy=entropy
         )

@@ -38,18 +38,20 @@ def vocabulary_logprobs(
     temperature: float,
     entropy: bool,
     chunk_elements: int = CHUNK_ELEMENTS,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at `labels`, and the entropy of that softmax, at `positions` only.
 
     logits: [tokens, columns of this rank], float32 or bfloat16, left as they are; positions: int64 [n], rows of logits;
-    labels: int64 [n], in the whole vocabulary. Returns float32 [n] and, if `entropy`, float32 [n]; equal on all tensor ranks.
+    labels: int64 [n], in the whole vocabulary. Returns two float32 [n], the second zeros unless `entropy`; equal on all
+    tensor ranks.
     Gradients flow through both. Only one chunk of rows exists in float32 at a time, in the backward pass too, which
     computes the softmax again; per chunk there are two all-reduces forward and none backward.
     """
+    rows = max(1, chunk_elements // logits.shape[1])
     logprobs, entropies = _VocabularyLogprobs.apply(
-        logits, positions, labels, shard, 1.0 / temperature, entropy, max(1, chunk_elements // logits.shape[1])
+        logits, positions, labels, shard, 1.0 / temperature, entropy, rows
     )
-    return logprobs, entropies if entropy else None
+    return logprobs, entropies
 
 
 class _VocabularyLogprobs(torch.autograd.Function):
@@ -69,7 +71,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
         here = (local >= 0) & (local < columns)
         local = local.clamp(0, max(columns - 1, 0))
         count = len(positions)
-        logprobs, entropies, normalizers = (logits.new_empty(count, dtype=torch.float32) for _ in range(3))
+        logprobs, entropies, normalizers = (logits.new_zeros(count, dtype=torch.float32) for _ in range(3))
         for chunk in _slices(count, rows):
             scaled = _scaled_rows(logits, positions[chunk], columns, scale)
             top = scaled.amax(-1) if columns else scaled.new_full((len(scaled),), -torch.inf)

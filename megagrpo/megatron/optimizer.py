@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -11,14 +13,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megagrpo.recipe import schema
 
+# Megatron looks for a gradient on the views that the distributed optimizer updates.
+warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", module="megatron")
+
 
 def wrap_chunks(
     chunks: list[GPTModel], config: TransformerConfig, distributed_optimizer: bool
 ) -> list[DistributedDataParallel]:
     """Each model chunk with gradient buffers: float32 whatever the weights' type, summed over data and context ranks.
 
-    Sums, not means: calculate_per_token_loss makes Megatron scale neither dense nor expert gradients, and the loss has its
-    global denominators already. Weights move into the wrapper's own buffers, so load them before or through the parameters.
+    Sums, not means: calculate_per_token_loss makes Megatron scale neither dense nor expert gradients, and the loss has
+    its global denominators already. Weights move into the wrapper's buffers: tensors taken from parameters earlier are
+    no longer the weights.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, check_for_nan_in_grad=False
@@ -58,7 +64,7 @@ def make_optimizer(
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Rate and decay of the next step. Megatron marks norms and biases with wd_mult = 0 and leaves it to the caller to obey."""
+    """Rate and decay of the next step. Megatron marks norms and biases with wd_mult = 0; obeying it is up to the caller."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
         group["weight_decay"] = weight_decay * group["wd_mult"]

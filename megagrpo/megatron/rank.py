@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -19,23 +20,27 @@ from torch import Tensor
 from megagrpo.algorithm.kl import kl_estimate
 from megagrpo.algorithm.objective import ObjectiveSettings
 from megagrpo.batching.microbatch import RankBatch
+from megagrpo.checkpoint.integrity import SavedFile
 from megagrpo.errors import Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates, rank_grid
-from megagrpo.megatron import process
+from megagrpo.megatron import process, state
 from megagrpo.megatron.config import layer_spec, transformer_config
 from megagrpo.megatron.forward_backward import forward, forward_backward, sum_gradients
 from megagrpo.megatron.grpo_loss import GrpoLoss, ResponseTokens, response_tokens
 from megagrpo.megatron.logprob import VocabularyShard
 from megagrpo.megatron.model import build_chunks, named_tensors
+from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.optimizer import make_optimizer, set_learning_rate, wrap_chunks
 from megagrpo.megatron.packed import PackedTensors, pack
 from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.results import MetricSums, StepMetrics
+from megagrpo.megatron.state import TrainingState
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.boxes import Manifest, Placement
 from megagrpo.weights.digest import digests
 from megagrpo.weights.executors import buckets, checkpoint_files
+from megagrpo.weights.executors.checkpoint_export import Export, write_part
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import WeightPlan
@@ -75,6 +80,8 @@ class TrainRank:
         sum_gradients(config)
         self.chunks = wrap_chunks(models, config, train.distributed_optimizer)
         self.optimizer = make_optimizer(self.chunks, train.optimizer, train.distributed_optimizer, dtype)
+        self._offload = Offload(self.chunks, self.optimizer, self.reference.weights if self.reference else ())
+        self._state = TrainingState(self.chunks, self.optimizer, self.architecture, self.layout, self.manifest())
         self._loss = GrpoLoss(_objective_settings(recipe), recipe.rollout.temperature, self._vocabulary_shard())
         self._minibatches: list[Minibatch] = []
         self._rows: list[int] = []
@@ -106,6 +113,7 @@ class TrainRank:
         """Logprobs of the loaded batch under the reference; they stay here."""
         if self.reference is None:
             raise RankError(Problem("reference logprobs", "algorithm.kl.coefficient: 0", "a KL coefficient above 0"))
+        self._offload.require(["reference"])
         with self.reference.in_place_of(self.chunks):
             self._compute_logprobs("reference_logprobs")
 
@@ -132,9 +140,10 @@ class TrainRank:
     def update(self, advantages: np.ndarray, lr: float) -> StepMetrics | None:
         """All minibatches and epochs of the loaded batch. advantages: float [rows of the step].
 
-        With more than one optimizer step the ratio is to the policy before the first: compute_old_logprobs must have been
-        called. One rank returns the metrics of all, the others None. Raises RankError if a gradient is not finite.
+        With more than one optimizer step the ratio is to the policy before the first: compute_old_logprobs must have
+        been called. One rank returns the metrics of all, the others None. Raises RankError if a gradient is not finite.
         """
+        self._offload.require(["parameters", "gradients", "optimizer"])
         algorithm, settings = self.recipe.algorithm, self.recipe.train.optimizer
         minibatches = [minibatch for minibatch in self._minibatches if minibatch.packed]
         if len(minibatches) * algorithm.epochs > 1 and self._has_logits:
@@ -173,12 +182,13 @@ class TrainRank:
                 Problem(
                     "update: the gradient is not finite",
                     given=f"norm {grad_norm}",
-                    fix="lower train.optimizer.lr or look at the last step's metrics; the last checkpoint is not affected",
+                    fix="look at the last steps' metrics and lower train.optimizer.lr; checkpoints are not affected",
                 )
             )
         return float(grad_norm)
 
     def _compute_logprobs(self, name: Literal["old_logprobs", "reference_logprobs"]) -> None:
+        self._offload.require(["parameters"])
         responses = self._responses()
         forward(self.chunks, self._packed(), lambda index, logits: self._store(name, responses[index], logits))
 
@@ -210,6 +220,7 @@ class TrainRank:
 
     def tensors(self) -> dict[str, Tensor]:
         """The storages of `manifest`: the policy's weights themselves, not copies."""
+        self._offload.require(["parameters"])
         return named_tensors(self.chunks)
 
     def pack_weights(self, plan: WeightPlan, source: int) -> list[buckets.Bucket]:
@@ -220,7 +231,28 @@ class TrainRank:
         """Partial digests by checkpoint tensor of these parts of the policy, as they would be in `dtype`."""
         return digests(self.tensors(), placements, dtype)
 
-    # --- process ------------------------------------------------------------------------------------------------------
+    def write_export(self, export: Export, plan: WeightPlan, source: int) -> None:
+        """Writes the part of this rank, the plan's `source`-th, of a Hugging Face export. Raises CheckpointError."""
+        write_part(export, plan, source, self.tensors())
+
+    # --- checkpoints, memory, process ---------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> tuple[SavedFile, ...]:
+        """Writes this rank's part of the training state into an empty directory. Raises CheckpointError."""
+        self._offload.require(["parameters", "optimizer"])
+        return state.save(self._state, directory)
+
+    def load(self, directory: Path) -> None:
+        """Replaces the training state by a saved one, of any layout. Raises CheckpointError."""
+        self._offload.require(["parameters", "optimizer"])
+        state.load(self._state, directory)
+
+    def release(self, parts: Iterable[Part]) -> None:
+        """Moves parts to host memory until `restore`; what needs them raises RankError meanwhile."""
+        self._offload.release(parts)
+
+    def restore(self, parts: Iterable[Part]) -> None:
+        self._offload.restore(parts)
 
     def close(self) -> None:
         process.stop()

@@ -1,4 +1,4 @@
-"""The frozen reference policy: a second copy of this rank's weights, which takes the place of the policy's for a while."""
+"""The frozen reference policy: a second copy of this rank's weights, put in place of the policy's for a while."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def reference_of(rollout_logprobs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences whose rollout logprobs, which tests take as old logprobs, are off by enough to be clipped on both sides."""
+    """Sequences whose rollout logprobs, taken as old logprobs, are off by enough to be clipped on both sides."""
 
     sequences: list[TrainSequence]
     advantages: np.ndarray  # float32 [rows]
@@ -104,7 +104,7 @@ def response_logprobs(
 
 @dataclass(frozen=True)
 class StepResult:
-    """By name of the checkpoint tensor: gradients before clipping, and weights before and after the optimizer's step."""
+    """By name of the checkpoint tensor: gradients before clipping, weights before and after the optimizer's step."""
 
     loss: float
     grad_norm: float
@@ -117,7 +117,7 @@ class StepResult:
 
 
 def transformers_step(directory: Path, model: torch.nn.Module, case: Case, recipe: Recipe) -> StepResult:
-    """The step in plain torch: one sequence at a time, autograd, AdamW. Written from the formulas, with none of our modules.
+    """The step in plain torch: one sequence at a time, autograd, AdamW. Written from the formulas, with none of ours.
 
     `model` is in float64 and is changed.
     """

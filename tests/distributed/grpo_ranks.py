@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +14,16 @@ import torch
 
 from megagrpo.batching.microbatch import RankBatch
 from megagrpo.recipe.schema import Recipe
-from tests.distributed.grpo_case import StepResult, assemble, reference_of
+from tests.distributed.grpo_case import LR, StepResult, assemble, reference_of
 from tests.rank_group import run_ranks
 
 Parts = list[tuple[Any, np.ndarray]]
 
 
 def on_ranks(function: str, recipe: Recipe, directory: Path, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Results by rank of `function`(TrainRank, *args), a name in this module."""
+    """Results by rank of `function`(TrainRank, *args): a name in this module, or module:name."""
+    if ":" not in function:
+        function = f"{__name__}:{function}"
     ranks = recipe.train.layout.parallel().ranks
     store = directory.parent / f"store-{uuid.uuid4().hex}"
     return run_ranks(ranks, f"{__name__}:call", function, recipe, str(directory), str(store), *args, timeout=timeout)
@@ -36,7 +39,8 @@ def call(function: str, recipe: Recipe, directory: str, store: str, *args: Any) 
     process.stop()  # the harness's group; a TrainRank makes its own
     rank = TrainRank(recipe, number, f"file://{store}", directory, "cpu")
     try:
-        return globals()[function](rank, *args)
+        module, name = function.split(":")
+        return getattr(importlib.import_module(module), name)(rank, *args)
     finally:
         rank.close()
 
@@ -78,6 +82,12 @@ def step(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, lr: fl
     gradients = boxes(rank, {name: p.main_grad for name, p in parameters_of(rank.chunks).items()})
     metrics = rank.update(advantages, lr)
     return RankStep(metrics, gradients, before, boxes(rank, rank.tensors()))
+
+
+def metrics_of_step(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) -> Any:
+    rank.load_batch(batches[rank.where.data])
+    take_old_and_reference_from_rollout(rank)
+    return rank.update(advantages, LR)
 
 
 def gather(steps: Sequence[RankStep], gradients: bool = True) -> StepResult:

@@ -36,7 +36,8 @@ def compare(vocab, temperature, chunk_elements, dtype, which):
     wide = logits.double().requires_grad_()
     log_p = torch.log_softmax(wide[positions] / temperature, -1)
     expected = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    loss = (expected[0] * logprob_weight * ("logprob" in which) + expected[1] * entropy_weight * ("entropy" in which)).sum()
+    loss = (expected[0] * logprob_weight).sum() * ("logprob" in which)
+    loss = loss + (expected[1] * entropy_weight).sum() * ("entropy" in which)
     (expected_gradient,) = torch.autograd.grad(loss, wide)
 
     shard, columns = shard_of(vocab)
@@ -46,8 +47,9 @@ def compare(vocab, temperature, chunk_elements, dtype, which):
     before = local.clone()
     local.requires_grad_()
     logprobs, entropies = vocabulary_logprobs(
-        local, positions, labels, shard, temperature=temperature, entropy="entropy" in which, chunk_elements=chunk_elements
-    )
+        local, positions, labels, shard,
+        temperature=temperature, entropy="entropy" in which, chunk_elements=chunk_elements,
+    )  # fmt: skip
     loss = (logprobs * logprob_weight).sum() if "logprob" in which else logprobs.new_zeros(())
     if "entropy" in which:
         loss = loss + (entropies * entropy_weight).sum()
@@ -56,7 +58,7 @@ def compare(vocab, temperature, chunk_elements, dtype, which):
     if "entropy" in which:
         errors.append((entropies - expected[1]).abs().max().item())
     else:
-        assert entropies is None
+        assert not entropies.any()
     gradient = torch.zeros(TOKENS, columns, dtype=torch.float64)
     gradient[:, :real] = expected_gradient[:, shard.first : shard.first + real]
     return max(errors), (local.grad - gradient).abs().max().item(), torch.equal(local.detach(), before)
@@ -69,21 +71,21 @@ def test_logprobs_entropies_and_gradients_match_float64(ranks, which):
         for errors, gradient_error, untouched in run_ranks(
             ranks, f"{__name__}:compare", vocab, temperature, chunk, torch.float32, which
         ):
-            assert errors < 2e-6 and gradient_error < 4e-6 and untouched
+            assert (errors < 2e-6, gradient_error < 4e-6, untouched) == (True, True, True)
 
 
 def test_a_rank_that_holds_only_padding_takes_part():
     for errors, gradient_error, untouched in run_ranks(
         4, f"{__name__}:compare", 5, 1.0, 8, torch.float32, "logprob and entropy"
     ):
-        assert errors < 2e-6 and gradient_error < 4e-6 and untouched
+        assert (errors < 2e-6, gradient_error < 4e-6, untouched) == (True, True, True)
 
 
 def test_bfloat16_logits_are_computed_in_float32():
     for errors, gradient_error, untouched in run_ranks(
         2, f"{__name__}:compare", 131, 0.9, 500, torch.bfloat16, "logprob and entropy"
     ):
-        assert errors < 2e-6 and gradient_error < 2**-8 * 4 and untouched
+        assert (errors < 2e-6, gradient_error < 2**-8 * 4, untouched) == (True, True, True)
 
 
 def finite_differences(vocab):

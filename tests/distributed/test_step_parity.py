@@ -139,4 +139,4 @@ def test_local_denominators_would_be_noticed(dense):
         for batch in make_batches(recipe, dense.case.sequences)
     ]
     found = differences(run(dense, recipe, batches), dense.alone)
-    assert found["loss"] > 1e-3 and found["gradient"] > 1e-2 and found["grad norm"] > 1e-2, found
+    assert min(found["loss"], found["gradient"], found["grad norm"]) > 1e-3, found

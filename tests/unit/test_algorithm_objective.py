@@ -21,7 +21,8 @@ SETTINGS = ObjectiveSettings(
 def random_inputs(tokens=40, seed=0):
     """Ratios far outside both bounds, and advantages of both signs."""
     random = torch.Generator().manual_seed(seed)
-    normal = lambda: torch.randn(tokens, generator=random, dtype=torch.float64)
+    def normal():
+        return torch.randn(tokens, generator=random, dtype=torch.float64)
     logprobs = -normal().abs()
     return ObjectiveInputs(
         logprobs=logprobs.requires_grad_(),
@@ -57,7 +58,8 @@ def written_out(inputs, settings):
 def test_objective_matches_the_formula_in_float64():
     inputs = random_inputs()
     objective = grpo_objective(inputs, SETTINGS)
-    assert objective.policy.clipped_low.any() and objective.policy.clipped_high.any()
+    assert objective.policy.clipped_low.any()
+    assert objective.policy.clipped_high.any()
     assert abs(objective.loss.item() - written_out(inputs, SETTINGS)) < 1e-12
 
 
@@ -86,7 +88,9 @@ def test_a_broken_ratio_stays_finite():
     policy = clipped_policy_loss(logprobs, torch.tensor([-1e4, 0.0]), torch.tensor([-1.0, 1.0]), 0.2, 0.2)
     kl = kl_estimate(logprobs, torch.tensor([1e4, -1e4]), "k3")
     (policy.loss.sum() + kl.sum()).backward()
-    assert torch.isfinite(policy.loss).all() and torch.isfinite(kl).all() and torch.isfinite(logprobs.grad).all()
+    assert torch.isfinite(policy.loss).all()
+    assert torch.isfinite(kl).all()
+    assert torch.isfinite(logprobs.grad).all()
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])

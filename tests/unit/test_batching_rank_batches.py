@@ -118,7 +118,8 @@ def test_short_sequences_are_batched_in_milliseconds():
     batches = make_rank_batches(sequences, **arguments)
     assert time.perf_counter() - start < 0.05
     tokens = [b.minibatches[0][0].tokens for b in batches]
-    assert len(batches[0].minibatches[0]) == 1 and abs(tokens[0] - tokens[1]) <= 20
+    assert len(batches[0].minibatches[0]) == 1
+    assert abs(tokens[0] - tokens[1]) <= 20
 
 
 def test_more_ranks_than_sequences_gives_idle_microbatches():
@@ -128,6 +129,21 @@ def test_more_ranks_than_sequences_gives_idle_microbatches():
     assert sorted(micro.rows for b in batches for micro in b.minibatches[0]) == [(), (), (0,), (1,)]
 
 
+def test_a_pipeline_gets_microbatches_enough_to_keep_its_stages_busy():
+    def counts(sequences, **sizes):
+        layout = ParallelLayout(**sizes)
+        batches = make_rank_batches(
+            sequences_of([9] * sequences), layout=layout, minibatches=1, tokens_per_microbatch=8192, seed=0
+        )
+        return [len(b.minibatches[0]) for b in batches]
+
+    assert counts(64) == [1]
+    assert counts(64, pipeline=3) == [6]
+    assert counts(64, pipeline=2, data=2) == [4, 4]
+    assert counts(3, pipeline=4) == [3]
+    assert counts(3, pipeline=2, virtual_pipeline=2) == [2]
+
+
 def test_a_sequence_longer_than_a_microbatch_is_refused_not_dropped():
     with pytest.raises(RecipeError, match="tokens_per_microbatch"):
         make_rank_batches(
@@ -135,9 +151,13 @@ def test_a_sequence_longer_than_a_microbatch_is_refused_not_dropped():
         )
 
 
-def test_spread_evenly_reports_when_a_bin_would_overflow():
-    assert spread_evenly(np.array([5, 5, 4, 3, 3]), 2, 10) is None
-    assert spread_evenly(np.array([5, 5, 4, 3, 3]), 2, 11) is not None
+def test_sequences_that_fit_only_when_packed_tightly_still_fit():
+    # Evenly spread, 5 + 3 + 3 would not fit into 10; first fit decreasing finds 5 + 5 and 4 + 3 + 3.
+    assert max(sum([5, 5, 4, 3, 3][i] for i in filled) for filled in spread_evenly(np.array([5, 5, 4, 3, 3]), 2)) > 10
+    batches = make_rank_batches(
+        sequences_of([5, 5, 4, 3, 3]), layout=ParallelLayout(), minibatches=1, tokens_per_microbatch=10, seed=0
+    )
+    assert [micro.tokens for micro in batches[0].minibatches[0]] == [10, 10]
 
 
 def test_ranks_get_alike_microbatches_in_the_same_place():

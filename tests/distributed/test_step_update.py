@@ -1,0 +1,230 @@
+"""Whole updates: minibatches and epochs, the distributed optimizer, the reference policy, metrics, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megagrpo.batching.microbatch import RankBatch
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.recipe.schema import Recipe
+from tests.distributed.grpo_case import LR, Case, assemble, load_reference, make_batches, make_case, make_recipe
+from tests.distributed.grpo_ranks import Parts, boxes, gather, on_ranks
+from tests.rank_group import RankGroupError
+from tests.tiny_models import make_model
+
+ALONE = ParallelLayout()
+TENSOR_AND_DATA = ParallelLayout(tensor=2, data=2)
+CONTEXT_AND_PIPELINE = ParallelLayout(context=2, pipeline=2)
+SEVERAL = {"minibatches": 3, "epochs": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> tuple[Path, Case]:
+    directory = make_model("qwen3", tmp_path_factory.mktemp("update") / "qwen3", num_hidden_layers=2)
+    return directory, make_case(load_reference(directory), temperature=0.8)
+
+
+def on_all(function: str, model: tuple[Path, Case], recipe: Recipe, *args: Any) -> list[Any]:
+    directory, case = model
+    module = f"{__name__}:{function}"
+    return on_ranks(module, recipe, directory, make_batches(recipe, case.sequences), case.advantages, *args)
+
+
+# --- minibatches and epochs -------------------------------------------------------------------------------------------
+
+
+def several_steps(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) -> tuple[Any, Parts, Parts]:
+    """Two steps of the loop, as the trainer calls them."""
+    before = boxes(rank, rank.tensors())
+    for _ in range(2):
+        rank.load_batch(batches[rank.where.data])
+        rank.compute_old_logprobs()
+        rank.compute_reference_logprobs()
+        metrics = rank.update(advantages, LR / 10)
+    return metrics, before, boxes(rank, rank.tensors())
+
+
+@pytest.fixture(scope="module")
+def several_alone(model):
+    return collect(on_all("several_steps", model, make_recipe(ALONE, algorithm=SEVERAL)))
+
+
+def collect(results: Sequence[Any]) -> tuple[dict[str, float], np.ndarray]:
+    (metrics,) = [metrics for metrics, _, _ in results if metrics is not None]
+    before, after = (assemble([result[index] for result in results]) for index in (1, 2))
+    return asdict(metrics), np.concatenate([(after[name] - before[name]).ravel() for name in sorted(after)])
+
+
+@pytest.mark.parametrize("layout", [TENSOR_AND_DATA, CONTEXT_AND_PIPELINE], ids=str)
+def test_minibatches_and_epochs_do_not_depend_on_the_layout(layout, model, several_alone):
+    metrics, change = collect(on_all("several_steps", model, make_recipe(layout, algorithm=SEVERAL)))
+    wanted_metrics, wanted_change = several_alone
+    assert np.linalg.norm(change - wanted_change) <= 1e-3 * np.linalg.norm(wanted_change)
+    assert metrics == pytest.approx(wanted_metrics, rel=2e-3, abs=1e-5)
+    assert metrics["optimizer_steps"] == 6
+    assert metrics["tokens"] == sum(int(s.loss_mask.sum()) for s in model[1].sequences)
+    assert metrics["kl"] > 1e-4
+
+
+def test_the_same_seed_and_layout_give_the_same_numbers(model, several_alone):
+    metrics, change = collect(on_all("several_steps", model, make_recipe(ALONE, algorithm=SEVERAL)))
+    assert metrics == several_alone[0]
+    np.testing.assert_array_equal(change, several_alone[1])
+
+
+def test_the_distributed_optimizer_takes_the_same_step(model):
+    directory, case = model
+    results = []
+    for distributed in (False, True):
+        recipe = make_recipe(TENSOR_AND_DATA, train={"distributed_optimizer": distributed})
+        steps = on_ranks("step", recipe, directory, make_batches(recipe, case.sequences), case.advantages, LR)
+        results.append(gather(steps, gradients=not distributed))
+    plain, distributed = results
+    assert distributed.grad_norm == pytest.approx(plain.grad_norm, rel=1e-6)
+    assert np.linalg.norm(distributed.change() - plain.change()) <= 1e-5 * np.linalg.norm(plain.change())
+
+
+def test_bfloat16_with_float32_gradients_stays_near_float32(model):
+    directory, case = model
+    results = []
+    for dtype in ("float32", "bfloat16"):
+        recipe = make_recipe(ParallelLayout(tensor=2), model={"path": "unused", "dtype": dtype})
+        steps = on_ranks("metrics_of_step", recipe, directory, make_batches(recipe, case.sequences), case.advantages)
+        results.append(next(metrics for metrics in steps if metrics))
+    exact, rounded = results
+    assert rounded.loss == pytest.approx(exact.loss, abs=0.02)
+    assert rounded.grad_norm == pytest.approx(exact.grad_norm, rel=0.1)
+
+
+# --- old logprobs and reference ---------------------------------------------------------------------------------------
+
+
+def first_step_metrics(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, old: bool) -> Any:
+    rank.load_batch(batches[rank.where.data])
+    if old:
+        rank.compute_old_logprobs()
+    return rank.update(advantages, LR)
+
+
+def test_one_update_needs_no_pass_for_old_logprobs(model):
+    recipe = make_recipe(ALONE, algorithm={"kl": {"coefficient": 0.0}})
+    (own,), (stored,) = (on_all("first_step_metrics", model, recipe, old) for old in (False, True))
+    assert own.ratio_mean == 1.0
+    assert own.clip_low_fraction == own.clip_high_fraction == 0.0
+    assert own.kl is None
+    assert asdict(replace(stored, kl=0)) == pytest.approx(asdict(replace(own, kl=0)), rel=1e-5)
+    assert 0.1 < own.rollout_difference_mean < own.rollout_difference_max < 4 * 0.25
+    assert own.logprob_mean < 0 < own.entropy < np.log(131)
+
+
+def reference_and_policy(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) -> Any:
+    """Logprobs of the reference before and after the policy moved, and sums of KL by row."""
+    logprobs, sums = [], []
+    for _ in range(2):
+        rank.load_batch(batches[rank.where.data])
+        rank.compute_old_logprobs()
+        rank.compute_reference_logprobs()
+        if rank.where.pipeline == rank.layout.pipeline - 1:
+            logprobs.append([rank._stored(name).numpy() for name in ("old_logprobs", "reference_logprobs")])
+        sums.append(rank.sequence_kl())
+        rank.update(advantages, LR)
+    return logprobs, sums
+
+
+def test_the_reference_stays_while_the_policy_moves_and_kl_is_summed_by_sequence(model):
+    sums = {}
+    for layout in (ALONE, TENSOR_AND_DATA, CONTEXT_AND_PIPELINE):
+        results = on_all("reference_and_policy", model, make_recipe(layout, algorithm={"kl": {"coefficient": 0.1}}))
+        for logprobs, _ in results:
+            if logprobs:
+                (old, reference), (old_after, reference_after) = logprobs
+                np.testing.assert_array_equal(old, reference)
+                np.testing.assert_array_equal(reference, reference_after)
+                assert np.abs(old - old_after).max() > 0.1
+        # Each row from one rank, and all rows.
+        rows = sorted(row for _, (first, _) in results for row in first)
+        assert rows == [s.row for s in model[1].sequences]
+        assert not any(kl for _, (first, _) in results for kl in first.values())
+        sums[layout] = {row: kl for _, (_, second) in results for row, kl in second.items()}
+    for other in (TENSOR_AND_DATA, CONTEXT_AND_PIPELINE):
+        assert sums[other] == pytest.approx(sums[ALONE], rel=1e-3, abs=1e-5)
+    assert min(sums[ALONE].values()) > 0
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def decay_only(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) -> tuple[Parts, Parts]:
+    rank.load_batch(batches[rank.where.data])
+    before = boxes(rank, rank.tensors())
+    rank.update(advantages * 0, LR)
+    return before, boxes(rank, rank.tensors())
+
+
+def test_without_signal_only_matrices_decay(model):
+    recipe = make_recipe(ALONE, algorithm={"kl": {"coefficient": 0.0}, "entropy_coefficient": 0.0})
+    ((before, after),) = on_all("decay_only", model, recipe)
+    for (box, old), (_, new) in zip(before, after, strict=True):
+        kept = 1 - LR * recipe.train.optimizer.weight_decay if len(box.shape) > 1 else 1
+        np.testing.assert_allclose(new, old * kept, rtol=1e-6, err_msg=box.tensor)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_several_optimizer_steps_without_old_logprobs_are_refused(model):
+    with pytest.raises(RankGroupError, match="compute_old_logprobs was not called"):
+        on_all("first_step_metrics", model, make_recipe(ALONE, algorithm=SEVERAL), False)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(model):
+    directory, case = model
+    recipe = make_recipe(ALONE)
+    with pytest.raises(RankGroupError, match="the gradient is not finite"):
+        on_ranks(
+            "metrics_of_step", recipe, directory, make_batches(recipe, case.sequences), np.full(12, np.nan, np.float32)
+        )
+
+
+def released(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) -> tuple[str, Any, Any]:
+    from megagrpo.errors import RankError
+
+    rank.load_batch(batches[rank.where.data])
+    rank.release(["gradients", "optimizer"])
+    try:
+        rank.update(advantages, LR)
+    except RankError as error:
+        message = str(error)
+    rank.restore(["gradients", "optimizer"])
+    return message, rank.update(advantages, LR), None
+
+
+def test_an_update_is_refused_while_its_memory_is_released(model):
+    recipe = make_recipe(ALONE, algorithm={"kl": {"coefficient": 0.0}})
+    ((message, metrics, _),) = on_all("released", model, recipe)
+    assert "gradients, optimizer released" in message
+    assert asdict(metrics) == asdict(on_all("first_step_metrics", model, recipe, False)[0])
+
+
+def saved_and_loaded(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, directory: str) -> Any:
+    """Metrics of a third step without, and with, going back to a checkpoint after the first."""
+    rank.load_batch(batches[rank.where.data])
+    rank.update(advantages, LR)
+    Path(directory).mkdir(exist_ok=True)
+    rank.save(Path(directory))
+    first = [rank.update(advantages, LR) for _ in range(2)]
+    rank.load(Path(directory))
+    return first, [rank.update(advantages, LR) for _ in range(2)]
+
+
+def test_a_rank_continues_from_its_checkpoint_as_if_nothing_had_happened(model, tmp_path):
+    recipe = make_recipe(ParallelLayout(data=2), algorithm={"kl": {"coefficient": 0.0}})
+    results = on_all("saved_and_loaded", model, recipe, str(tmp_path / "checkpoint"))
+    assert all(first == second for first, second in results)
+    assert results[0][0][0].loss != results[0][0][1].loss
