@@ -1,7 +1,12 @@
-"""Whole updates: minibatches and epochs, the distributed optimizer, the reference policy, metrics, and what is refused."""
+"""Whole updates: minibatches, epochs, the distributed optimizer, the reference policy, metrics, and what is refused."""
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +20,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.grpo_case import LR, Case, assemble, load_reference, make_batches, make_case, make_recipe
 from tests.distributed.grpo_ranks import Parts, boxes, gather, on_ranks
-from tests.rank_group import RankGroupError
+from tests.rank_group import ENVIRONMENT, REPOSITORY, RankGroupError
 from tests.tiny_models import make_model
 
 ALONE = ParallelLayout()
@@ -228,3 +233,28 @@ def test_a_rank_continues_from_its_checkpoint_as_if_nothing_had_happened(model, 
     results = on_all("saved_and_loaded", model, recipe, str(tmp_path / "checkpoint"))
     assert all(first == second for first, second in results)
     assert results[0][0][0].loss != results[0][0][1].loss
+
+
+# --- torchrun ---------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_run_under_torchrun(model, tmp_path):
+    directory, case = model
+    recipe = make_recipe(ParallelLayout(data=2), algorithm={"kl": {"coefficient": 0.0}})
+    saved = tmp_path / "case"
+    saved.write_bytes(
+        pickle.dumps((recipe, str(directory), make_batches(recipe, case.sequences), case.advantages, LR))
+    )
+    script = Path(__file__).with_name("torchrun_update.py")
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", script, saved, tmp_path / "metrics.json"]
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, command)],
+        cwd=REPOSITORY,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = next(m for m in on_all("first_step_metrics", model, recipe, False) if m is not None)
+    assert json.loads((tmp_path / "metrics.json").read_text()) == asdict(metrics)
