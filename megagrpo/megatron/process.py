@@ -23,6 +23,8 @@ from megagrpo.layout.parallel import ParallelLayout
 def start(rank: int, ranks: int, init_method: str, device: str, timeout_seconds: float) -> None:
     """Join `ranks` processes through `init_method` (tcp://host:port or file:///path).
 
+    Under torchrun it must be tcp://$MASTER_ADDR:$MASTER_PORT: torchrun serves that one, and no rank opens another.
+
     `device` is cpu (gloo), or cuda or cuda:N (NCCL). `timeout_seconds` is the deadline of this call and of every
     collective operation in the default group. Raises RankError if the others do not come.
     """
