@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from megagrpo.errors import Problem, WeightPlanError
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
@@ -240,7 +241,7 @@ def _cut(want: _Wanted, largest: int) -> Iterator[_Wanted]:
         yield want
         return
     edges = [box.shape[0] * index // count for index in range(count + 1)]
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges):
         part = Box(box.tensor, (box.start[0] + low, *box.start[1:]), (high - low, *box.shape[1:]))
         yield _Wanted(
             want.destination, want.placement.part(part), want.holders, want.bytes // box.elements * part.elements

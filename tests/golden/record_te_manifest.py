@@ -119,7 +119,7 @@ STAND_INS: dict[str, Any] = {
 class StandIn(ModuleType):
     """A module of transformer_engine. What Megatron only mentions is an empty class, or another such module."""
 
-    __path__: list[str] = []
+    __path__: tuple[str, ...] = ()
     __version__ = TE_VERSION
 
     def __getattr__(self, name: str) -> Any:

@@ -133,7 +133,7 @@ def test_a_directory_without_a_usable_config_is_named(tmp_path: Path) -> None:
     for content in (None, "{", "[]", b"\xff\xfe"):
         if content is not None:
             (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-        with pytest.raises(ModelError, match="config.json"):
+        with pytest.raises(ModelError, match=r"config\.json"):
             read_architecture(tmp_path)
 
 

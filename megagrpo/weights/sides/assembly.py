@@ -1,4 +1,4 @@
-"""Builds a manifest from whole tensors, runs of rows and shards of columns: the words in which sides describe packing."""
+"""Builds a manifest from whole tensors, runs of rows and shards of columns: the words in which sides describe it."""
 
 from __future__ import annotations
 
