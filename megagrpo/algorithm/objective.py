@@ -59,6 +59,4 @@ def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Obje
             per_token = per_token + settings.kl_coefficient * kl
     if settings.entropy_coefficient and inputs.entropy is not None:
         per_token = per_token - settings.entropy_coefficient * inputs.entropy
-    return Objective(
-        loss=(inputs.weights * per_token).sum(), policy=policy, kl=None if kl is None else kl.detach()
-    )
+    return Objective(loss=(inputs.weights * per_token).sum(), policy=policy, kl=None if kl is None else kl.detach())

@@ -48,9 +48,7 @@ def vocabulary_logprobs(
     computes the softmax again; per chunk there are two all-reduces forward and none backward.
     """
     rows = max(1, chunk_elements // logits.shape[1])
-    logprobs, entropies = _VocabularyLogprobs.apply(
-        logits, positions, labels, shard, 1.0 / temperature, entropy, rows
-    )
+    logprobs, entropies = _VocabularyLogprobs.apply(logits, positions, labels, shard, 1.0 / temperature, entropy, rows)
     return logprobs, entropies
 
 

@@ -64,7 +64,7 @@ def make_optimizer(
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Rate and decay of the next step. Megatron marks norms and biases with wd_mult = 0, which the caller has to obey."""
+    """Rate and decay of the next step. Megatron marks norms and biases with wd_mult = 0; the caller has to obey it."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
         group["weight_decay"] = weight_decay * group["wd_mult"]

@@ -242,9 +242,7 @@ def test_ranks_run_under_torchrun(model, tmp_path):
     directory, case = model
     recipe = make_recipe(ParallelLayout(data=2), algorithm={"kl": {"coefficient": 0.0}})
     saved = tmp_path / "case"
-    saved.write_bytes(
-        pickle.dumps((recipe, str(directory), make_batches(recipe, case.sequences), case.advantages, LR))
-    )
+    saved.write_bytes(pickle.dumps((recipe, str(directory), make_batches(recipe, case.sequences), case.advantages, LR)))
     script = Path(__file__).with_name("torchrun_update.py")
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", script, saved, tmp_path / "metrics.json"]
     done = subprocess.run(

@@ -21,8 +21,10 @@ SETTINGS = ObjectiveSettings(
 def random_inputs(tokens=40, seed=0):
     """Ratios far outside both bounds, and advantages of both signs."""
     random = torch.Generator().manual_seed(seed)
+
     def normal():
         return torch.randn(tokens, generator=random, dtype=torch.float64)
+
     logprobs = -normal().abs()
     return ObjectiveInputs(
         logprobs=logprobs.requires_grad_(),

@@ -100,9 +100,7 @@ def test_first_fit_decreasing_respects_capacity_and_its_bound(lengths, capacity)
 def test_work_is_even_over_data_ranks():
     lengths = np.random.default_rng(0).integers(16, 2048, 512)
     layout = ParallelLayout(data=8)
-    batches = make_rank_batches(
-        sequences_of(lengths), layout=layout, minibatches=1, tokens_per_microbatch=8192, seed=0
-    )
+    batches = make_rank_batches(sequences_of(lengths), layout=layout, minibatches=1, tokens_per_microbatch=8192, seed=0)
     loads = [
         sum(costs(np.array([len(s.tokens)]))[0] for micro in b.minibatches[0] for s in micro.sequences) for b in batches
     ]
