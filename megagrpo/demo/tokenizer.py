@@ -1,4 +1,4 @@
-"""A tokenizer without merges: one token per character (strictly, per byte), so that any text comes back as it was."""
+"""A tokenizer without merges: one token per character (strictly, per byte), so that any text comes back (in NFC)."""
 
 from __future__ import annotations
 
