@@ -29,8 +29,8 @@ class ObjectiveInputs:
     old_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
-    entropy: Tensor | None = None
-    reference_logprobs: Tensor | None = None
+    entropy: Tensor
+    reference_logprobs: Tensor | None  # None: no KL term, no estimate
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,11 @@ class Objective:
 def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Objective:
     """Sum over tokens of weight x (policy loss + kl_coefficient x KL - entropy_coefficient x entropy).
 
-    GRPO, arXiv:2402.03300, eq. 3, negated. A term needs its tensor only if its coefficient is not 0; KL is
-    estimated whenever reference logprobs are there, so that it can be reported.
+    GRPO, arXiv:2402.03300, eq. 3, negated. KL is estimated whenever reference logprobs are there, so that it can be
+    reported. Raises ValueError if kl_coefficient needs them and they are not.
     """
+    if settings.kl_coefficient and inputs.reference_logprobs is None:
+        raise ValueError("a KL term without reference logprobs")
     policy = clipped_policy_loss(
         inputs.logprobs, inputs.old_logprobs, inputs.advantages, settings.clip_low, settings.clip_high
     )
@@ -57,6 +59,6 @@ def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Obje
         kl = kl_estimate(inputs.logprobs, inputs.reference_logprobs, settings.kl_estimator)
         if settings.kl_coefficient:
             per_token = per_token + settings.kl_coefficient * kl
-    if settings.entropy_coefficient and inputs.entropy is not None:
+    if settings.entropy_coefficient:
         per_token = per_token - settings.entropy_coefficient * inputs.entropy
     return Objective(loss=(inputs.weights * per_token).sum(), policy=policy, kl=None if kl is None else kl.detach())

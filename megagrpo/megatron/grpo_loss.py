@@ -79,7 +79,7 @@ class GrpoLoss:
             reference_logprobs=response.reference_logprobs,
         )
         objective = grpo_objective(inputs, self.objective)
-        metrics.add(objective, inputs, entropy, response.rollout_logprobs)
+        metrics.add(objective, inputs, response.rollout_logprobs)
         return objective.loss
 
     def _logprobs_and_entropy(

@@ -141,13 +141,16 @@ class TrainRank:
         """All minibatches and epochs of the loaded batch. advantages: float [rows of the step].
 
         With more than one optimizer step the ratio is to the policy before the first: compute_old_logprobs must have
-        been called. One rank returns the metrics of all, the others None. Raises RankError if a gradient is not finite.
+        been called; and compute_reference_logprobs, if there is a reference. One rank returns the metrics of all, the
+        others None. Raises RankError if one of these passes is missing or a gradient is not finite.
         """
         self._offload.require(["parameters", "gradients", "optimizer"])
         algorithm, settings = self.recipe.algorithm, self.recipe.train.optimizer
         minibatches = [minibatch for minibatch in self._minibatches if minibatch.packed]
-        if len(minibatches) * algorithm.epochs > 1 and self._has_logits:
+        if self._has_logits and len(minibatches) * algorithm.epochs > 1:
             self._stored("old_logprobs")
+        if self._has_logits and self.reference is not None:
+            self._stored("reference_logprobs")
         of_row = torch.as_tensor(advantages, dtype=torch.float32, device=self.device)
         metrics = MetricSums(self.device)
         set_learning_rate(self.optimizer, lr, settings.weight_decay)

@@ -39,7 +39,7 @@ class MetricSums:
         self._largest_difference = torch.zeros((), dtype=torch.float32, device=device)
         self._has_kl = False
 
-    def add(self, objective: Objective, inputs: ObjectiveInputs, entropy: Tensor, rollout_logprobs: Tensor) -> None:
+    def add(self, objective: Objective, inputs: ObjectiveInputs, rollout_logprobs: Tensor) -> None:
         """Adds one microbatch of response tokens, each [tokens]."""
         policy = objective.policy
         difference = (inputs.old_logprobs - rollout_logprobs).abs()
@@ -48,7 +48,7 @@ class MetricSums:
             [
                 inputs.weights * policy.loss.detach(),
                 objective.kl if objective.kl is not None else torch.zeros_like(difference),
-                entropy.detach(),
+                inputs.entropy.detach(),
                 policy.clipped_low.float(),
                 policy.clipped_high.float(),
                 policy.ratio,

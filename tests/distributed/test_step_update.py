@@ -188,6 +188,11 @@ def test_several_optimizer_steps_without_old_logprobs_are_refused(model):
         on_all("first_step_metrics", model, make_recipe(ALONE, algorithm=SEVERAL), False)
 
 
+def test_an_update_without_the_reference_that_its_recipe_needs_is_refused(model):
+    with pytest.raises(RankGroupError, match="compute_reference_logprobs was not called"):
+        on_all("first_step_metrics", model, make_recipe(ALONE), True)
+
+
 def test_a_gradient_that_is_not_finite_ends_the_run(model):
     directory, case = model
     recipe = make_recipe(ALONE)
