@@ -116,6 +116,20 @@ def _loss_and_gradients(directory: Path, layout: ParallelLayout, mode: str) -> d
     return {"loss": losses, "gradients": gradients, "attentions": len(calls)}
 
 
+@pytest.mark.parametrize("context", [2, 4])
+def test_context_ranks_add_up_to_the_gradients_of_one_rank(directories: dict[str, Path], context: int) -> None:
+    (whole,) = run_ranks(1, f"{__name__}:gradients", directories["qwen3"], ParallelLayout())
+    parts = run_ranks(context, f"{__name__}:gradients", directories["qwen3"], ParallelLayout(context=context))
+    for name, wanted in whole.items():
+        got = sum(part[name] for part in parts)
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
+
+
+def gradients(directory: Path, layout: ParallelLayout) -> dict[str, np.ndarray]:
+    process.start_parallel(layout, seed=1)
+    return _loss_and_gradients(directory, layout, "none")["gradients"]
+
+
 @contextmanager
 def count_calls(kind: type[torch.nn.Module]) -> Iterator[list[None]]:
     calls: list[None] = []
