@@ -68,24 +68,17 @@ def attend(
     query = _spread(query, plan.query_slots, plan.queries)
     key = _spread(key, plan.key_slots, plan.keys)
     value = _spread(value, plan.key_slots, plan.keys)
+    # One split for all buckets: its gradient is one concatenation, where slices would each make a tensor of full size.
+    queries = [bucket.sequences * bucket.queries for bucket in plan.buckets]
+    keys = [bucket.sequences * bucket.keys for bucket in plan.buckets]
     outputs = []
-    for bucket in plan.buckets:
+    for bucket, *batches in zip(plan.buckets, query.split(queries), key.split(keys), value.split(keys), strict=True):
+        q, k, v = (batch.unflatten(0, (bucket.sequences, -1)).transpose(1, 2) for batch in batches)
         output = F.scaled_dot_product_attention(
-            _batch(query, bucket.first_query, bucket.sequences, bucket.queries),
-            _batch(key, bucket.first_key, bucket.sequences, bucket.keys),
-            _batch(value, bucket.first_key, bucket.sequences, bucket.keys),
-            attn_mask=bucket.mask,
-            is_causal=bucket.mask is None,
-            scale=scale,
-            enable_gqa=True,
+            q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=scale, enable_gqa=True
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return _collect(outputs[0] if len(outputs) == 1 else torch.cat(outputs), plan.query_slots)
-
-
-def _batch(padded: torch.Tensor, first: int, sequences: int, tokens: int) -> torch.Tensor:
-    """[sequences, heads, tokens, head_dim] of one bucket."""
-    return padded[first : first + sequences * tokens].unflatten(0, (sequences, tokens)).transpose(1, 2)
 
 
 def _spread(tokens: torch.Tensor, slots: torch.Tensor | None, size: int) -> torch.Tensor:

@@ -14,13 +14,11 @@ PADDING_ALWAYS_ALLOWED = 16
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length: `sequences` x `queries` slots from `first_query`, and so for keys."""
+    """Sequences of similar length, as one padded batch of queries and one of keys."""
 
     sequences: int
-    queries: int
-    keys: int
-    first_query: int
-    first_key: int
+    queries: int  # slots of each sequence, as many as the longest has tokens on this rank
+    keys: int  # the same over all context ranks
     mask: torch.Tensor | None  # bool [sequences, 1, queries, keys]; None: plain causal, queries == keys
 
 
@@ -66,7 +64,7 @@ def plan_attention(
             position[place[sequence[inside]], index[inside]] = positions[context_rank][inside]
             keys = torch.arange(longest * context, device=device)
             mask = (keys <= torch.from_numpy(position).to(device)[:, :, None])[:, None]
-        buckets.append(Bucket(len(members), longest, longest * context, queries, queries * context, mask))
+        buckets.append(Bucket(len(members), longest, longest * context, mask))
         queries += len(members) * longest
     query_slots = query_base[sequence] + index
     key_slots = np.concatenate([key_base[sequence] + of_rank for of_rank in positions])
