@@ -67,3 +67,12 @@ def test_a_tracker_that_was_not_started_ends_quietly(tmp_path: Path) -> None:
     with Tracker(make_recipe(tmp_path), 10):
         pass
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_last_lines_say_how_to_look_and_how_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracker(make_recipe(tmp_path, console="lines", mlflow={}), 10) as tracker:
+        tracker.start()
+    said = capsys.readouterr().out
+    assert str(tmp_path / "runs" / "adder") in said
+    assert f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/runs/mlflow.db" in said
+    assert "the same command continues" in said
