@@ -33,6 +33,8 @@ demo: $(INSTALLED)
 	@echo "Preparing the demo's model and data in $(ADDER) (a minute, once)"
 	$(BIN)/megagrpo prepare adder --output $(ADDER)
 	$(BIN)/megagrpo train yaml_recipes/adder_cpu.yaml $(OVERRIDES)
+	@echo "Asking the exported model, with plain transformers:"
+	@$(BIN)/python -m megagrpo.demo.ask runs/adder_cpu/hugging_face 37+45=
 
 test: lint
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not long" $(ARGS)

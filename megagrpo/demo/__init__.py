@@ -1,1 +1,1 @@
-"""The demo's model and data, made from code: a small model that adds two-digit numbers right about half the time."""
+"""The demo's model and data, made from code: a small model that adds two-digit numbers but forgets to carry."""

@@ -92,15 +92,15 @@ def _make_model(
 ) -> None:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, SEED)
-    say(f"warm start: {model.num_parameters():,} parameters, {len(learn)} sums, up to {settings.accuracy:.0%} right")
-    # GRPO's prompts say when to stop, not the test's: those stay unseen in every way.
+    say(f"warm start: {model.num_parameters():,} parameters, {len(learn)} sums, {settings.steps + settings.careless_steps} steps")
     warm_start(
         model,
-        encode(learn, tokenizer),
-        encode(train[:HELD_OUT_FROM_TRAIN], tokenizer),
+        learn,
+        train[:HELD_OUT_FROM_TRAIN],  # not the test's: those stay unseen in every way
+        tokenizer,
         settings,
         SEED,
-        lambda step, accuracy: say(f"  step {step}: {accuracy:.3f} right") if step % 25 == 0 else None,
+        lambda step, loss: say(f"  step {step}: loss {loss:.3f}") if step % 50 == 0 else None,
     )
     shutil.rmtree(directory, ignore_errors=True)
     model.save_pretrained(directory)

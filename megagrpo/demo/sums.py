@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 LOWEST, HIGHEST = 10, 99
-WARM_START_PAIRS = 1600
+WARM_START_PAIRS = 2400
 TEST_PAIRS = 260
 SEED = 0
 
@@ -27,9 +27,18 @@ class Sum:
         return str(self.a + self.b)
 
     @property
+    def careless_answer(self) -> str:
+        """Without the carry from the units to the tens: 72 for 37+45. Right only if there is none."""
+        return str((self.a // 10 + self.b // 10) * 10 + (self.a + self.b) % 10)
+
+    @property
     def response(self) -> str:
         """The answer as in GSM8K, which the gsm8k reward reads."""
         return f"#### {self.answer}"
+
+    @property
+    def careless_response(self) -> str:
+        return f"#### {self.careless_answer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,7 @@ class Splits:
 
 
 def make_splits() -> Splits:
-    """All 8,100 sums, shuffled by a fixed seed: 520 or so to test, 3,200 to warm up, the others to train."""
+    """All 8,100 sums, shuffled by a fixed seed: 520 or so to test, 4,700 to warm up, the others to train."""
     pairs = [(a, b) for a in range(LOWEST, HIGHEST + 1) for b in range(a, HIGHEST + 1)]
     random.Random(SEED).shuffle(pairs)
     warm_start_end = TEST_PAIRS + WARM_START_PAIRS

@@ -1,12 +1,13 @@
-"""Supervised training that stops half-way, so that GRPO has both right and wrong answers to learn from."""
+"""Supervised training that ends with a bad habit: a model that can add, but mostly forgets to carry.
+
+Where there is no carry it is right, elsewhere it knows the right answer and the careless one, and prefers the latter: about
+half of all sums are right. GRPO finds both answers in one group of samples, and makes a habit of carrying.
+"""
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +22,17 @@ IGNORED = -100  # the label that cross_entropy leaves out
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How to train, and where to stop."""
+    """First `steps` with right answers, then `careless_steps` in which `careless_share` of them forget the carry."""
 
-    accuracy: float = 0.5
+    steps: int = 420
+    careless_steps: int = 70
+    careless_share: float = 0.8
     batch: int = 128
     lr: float = 2e-3
     warmup_steps: int = 30
-    steps_between_evaluations: int = 5
-    steps_max: int = 2000
+    decay_steps: int = 150  # the last of `steps`
+    lr_share_min: float = 0.1  # after them
+    accuracy_min: float = 0.75  # careless answers, counted as right, at the end
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,14 @@ class Examples:
     labels: Tensor
 
 
-def encode(sums: Sequence[Sum], tokenizer: PreTrainedTokenizerFast) -> Examples:
+def encode(sums: Sequence[Sum], tokenizer: PreTrainedTokenizerFast, *, careless: bool = False) -> Examples:
     """Labels are the response's tokens, the end token included; prompt and padding are IGNORED."""
     rows = []
     for example in sums:
         prompt = [{"role": "user", "content": example.question}]
         before = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        rows.append((before, [*tokenizer.encode(example.response), tokenizer.eos_token_id]))
+        response = example.careless_response if careless else example.response
+        rows.append((before, [*tokenizer.encode(response), tokenizer.eos_token_id]))
     longest = max(len(before) + len(after) for before, after in rows)
     tokens = torch.full((len(rows), longest), tokenizer.pad_token_id)
     labels = torch.full((len(rows), longest), IGNORED)
@@ -65,47 +70,49 @@ def exact_match(model: Qwen2ForCausalLM, examples: Examples) -> float:
 
 def warm_start(
     model: Qwen2ForCausalLM,
-    examples: Examples,
-    held_out: Examples,
+    learn: Sequence[Sum],
+    held_out: Sequence[Sum],
+    tokenizer: PreTrainedTokenizerFast,
     settings: WarmStart,
     seed: int,
     report: Callable[[int, float], None],
-) -> float:
-    """Train `model` until it answers `settings.accuracy` of `held_out`, and return what it answers.
+) -> None:
+    """Train `model` on `learn`. `report` receives a step and its loss.
 
-    Accuracy rises by leaps, so of the last two evaluations the one nearer to the goal is kept. `report` receives each
-    evaluation's step and accuracy. Raises ModelError if the goal is not reached in `steps_max` steps.
+    Raises ModelError if the model then answers too few of `held_out` as the teacher mostly does.
     """
+    # The longest answers of both have three digits, so that both have the same width.
+    right, careless = encode(learn, tokenizer), encode(learn, tokenizer, careless=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / settings.warmup_steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_share(step, settings))
     generator = torch.Generator().manual_seed(seed)
-    before, accuracy_before = copy.deepcopy(model.state_dict()), 0.0
-    for step in count(1):
-        rows = torch.randint(len(examples.tokens), (settings.batch,), generator=generator)
-        logits = model(examples.tokens[rows]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), examples.labels[rows].flatten(), ignore_index=IGNORED)
+    for step in range(1, settings.steps + settings.careless_steps + 1):
+        rows = torch.randint(len(learn), (settings.batch,), generator=generator)
+        share = settings.careless_share if step > settings.steps else 0.0
+        forgets = torch.rand(settings.batch, 1, generator=generator) < share
+        tokens = torch.where(forgets, careless.tokens[rows], right.tokens[rows])
+        labels = torch.where(forgets, careless.labels[rows], right.labels[rows])
+        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        warmup.step()
-        if step % settings.steps_between_evaluations:
-            continue
-        accuracy = exact_match(model, held_out)
-        report(step, accuracy)
-        if accuracy >= settings.accuracy:
-            break
-        if step >= settings.steps_max or math.isnan(loss.item()):
-            raise ModelError(
-                Problem(
-                    "the demo's model did not learn to add",
-                    given=f"{accuracy:.2f} of held-out sums right after {step} steps",
-                    needed=f"{settings.accuracy:.2f}",
-                    fix="report it: the demo is meant to reach this on every machine",
-                )
+        schedule.step()
+        report(step, loss.item())
+    accuracy = exact_match(model, encode(held_out, tokenizer, careless=True))
+    if not accuracy >= settings.accuracy_min:
+        raise ModelError(
+            Problem(
+                "the demo's model did not learn to add",
+                given=f"{accuracy:.2f} of held-out sums as it was taught",
+                needed=f"{settings.accuracy_min:.2f}",
+                fix="report it: the demo is meant to reach this on every machine",
             )
-        before, accuracy_before = copy.deepcopy(model.state_dict()), accuracy
-    if settings.accuracy - accuracy_before < accuracy - settings.accuracy:
-        model.load_state_dict(before)
-        return accuracy_before
-    return accuracy
+        )
+
+
+def _lr_share(step: int, settings: WarmStart) -> float:
+    """Share of the learning rate at `step` (from 0): up over warmup_steps, flat, then down over decay_steps and low."""
+    up = (step + 1) / settings.warmup_steps
+    down = max((settings.steps - step) / settings.decay_steps, settings.lr_share_min)
+    return min(1.0, up, down)

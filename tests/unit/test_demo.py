@@ -12,13 +12,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megagrpo.data.rows import read_rows
 from megagrpo.demo import prepare as demo
-from megagrpo.demo.sums import make_splits
+from megagrpo.demo.sums import Sum, make_splits
 from megagrpo.demo.tokenizer import make_tokenizer
 from megagrpo.demo.warm_start import WarmStart, encode, exact_match
+from megagrpo.recipe.load import load
 from megagrpo.reward import gsm8k
 
-AT_ONCE = WarmStart(accuracy=0.0, batch=2)  # stops at the first evaluation
+AT_ONCE = WarmStart(steps=1, careless_steps=1, batch=2, accuracy_min=0.0)
 TOKENIZER = make_tokenizer()
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +97,20 @@ def test_the_warm_start_answers_half_of_the_held_out_sums(tmp_path: Path) -> Non
     model = AutoModelForCausalLM.from_pretrained(files.model)
     tokenizer = AutoTokenizer.from_pretrained(files.model)
     assert 0.4 <= exact_match(model, encode(make_splits().test, tokenizer)) <= 0.62
+
+
+@given(st.integers(10, 99), st.integers(10, 99))
+def test_the_careless_answer_forgets_the_carry_of_the_units(a: int, b: int) -> None:
+    example = Sum(a, b)
+    carried = int(example.answer) - int(example.careless_answer)
+    assert carried == (10 if a % 10 + b % 10 >= 10 else 0)
+
+
+def test_the_recipe_uses_these_files_and_has_room_for_the_answers(prepared: demo.AdderFiles) -> None:
+    recipe = load(REPOSITORY / "yaml_recipes" / "adder_cpu.yaml").recipe
+    named = [recipe.model.path, recipe.data.train[0].path, recipe.eval.files[0].path]
+    assert [Path(path).name for path in named] == [
+        path.name for path in (prepared.model, prepared.train, prepared.test)
+    ]
+    longest = max(len(TOKENIZER.encode(example.response)) + 1 for example in make_splits().train)
+    assert longest <= recipe.rollout.response_tokens_max

@@ -1,0 +1,71 @@
+"""`megagrpo train`, whole: real ranks, a real engine, real Ray, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megagrpo.track.metrics import undocumented
+from tests.loop import small_run
+
+
+def test_a_run_leaves_metrics_for_every_step(finished: tuple[Path, str]) -> None:
+    entries = small_run.metrics(finished[0])
+    assert sorted(entries) == list(range(small_run.STEPS + 1))
+    names = set().union(*entries.values()) - {"step", "time"}
+    assert not undocumented(names)
+    expected = "reward/mean kl/mean entropy grad_norm clip/low logprob_difference/max packing/efficiency"
+    assert set(expected.split()) <= set(entries[1])
+    assert "eval/mean@1" in entries[0]
+    assert "eval/mean@1" in entries[2]
+    assert entries[1]["weights/version"] == 1
+
+
+def test_rollout_and_training_logprobs_agree(finished: tuple[Path, str]) -> None:
+    for step, entry in small_run.metrics(finished[0]).items():
+        if step:
+            assert entry["logprob_difference/max"] < 1e-4
+
+
+def test_a_run_remembers_its_recipe_and_its_environment(finished: tuple[Path, str]) -> None:
+    recipe = yaml.safe_load((finished[0] / "recipe.yaml").read_text())
+    assert recipe["train"]["optimizer"]["beta2"] == 0.95  # a default, written out
+    environment = json.loads((finished[0] / "environment.json").read_text())
+    assert environment["versions"]["torch"]
+
+
+def test_mlflow_has_the_same_metrics(finished: tuple[Path, str]) -> None:
+    rewards = [entry["reward/mean"] for step, entry in small_run.metrics(finished[0]).items() if step]
+    with sqlite3.connect(finished[0].parent / "mlflow.db") as database:
+        stored = database.execute("select value from metrics where key = 'reward/mean' order by step").fetchall()
+    assert [value for (value,) in stored] == rewards
+
+
+def test_transformers_loads_the_export_and_it_is_not_the_model_of_the_start(
+    finished: tuple[Path, str], inputs: Path
+) -> None:
+    trained = AutoModelForCausalLM.from_pretrained(finished[0] / "hugging_face")
+    start = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    assert AutoTokenizer.from_pretrained(finished[0] / "hugging_face").chat_template
+    difference = max((a - b).abs().max().item() for a, b in zip(trained.parameters(), start.parameters(), strict=True))
+    assert 1e-4 < difference < 0.1
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.isfinite(trained(tokens).logits).all()
+
+
+def test_the_end_says_how_to_see_metrics_and_where_everything_is(finished: tuple[Path, str]) -> None:
+    directory, printed = finished
+    assert "mlflow ui --backend-store-uri" in printed
+    assert str(directory) in printed
+
+
+def test_the_same_command_again_finds_the_run_complete(finished: tuple[Path, str]) -> None:
+    before = small_run.metrics(finished[0])
+    printed = small_run.train(finished[0].parent / "small.yaml")
+    assert "complete" in printed
+    assert small_run.metrics(finished[0]) == before
