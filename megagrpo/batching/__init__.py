@@ -1,0 +1,1 @@
+"""Which sequences go into which rank's microbatches? Packing and balancing, without torch or processes."""

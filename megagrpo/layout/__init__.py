@@ -1,0 +1,1 @@
+"""Which rank holds what? The arithmetic of parallel sizes, without torch or processes."""

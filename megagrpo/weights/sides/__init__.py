@@ -1,0 +1,1 @@
+"""Where does one side keep each tensor? A manifest for Megatron's ranks, Transformers or a checkpoint."""
