@@ -33,18 +33,24 @@ class Policy:
         self._offload = list(recipe.train.offload)
         self._data_rank = {f"train rank {at.rank}": at.data for at in rank_grid(recipe.train.layout.parallel())}
         self.actors: dict[str, Any] = {
-            name: RankActor.options(**runtime.options(bundle, runtime.devices.rank_share)).remote()
+            name: runtime.start_actor(RankActor, bundle, runtime.devices.rank_share)
             for name, bundle in zip(self._data_rank, runtime.devices.bundle_of_rank, strict=True)
         }
-        start = {"doing": "starting", "timeout_seconds": recipe.cluster.start_timeout_seconds, "error": RankError}
         first = next(iter(self.actors))
-        address = wait_for({first: self.actors[first].free_address.remote()}, **start)[first]
+        address = wait_for(
+            {first: self.actors[first].free_address.remote()},
+            doing="starting",
+            timeout_seconds=recipe.cluster.start_timeout_seconds,
+            error=RankError,
+        )[first]
         wait_for(
             {
                 name: actor.start.remote(recipe, rank, address, str(model_directory), runtime.device)
                 for rank, (name, actor) in enumerate(self.actors.items())
             },
-            **start,
+            doing="starting",
+            timeout_seconds=recipe.cluster.start_timeout_seconds,
+            error=RankError,
         )
 
     def call(self, method: str, *arguments: Any) -> list[Any]:

@@ -25,9 +25,9 @@ class Rollouts:
         self._recipe = recipe
         engines = range(recipe.rollout.engines)
         self.actors: dict[str, Any] = {
-            f"engine {index}": EngineActor.options(
-                **runtime.options(runtime.devices.bundle_of_engine[index], runtime.devices.engine_share)
-            ).remote()
+            f"engine {index}": runtime.start_actor(
+                EngineActor, runtime.devices.bundle_of_engine[index], runtime.devices.engine_share
+            )
             for index in engines
         }
         threads = max(1, (os.cpu_count() or 1) // len(engines))

@@ -25,13 +25,11 @@ class Runtime:
     devices: DevicePlan
     group: PlacementGroup
 
-    def options(self, bundle: int, share: float) -> dict[str, Any]:
-        """Actor options that place it on `share` of the device of `bundle`."""
+    def start_actor(self, actor_class: Any, bundle: int, share: float) -> Any:
+        """Handle of a new actor on `share` of the device of `bundle`. `actor_class` is decorated by ray.remote."""
         resources = {"num_gpus": share, "num_cpus": 0} if self.devices.resource == "GPU" else {"num_cpus": share}
-        return {
-            **resources,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
-        }
+        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+        return actor_class.options(**resources, scheduling_strategy=place).remote()
 
 
 def start(recipe: Recipe) -> Runtime:
