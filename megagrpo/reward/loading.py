@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,12 +111,13 @@ def _import_file(file: Path, spec: FunctionSpec) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     sys.path.insert(0, str(file.parent))  # the file may import its neighbours
-    import_spec = importlib.util.spec_from_file_location(name, file)
-    assert import_spec is not None and import_spec.loader is not None  # a .py file always has both
+    loader = SourceFileLoader(name, str(file))
+    import_spec = ModuleSpec(name, loader, origin=str(file))
+    import_spec.has_location = True  # gives the module its __file__
     module = importlib.util.module_from_spec(import_spec)
     sys.modules[name] = module
     try:
-        import_spec.loader.exec_module(module)
+        loader.exec_module(module)
     except (Exception, SystemExit) as raised:  # noqa: BLE001  (anything can happen in a user's file)
         del sys.modules[name]
         raise RewardError(

@@ -7,6 +7,7 @@ one fails.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -100,10 +101,8 @@ class Worker:
 
     def kill(self) -> int:
         """End the process and all it started; its exit status."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.connection.close()
         return self.process.wait()
 
