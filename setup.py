@@ -35,7 +35,15 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.4"],
         "wandb": ["wandb>=0.18"],
         "tensorboard": ["tensorboard>=2.18"],
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.13", "import-linter>=2.1", "types-PyYAML"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "mypy>=1.13",
+            "import-linter>=2.1",
+            "types-PyYAML",
+        ],
     },
     entry_points={"console_scripts": ["megagrpo=megagrpo.cli:main"]},
 )

@@ -2,8 +2,8 @@
 
     make benchmark-step            # makes .venv-trl, prepares the demo, runs this
 
-Both run in turn on the same machine, `--rounds` times, and the ratio is taken round by round. The first `--warmup` steps of
-every run are not counted.
+Both run in turn on the same machine, `--rounds` times, and the ratio is taken round by round. The first `--warmup`
+steps of every run are not counted.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def main() -> None:
         trl.append(statistics.median(run_trl(given.trl_python, of_trl)["seconds"]))
 
     print(
-        f"{recipe.rollout.prompts_per_step} prompts x {recipe.rollout.samples_per_prompt} samples, median of {given.steps} steps, {given.rounds} rounds"
+        f"{recipe.rollout.prompts_per_step} prompts x {recipe.rollout.samples_per_prompt} samples, "
+        f"median of {given.steps} steps, {given.rounds} rounds"
     )
     print(
         f"{'':12s} {'s/step':>8s} {'samples/s':>10s} {'TRL/ours':>9s}  "

@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import time
+from itertools import pairwise
 
 import torch
 from datasets import load_dataset
@@ -82,7 +83,7 @@ def main() -> None:
     trainer.train()
     ends = times.ends[given.warmup - 1 :]
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    print(json.dumps({"seconds": [b - a for a, b in zip(ends, ends[1:])], "rewards": rewards[given.warmup :]}))
+    print(json.dumps({"seconds": [b - a for a, b in pairwise(ends)], "rewards": rewards[given.warmup :]}))
 
 
 if __name__ == "__main__":

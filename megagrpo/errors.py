@@ -40,7 +40,9 @@ class MegagrpoError(Exception):
 
     def __str__(self) -> str:
         count = "" if len(self.problems) == 1 else f" ({len(self.problems)} problems)"
-        return "\n".join([f"{self.title}{count}:", *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in self.problems)])
+        return "\n".join(
+            [f"{self.title}{count}:", *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in self.problems)]
+        )
 
     def __reduce__(self) -> tuple[type[MegagrpoError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)
@@ -75,7 +77,10 @@ class ModelError(MegagrpoError):
 
 
 class RewardError(MegagrpoError):
-    """A reward function cannot be loaded or has the wrong signature. A reward that fails on a sample is counted, not raised."""
+    """A reward function cannot be loaded or has the wrong signature.
+
+    A reward that fails on a sample is counted, not raised.
+    """
 
     title = "reward error"
     exit_code = EXIT_USER_ERROR

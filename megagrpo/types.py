@@ -1,4 +1,4 @@
-"""The data that travels between modules. Axis suffixes: [g] groups, [s] samples of a group, [t] tokens of a response."""
+"""The data that travels between modules. Axes: [g] groups, [s] samples of a group, [t] tokens of a response."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `top_p=1` and `top_k=0` sample from the whole (unpadded) vocabulary; `temperature=0` is greedy."""
+    """How tokens are drawn.
+
+    `top_p=1` and `top_k=0` sample from the whole (unpadded) vocabulary; `temperature=0` is greedy.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -37,7 +40,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample to generate. `seed` is a hash of (recipe seed, step, prompt id, sample index), see rollout/seeds.py."""
+    """One sample to generate. `seed` is a hash of recipe seed, step, prompt id and sample index: rollout/seeds.py."""
 
     prompt_id: str
     index: int
@@ -56,7 +59,7 @@ class Sample:
     prompt_id: str
     index: int
     tokens: np.ndarray  # int32 [t]
-    logprobs: np.ndarray  # float32 [t], log-probability of each token under the engine's distribution at this temperature
+    logprobs: np.ndarray  # float32 [t], log-probability of each token in the engine's distribution at this temperature
     versions: np.ndarray  # int32 [t], the weight version that sampled each token
     finish: FinishReason
     text: str
@@ -64,7 +67,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the rewards said of one sample. `value` is None if a reward raised or timed out: masked, never a score of 0."""
+    """What the rewards said of one sample.
+
+    `value` is None if a reward raised or timed out: the sample is masked, never a score of 0.
+    """
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)

@@ -34,7 +34,7 @@ class ParallelLayout:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Sequence parallelism is always on with tensor parallelism: it costs nothing and Megatron's experts need it."""
+        """Always on with tensor parallelism: it costs nothing and Megatron's experts need it."""
         return self.tensor > 1
 
     def problems(self) -> list[str]:
@@ -77,7 +77,7 @@ def rank_grid(layout: ParallelLayout) -> tuple[RankCoordinates, ...]:
     """Coordinates of every rank, in Megatron's default order: tensor fastest, then context, data, pipeline.
 
     Expert axes are laid over the same ranks: expert_tensor fastest, then expert, expert_data, pipeline
-    (megatron.core.parallel_state.RankGenerator with order "tp-cp-ep-dp-pp"). A test compares this with Megatron's groups.
+    (megatron.core.parallel_state.RankGenerator with order "tp-cp-ep-dp-pp"). A test compares it with Megatron's groups.
     """
     per_stage = layout.ranks // layout.pipeline
     grid = []

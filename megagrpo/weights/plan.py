@@ -102,9 +102,7 @@ def make_plan(
                 missing[part.tensor].append(f"{describe((part.start, part.shape))} for {manifest.holder}")
     for name, parts in missing.items():
         known = ", ".join(held.holders_of(name)) or "no source at all"
-        problems.append(
-            Problem(name, f"no source for {few(parts)}", "a source for every element", f"held by: {known}")
-        )
+        problems.append(Problem(name, f"no source for {few(parts)}", "a source for every element", f"held by: {known}"))
     if problems:
         raise WeightPlanError(problems)
     chosen = sorted(_share(wanted, len(sources), same_place), key=lambda choice: (choice[0], choice[1].destination))
