@@ -78,7 +78,7 @@ def test_ids_are_unique_within_a_step_even_across_epochs():
 
 
 @pytest.mark.parametrize(
-    "other, needle",
+    ("other", "needle"),
     [
         (Cursor(make_prompts(6), seed=3), "prompts"),
         (Cursor(make_prompts(5), seed=4), "seed: 4"),

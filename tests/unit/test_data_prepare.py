@@ -34,7 +34,7 @@ def write_parquet(path: Path, rows: list[dict]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "write, pattern",
+    ("write", "pattern"),
     [
         (write_jsonl, "{}.jsonl"),
         (write_jsonl, "grade_school_math/data/{}.jsonl"),
@@ -138,7 +138,8 @@ def test_the_held_out_share_is_seeded_and_shares_no_prompt(tmp_path):
 
     def questions(seed: int, name: str) -> tuple[set[str], set[str]]:
         prepared = prepare_jsonl.prepare(source, tmp_path / name, test_share=0.25, seed=seed)
-        assert prepared.test is not None and prepared.train_rows + prepared.test_rows == 40
+        assert prepared.test is not None
+        assert prepared.train_rows + prepared.test_rows == 40
         train, test = ({row.messages[0]["content"] for row in read_rows(p)} for p in (prepared.train, prepared.test))
         return train, test
 
@@ -149,7 +150,7 @@ def test_the_held_out_share_is_seeded_and_shares_no_prompt(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rows, options, needle",
+    ("rows", "options", "needle"),
     [
         ([{"prompt": "a", "answer": 1}, {"prompt": " ", "answer": 1}], {}, "line 2, prompt"),
         ([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None}], {}, "line 2, answer"),

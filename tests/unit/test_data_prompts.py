@@ -155,7 +155,7 @@ def test_more_rows_than_there_are_is_an_error_with_a_remedy():
     assert sorted(take(5, 5, path=Path("a"))) == [0, 1, 2, 3, 4]
     assert len(take(5, "all", path=Path("a"))) == 5
     assert len(take(5, 1.0, path=Path("a"))) == 5
-    with pytest.raises(DataError, match="a share such as 1.20"):
+    with pytest.raises(DataError, match=r"a share such as 1\.20"):
         take(5, 6, path=Path("a"))
 
 

@@ -34,7 +34,7 @@ def write_parquet(path: Path, *rows: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("write, name, first", [(write_parquet, "a.parquet", 0), (write_jsonl, "a.jsonl", 1)])
+@pytest.mark.parametrize(("write", "name", "first"), [(write_parquet, "a.parquet", 0), (write_jsonl, "a.jsonl", 1)])
 def test_a_good_file_is_read_whole(write, name, first, tmp_path):
     read = read_rows(write(tmp_path / name, row(), row(ability=None, extra_info=None), row(data_source="other")))
     assert [r.number for r in read] == [first, first + 1, first + 2]
@@ -79,7 +79,7 @@ BAD_SECOND_LINES = {
 }
 
 
-@pytest.mark.parametrize("line, needle", BAD_SECOND_LINES.values(), ids=BAD_SECOND_LINES.keys())
+@pytest.mark.parametrize(("line", "needle"), BAD_SECOND_LINES.values(), ids=BAD_SECOND_LINES.keys())
 def test_a_bad_line_is_named(line, needle, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(json.dumps(row()).encode() + b"\n" + line + b"\n")
@@ -109,7 +109,7 @@ def test_a_parquet_string_that_is_not_utf8_is_named(tmp_path):
         read_rows(path)
 
 
-@pytest.mark.parametrize("write, name", [(write_parquet, "a.parquet"), (write_jsonl, "a.jsonl")])
+@pytest.mark.parametrize(("write", "name"), [(write_parquet, "a.parquet"), (write_jsonl, "a.jsonl")])
 def test_a_missing_column_is_said_once_with_those_present_and_the_nearest(write, name, tmp_path):
     path = write(tmp_path / name, *[{("promt" if k == "prompt" else k): v for k, v in row().items()}] * 50)
     with pytest.raises(DataError) as raised:
@@ -154,7 +154,7 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize("name, make, needle", BAD_FILES.values(), ids=BAD_FILES.keys())
+@pytest.mark.parametrize(("name", "make", "needle"), BAD_FILES.values(), ids=BAD_FILES.keys())
 def test_a_bad_file_is_named(name, make, needle, tmp_path):
     path = tmp_path / name
     make(path)

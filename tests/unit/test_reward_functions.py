@@ -15,7 +15,7 @@ from megagrpo.reward.functions import function_specs, load_functions, reward_pro
 
 
 @pytest.mark.parametrize(
-    "response, answer",
+    ("response", "answer"),
     [
         ("6 * 3 = 18\n#### 18", "18"),
         ("####18", "18"),
@@ -48,7 +48,7 @@ def test_strict_takes_the_number_after_the_last_marker(response, answer):
 
 
 @pytest.mark.parametrize(
-    "response, answer",
+    ("response", "answer"),
     [
         ("5 apples and 7 pears.", "7"),
         ("the answer is -3.", "-3"),
@@ -91,7 +91,7 @@ def test_a_ground_truth_that_is_not_a_number_is_an_error():
 
 
 @pytest.mark.parametrize(
-    "response, truth, score",
+    ("response", "truth", "score"),
     [
         (r"so it is \boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
         (r"$0.5$", r"\frac{1}{2}", 1),
@@ -122,7 +122,7 @@ def test_format_searches_unless_the_pattern_is_anchored():
 
 
 @pytest.mark.parametrize(
-    "value, score", [(1, 1.0), (True, 1.0), (0.25, 0.25), (Decimal("0.5"), 0.5), ({"score": 2, "n": 3}, 2.0)]
+    ("value", "score"), [(1, 1.0), (True, 1.0), (0.25, 0.25), (Decimal("0.5"), 0.5), ({"score": 2, "n": 3}, 2.0)]
 )
 def test_numbers_are_scores(value, score):
     outcome = outcome_of(value)
@@ -178,7 +178,7 @@ def test_a_good_section_has_no_problems(user_file):
 
 
 @pytest.mark.parametrize(
-    "entry, needle",
+    ("entry", "needle"),
     [
         ("gsm8", "did you mean gsm8k?"),
         ("mine.py", "FILE.py:FUNCTION"),
@@ -208,7 +208,7 @@ def test_each_load_error_is_found_before_a_run(entry, needle, user_file):
 
 
 @pytest.mark.parametrize(
-    "code, needle",
+    ("code", "needle"),
     [
         ("def good(:", "SyntaxError: invalid syntax (line 1)"),
         ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all' (line 1)"),

@@ -121,7 +121,8 @@ def test_every_fault_masks_its_own_sample_only(function, faults):
         else:
             assert score.value is None
             assert score.parts == {}
-            assert EXPECTED[text] in score.error and score.error.startswith(function)
+            assert EXPECTED[text] in score.error
+            assert score.error.startswith(function)
     (again,) = scorer.score([make_group("fine", "fine")])
     assert [score.value for score in again.scores] == [4.0, 4.0]
     scorer.close()
