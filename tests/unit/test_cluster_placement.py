@@ -1,0 +1,96 @@
+"""Which device each rank and engine gets. Ray must be able to start all of them at once, or the run waits for ever."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megagrpo.cluster.placement import DevicePlan, plan_devices
+from megagrpo.recipe.schema import Recipe
+from tests.tiny_run import recipe
+
+RAY_UNITS = 10_000
+"""Ray counts resources in ten-thousandths of a device and drops what is smaller."""
+
+
+def plan(ranks: int, engines: int, *, device: str = "cpu", **cluster: str | int) -> DevicePlan:
+    values = recipe(Path("tiny"))
+    values["train"]["layout"] = {"data": ranks}
+    values["rollout"]["engines"] = engines
+    return plan_devices(Recipe.model_validate(values | {"cluster": cluster}), device)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> DevicePlan:
+    ranks, engines = draw(st.integers(1, 12)), draw(st.integers(1, 24))
+    if draw(st.booleans()):
+        return plan(ranks, engines, placement="colocated")
+    own = draw(st.one_of(st.just({}), st.integers(1, engines).map(lambda devices: {"engine_devices": devices})))
+    return plan(ranks, engines, placement="disaggregated", **own)
+
+
+@given(plans())
+def test_no_device_is_promised_more_than_once(devices):
+    used = Counter[int]()
+    for bundles, share in (
+        (devices.bundle_of_rank, devices.rank_share),
+        (devices.bundle_of_engine, devices.engine_share),
+    ):
+        units = int(share * RAY_UNITS)
+        assert units > 0, "an actor without a share is placed without regard to devices"
+        for bundle in bundles:
+            used[bundle] += units
+    assert max(used.values()) <= RAY_UNITS
+
+
+@given(plans())
+def test_every_device_that_is_reserved_is_used_and_exists(devices):
+    assert {*devices.bundle_of_rank, *devices.bundle_of_engine} == set(range(devices.bundles))
+
+
+@given(plans())
+def test_engines_are_spread_evenly(devices):
+    crowds = Counter(devices.bundle_of_engine).values()
+    assert max(crowds) - min(crowds) <= 1
+
+
+@given(st.integers(1, 12), st.integers(1, 24))
+def test_colocated_engines_share_the_ranks_devices(ranks, engines):
+    devices = plan(ranks, engines, placement="colocated")
+    assert devices.bundles == ranks
+    assert devices.bundle_of_rank == tuple(range(ranks))
+    assert len(set(devices.bundle_of_engine)) == min(ranks, engines)
+
+
+@given(st.integers(1, 12), st.integers(1, 24), st.data())
+def test_disaggregated_engines_have_devices_of_their_own(ranks, engines, data):
+    own = data.draw(st.integers(1, engines))
+    devices = plan(ranks, engines, placement="disaggregated", engine_devices=own)
+    assert devices.bundles == ranks + own
+    assert devices.bundle_of_rank == tuple(range(ranks))
+    assert set(devices.bundle_of_engine) == set(range(ranks, ranks + own))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "cluster", "bundle_of_engine", "shares"),
+    [
+        (2, 1, {}, (0,), (0.5, 0.5)),
+        (4, 2, {}, (0, 2), (0.5, 0.5)),
+        (2, 4, {}, (0, 1, 0, 1), (0.5, 0.25)),
+        (2, 2, {"placement": "disaggregated"}, (2, 3), (1.0, 1.0)),
+        (2, 4, {"placement": "disaggregated", "engine_devices": 2}, (2, 2, 3, 3), (1.0, 0.5)),
+    ],
+)
+def test_small_clusters_as_drawn_up_by_hand(ranks, engines, cluster, bundle_of_engine, shares):
+    devices = plan(ranks, engines, **cluster)
+    assert devices.bundle_of_engine == bundle_of_engine
+    assert (devices.rank_share, devices.engine_share) == shares
+
+
+@pytest.mark.parametrize(("device", "resource"), [("cpu", "CPU"), ("cuda", "GPU")])
+def test_a_device_is_what_ray_calls_it(device, resource):
+    assert plan(1, 1, device=device).resource == resource
