@@ -36,7 +36,7 @@ def test_a_run_remembers_its_recipe_and_its_environment(finished: tuple[Path, st
     recipe = yaml.safe_load((finished[0] / "recipe.yaml").read_text())
     assert recipe["train"]["optimizer"]["beta2"] == 0.95  # a default, written out
     environment = json.loads((finished[0] / "environment.json").read_text())
-    assert environment["versions"]["torch"]
+    assert environment["libraries"]["torch"]
 
 
 def test_mlflow_has_the_same_metrics(finished: tuple[Path, str]) -> None:
