@@ -10,7 +10,7 @@ ADDER := .cache/adder
 # The ranks together use every core, so each has one thread; nothing is compiled, and nothing is fetched.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
 
-.PHONY: demo test test-long lint clean help
+.PHONY: demo test test-long lint benchmark-step clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test       lint, and every test that is not long (ARGS=\"-k name\")"
 	@echo "make test-long  demo trainings, kills and resumes"
 	@echo "make lint       ruff, mypy and the rules of who imports whom"
+	@echo "make benchmark-step  seconds per step beside TRL's GRPOTrainer"
 	@echo "make clean      remove the environment, caches and runs"
 
 $(INSTALLED): requirements/cpu.txt setup.py
@@ -47,6 +48,17 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+benchmark-step: $(INSTALLED) .venv-trl/installed
+	$(BIN)/megagrpo prepare adder --output $(ADDER)
+	$(BIN)/python benchmarks/step.py
+
+.venv-trl/installed: requirements/trl.txt
+	@echo "Setting up .venv-trl for the comparison with TRL"
+	rm -rf .venv-trl
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/trl.txt
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .cache runs mlruns mlflow.db build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -20,7 +20,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "yaml_recipes" / "adder_cpu.yaml"
-LAYOUTS = {"tensor=2": ["train.layout.tensor=2"], "data=2": ["train.layout.tensor=1", "train.layout.data=2"]}
+TENSOR, DATA = ["train.layout.tensor=2"], ["train.layout.tensor=1", "train.layout.data=2"]
+ALL_GROUPS = ["algorithm.skip_groups_without_signal=false"]
+VARIANTS = {
+    "tensor=2": TENSOR,
+    "data=2": DATA,
+    "data=2, all groups": DATA + ALL_GROUPS,
+}
+"""TRL trains on all groups, those without signal too; the last row does the same."""
 PHASES = ("rollout", "reward", "logprobs", "update", "weight_sync")
 
 
@@ -29,6 +36,7 @@ def run_megagrpo(overrides: list[str], steps: int, directory: str) -> list[dict[
     name = "benchmark-step"
     settings = [
         f"name={name}",
+        "algorithm.kl.coefficient=0",  # as in TRL's default: no reference
         f"train.total_steps={steps}",
         f"track.directory={directory}",
         "track.console=off",
@@ -82,10 +90,10 @@ def main() -> None:
         "steps": given.steps,
         "warmup": given.warmup,
     }
-    ours: dict[str, list[list[dict[str, float]]]] = {layout: [] for layout in LAYOUTS}
+    ours: dict[str, list[list[dict[str, float]]]] = {layout: [] for layout in VARIANTS}
     trl: list[float] = []
     for _ in range(given.rounds):
-        for layout, overrides in LAYOUTS.items():
+        for layout, overrides in VARIANTS.items():
             with tempfile.TemporaryDirectory() as directory:
                 entries = run_megagrpo(overrides, given.warmup + given.steps, directory)
             ours[layout].append(entries[given.warmup :])
@@ -96,7 +104,7 @@ def main() -> None:
         f"median of {given.steps} steps, {given.rounds} rounds"
     )
     print(
-        f"{'':12s} {'s/step':>8s} {'samples/s':>10s} {'TRL/ours':>9s}  "
+        f"{'':20s} {'s/step':>8s} {'samples/s':>10s} {'TRL/ours':>9s}  "
         + "  ".join(f"{phase:>11s}" for phase in PHASES)
     )
     for layout, rounds in ours.items():
@@ -108,11 +116,11 @@ def main() -> None:
         ]
         middle = statistics.median(seconds)
         print(
-            f"{layout:12s} {middle:8.3f} {samples / middle:10.0f} {ratio:9.2f}  "
+            f"{layout:20s} {middle:8.3f} {samples / middle:10.0f} {ratio:9.2f}  "
             + "  ".join(f"{s:11.3f}" for s in phases)
         )
     middle = statistics.median(trl)
-    print(f"{'TRL':12s} {middle:8.3f} {samples / middle:10.0f}")
+    print(f"{'TRL':20s} {middle:8.3f} {samples / middle:10.0f}")
 
 
 if __name__ == "__main__":
