@@ -28,7 +28,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "response": ("response_tokens/mean", ".1f"),
     "tokens/s": ("tokens_per_second", ",.0f"),
     "s/step": (WHOLE_STEP, ".2f"),
+    "errors": ("reward/errors", ".0f"),
 }
+SHOWN_ABOVE_ZERO = ("errors",)
 
 
 class Pace:
@@ -63,7 +65,7 @@ class PlainConsole:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.reached(step, time.monotonic())
         parts = [f"step {step}/{self._total}", *evaluation(metrics)]
-        parts += [f"{heading} {metrics[name]:{form}}" for heading, (name, form) in COLUMNS.items() if name in metrics]
+        parts += [f"{heading} {text}" for heading, text in entries(metrics).items()]
         phases = phase_seconds(metrics)
         if phases:
             parts.append(" ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items()))
@@ -124,13 +126,13 @@ class LiveConsole:
         return Text(" · ".join(parts), "bold")
 
     def _table(self) -> Table:
-        shown = {heading: column for heading, column in COLUMNS.items() if any(column[0] in m for _, m in self._steps)}
+        rows = [(step, entries(metrics), evaluation(metrics)) for step, metrics in self._steps]
+        shown = [heading for heading in COLUMNS if any(heading in row for _, row, _ in rows)]
         table = Table("step", *shown, "eval", box=None, padding=(0, 2, 0, 0), header_style="dim")
         for column in table.columns:
             column.justify = "right"
-        for step, metrics in self._steps:
-            values = [f"{metrics[name]:{form}}" if name in metrics else "" for name, form in shown.values()]
-            table.add_row(str(step), *values, " ".join(evaluation(metrics)))
+        for step, row, scores in rows:
+            table.add_row(str(step), *(row.get(heading, "") for heading in shown), " ".join(scores))
         return table
 
 
@@ -167,6 +169,15 @@ def make_console(
     if mode == "auto":
         mode = "live" if Console(file=stream).is_terminal else "lines"
     return CONSOLES[mode](stream)
+
+
+def entries(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The step's numbers by heading, as they are shown."""
+    return {
+        heading: f"{metrics[name]:{form}}"
+        for heading, (name, form) in COLUMNS.items()
+        if name in metrics and (heading not in SHOWN_ABOVE_ZERO or metrics[name] > 0)
+    }
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

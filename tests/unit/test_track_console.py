@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.track.console import LiveConsole, Pace, PlainConsole, bars, clock, make_console, phase_seconds
+from megagrpo.track.console import LiveConsole, Pace, PlainConsole, bars, clock, entries, make_console, phase_seconds
 from megagrpo.track.sink import RunStart
 from tests.track_recipe import make_recipe
 
@@ -26,13 +26,15 @@ def test_without_a_terminal_each_step_is_one_line(tmp_path: Path) -> None:
     assert isinstance(console, PlainConsole)
     console.start(RunStart(make_recipe(tmp_path), tmp_path, 10))
     console.log(1, STEP)
-    console.log(2, {"reward/mean": 0.25})
+    console.log(2, {"reward/mean": 0.25, "reward/errors": 3.0})
     console.finish("finished")
     first, second = stream.getvalue().splitlines()
     assert first.startswith("step 1/10")
     for text in SHOWN:
         assert text in first
     assert "0.250" in second
+    assert "errors" not in first
+    assert "errors 3" in second
     assert "\x1b" not in stream.getvalue()
 
 
@@ -62,6 +64,21 @@ def test_the_time_left_follows_the_last_steps() -> None:
     for step in range(11, 41):
         pace.reached(step, now=2.0 * (step - 10))
     assert pace.seconds_left() == pytest.approx(2.0 * 60)
+
+
+def test_failed_rewards_have_a_column_once_there_are_some(tmp_path: Path) -> None:
+    console = LiveConsole(io.StringIO())
+    console.start(RunStart(make_recipe(tmp_path), tmp_path, 10))
+    console.log(1, STEP | {"reward/errors": 0.0})
+    assert "errors" not in entries(STEP | {"reward/errors": 0.0})
+    assert "errors" not in headings(console)
+    console.log(2, STEP | {"reward/errors": 3.0})
+    console.finish("finished")
+    assert headings(console)["errors"] == ["", "3"]
+
+
+def headings(console: LiveConsole) -> dict[str, list[str]]:
+    return {str(column.header): list(map(str, column.cells)) for column in console._table().columns}
 
 
 def test_phases_leave_the_whole_step_out() -> None:
