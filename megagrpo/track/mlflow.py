@@ -17,6 +17,7 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.track.sink import RunStart, Status
 
 FINISH_TIMEOUT_SECONDS = 60.0
+RUN_ID_TIMEOUT_SECONDS = 30.0
 PARAMS_PER_CALL = 100
 PARAM_CHARACTERS = 6000
 STATUSES: dict[Status, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
@@ -24,17 +25,27 @@ LAST_STEP_METRIC = "seconds/step"
 
 
 class MLflowTracker:
-    """`run_id` is known once the thread has made the run. `say` receives the one line about failures."""
+    """`say` receives the one line about failures."""
 
     def __init__(self, settings: schema.MLflow, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
         self._queue: queue.SimpleQueue[tuple[int, float, dict[str, float]] | Status] = queue.SimpleQueue()
-        self.run_id: str | None = None
+        self._run_id: str | None = None
+        self._run_id_deadline = 0.0
+        self._started = threading.Event()  # or failed to start
         self.errors = 0
 
+    @property
+    def run_id(self) -> str | None:
+        """None if the thread has not made the run. A first checkpoint needs it: waits until 30 s after the start."""
+        if self._run_id is None:
+            self._started.wait(max(0.0, self._run_id_deadline - time.monotonic()))
+        return self._run_id
+
     def start(self, run: RunStart) -> None:
-        self.run_id = run.run_ids.get("mlflow")
+        self._run_id = run.run_ids.get("mlflow")
+        self._run_id_deadline = time.monotonic() + RUN_ID_TIMEOUT_SECONDS
         # A daemon, so that a server that never answers cannot keep a finished run alive.
         self._thread = threading.Thread(target=self._work, args=(run,), name="mlflow", daemon=True)
         self._thread.start()
@@ -52,16 +63,16 @@ class MLflowTracker:
 
     def _work(self, run: RunStart) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when mlflow is imported
-        from mlflow.exceptions import MlflowException
-
         logging.getLogger("alembic").setLevel(logging.WARNING)  # tells of every table of a new sqlite file
         logging.getLogger("mlflow.store").setLevel(logging.WARNING)
         try:
-            mlflow_run = _MLflowRun(self._settings, run, self.run_id)
-        except MlflowException as error:
+            mlflow_run = _MLflowRun(self._settings, run, self._run_id)
+            self._run_id = mlflow_run.run_id
+        except Exception as error:  # noqa: BLE001  (files, databases and servers fail in many ways; none ends the run)
             self._failed(error)
             return
-        self.run_id = mlflow_run.run_id
+        finally:
+            self._started.set()
         while True:
             item = self._queue.get()
             try:
@@ -69,7 +80,7 @@ class MLflowTracker:
                     mlflow_run.finish(item)
                     return
                 mlflow_run.log(*item)
-            except MlflowException as error:
+            except Exception as error:  # noqa: BLE001  (as above)
                 self._failed(error)
                 if isinstance(item, str):
                     return
@@ -77,11 +88,12 @@ class MLflowTracker:
     def _failed(self, error: Exception) -> None:
         self.errors += 1
         if self.errors == 1:
-            self._say(f"mlflow: {str(error).splitlines()[0]}; training goes on, and metrics.jsonl has everything")
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            self._say(f"mlflow: {reason}; training goes on, and metrics.jsonl has everything")
 
 
 class _MLflowRun:
-    """One run on the tracking server: made anew, or continued by its id. All methods raise MlflowException."""
+    """One run on the tracking server: made anew, or continued by its id. Methods raise what mlflow and its store do."""
 
     def __init__(self, settings: schema.MLflow, run: RunStart, run_id: str | None) -> None:
         from mlflow.tracking import MlflowClient

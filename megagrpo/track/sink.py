@@ -35,6 +35,8 @@ class Sink(Protocol):
 
 
 class SinkWithRun(Sink, Protocol):
-    """A tracker that names runs itself. `run_id` is None until it has said its name for this one."""
+    """A tracker that names runs itself."""
 
-    run_id: str | None
+    @property
+    def run_id(self) -> str | None:
+        """Its name for this one; None if it has not answered."""

@@ -53,6 +53,29 @@ def test_a_server_that_fails_is_said_once_and_ends_nothing(tmp_path: Path) -> No
     assert len([line for line in said if "training goes on" in line]) == 1
 
 
+def test_the_run_is_known_to_a_checkpoint_right_after_the_start(tmp_path: Path) -> None:
+    recipe, said = make_recipe(tmp_path, mlflow={}), list[str]()
+    assert recipe.track.mlflow
+    (tmp_path / "recipe.yaml").write_text("name: adder\n")
+    tracker = MLflowTracker(recipe.track.mlflow, said.append)
+    assert tracker.run_id is None
+    tracker.start(RunStart(recipe, tmp_path, 10))
+    assert tracker.run_id
+    tracker.finish("finished")
+    assert said == []
+
+
+def test_an_error_that_is_not_mlflows_ends_nothing_either(tmp_path: Path) -> None:
+    said: list[str] = []
+    recipe = make_recipe(tmp_path, mlflow={})
+    assert recipe.track.mlflow
+    tracker = MLflowTracker(recipe.track.mlflow, said.append)
+    tracker.start(RunStart(recipe, tmp_path / "missing", 10))  # no recipe.yaml there: an OSError in the thread
+    tracker.finish("finished")
+    assert tracker.errors == 1
+    assert len([line for line in said if "training goes on" in line]) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "allowed"),
     [("eval/mean@1", "eval/mean_at_1"), ("reward/mean", "reward/mean"), ("reward/a+b", "reward/a_b")],
