@@ -58,7 +58,7 @@ METRICS = (
     Metric("seconds/update", "s", "Forward and backward passes and optimizer steps."),
     Metric("seconds/weight_sync", "s", "Bringing the new weights to the engines and comparing digests."),
     Metric("seconds/eval", "s", "Evaluation."),
-    Metric("seconds/checkpoint", "s", "Saving a checkpoint."),
+    Metric("seconds/checkpoint", "s", "Saving the checkpoint of the step before, whose own line is written first."),
     Metric("seconds/step", "s", "The whole step, evaluation and checkpoint not included."),
     Metric("eval/mean@{k}", "score", "Mean reward of the k responses to each held-out prompt."),
     Metric("eval/pass@{k}", "score", "Expected best reward of k responses, without bias (arXiv:2107.03374)."),
