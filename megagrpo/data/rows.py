@@ -2,7 +2,7 @@
 
 data_source   text                            where the row comes from; reward functions receive it
 prompt        list of {role, content}         chat messages; the last one is not the assistant's
-ability       text, optional                  kind of task, for the metrics
+ability       text, optional                  kind of task; kept in rollouts.jsonl
 reward_model  {style, ground_truth}           what the reward compares with; style is not used
 extra_info    struct, optional                anything else; reward functions receive it
 """

@@ -73,6 +73,7 @@ def _trace(group: Group) -> dict[str, Any]:
     return {
         "prompt_id": group.prompt.id,
         "data_source": group.prompt.data_source,
+        "ability": group.prompt.ability,
         "ground_truth": group.prompt.ground_truth,
         "prompt_tokens": list(map(int, group.prompt.tokens)),
         "samples": [

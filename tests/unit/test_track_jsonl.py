@@ -66,12 +66,13 @@ def test_traces_hold_the_first_groups_of_a_step(tmp_path: Path) -> None:
         "p", 0, np.array([5, 1], np.int32), np.array([-0.5, -0.25], np.float32), np.zeros(2), "stop", "é 82"
     )
     group = Group(
-        Prompt("p", (3, 4), "adder", "82"), (sample, sample), (Score(1.0, {"gsm8k": 1.0}), Score(None, error="x"))
+        Prompt("p", (3, 4), "adder", "82", "sums"), (sample, sample), (Score(1.0, {"gsm8k": 1.0}), Score(None, error="x"))
     )
     traces = RolloutTraces(RunStart(make_recipe(tmp_path, rollouts_per_step=1), tmp_path, 10))
     traces.write(7, [group, group])
     (line,) = lines(tmp_path / "rollouts.jsonl")
     assert (line["step"], line["prompt_id"], line["ground_truth"], line["prompt_tokens"]) == (7, "p", "82", [3, 4])
+    assert (line["data_source"], line["ability"]) == ("adder", "sums")
     first, second = line["samples"]
     assert (first["text"], first["tokens"], first["logprob"], first["score"]) == ("é 82", 2, -0.75, 1.0)
     assert (second["score"], second["error"]) == (None, "x")
