@@ -24,7 +24,6 @@ setup(
         "pyarrow>=18",
         "mlflow>=3.0",
         "rich>=13",
-        "aiohttp>=3.10",
         "math-verify>=0.8",
         "numpy>=1.26",
         "psutil>=6",
