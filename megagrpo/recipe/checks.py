@@ -235,6 +235,14 @@ def _offload(recipe: Recipe) -> Iterator[RuleProblem]:
         yield broken(
             "train.offload", given=f"{', '.join(repeated)} more than once", needed="each part once", fix="remove one"
         )
+    if offload and recipe.cluster.placement == "disaggregated":
+        yield broken(
+            "train.offload",
+            reads=("cluster.placement",),
+            given=f"{', '.join(offload)}, with cluster.placement: disaggregated",
+            needed="nothing: training has its devices to itself, with no engine to make room for",
+            fix="remove it, or write cluster.placement: colocated",
+        )
     if "reference" in offload and recipe.algorithm.kl.coefficient == 0:
         yield broken(
             "train.offload",

@@ -115,7 +115,7 @@ class Rollout(Section):
     """Responses that one engine decodes in one batch."""
 
     timeout_seconds: PositiveFloat = 600.0
-    """Longest wait for all responses of a step."""
+    """Longest wait for all responses of a step, and for those of an evaluation."""
 
 
 # --- reward -----------------------------------------------------------------------------------------------------------
@@ -204,7 +204,8 @@ class Algorithm(Section):
     """Passes over a step's samples."""
 
     skip_groups_without_signal: bool = True
-    """Leave out groups whose advantages are all zero (they add no policy gradient). They are counted either way."""
+    """Leave out groups whose advantages are all zero: they add no policy gradient, but their KL and entropy terms are
+    left out too. No effect when the KL penalty is in the reward. They are counted either way."""
 
 
 # --- train ------------------------------------------------------------------------------------------------------------
@@ -302,7 +303,7 @@ class Train(Section):
     """Megatron's layers: transformer_engine's fused ones, or its local ones. auto: the former where they can run."""
 
     offload: list[Literal["parameters", "gradients", "optimizer", "reference"]] = []
-    """Parts moved to host memory while they are not needed. Numbers do not change."""
+    """Parts moved to host memory while they are not needed. Numbers do not change. Colocated placement only."""
 
     megatron: dict[str, Any] = {}
     """Any other field of Megatron's TransformerConfig, checked against the installed version."""
@@ -328,7 +329,7 @@ class Eval(Section):
     """Evaluation on held-out prompts."""
 
     files: list[DataFile] = []
-    """Prompt files, in the same format as data.train. None: no evaluation."""
+    """Prompt files, in the same format as data.train. Empty: no evaluation."""
 
     every_steps: PositiveInt = 10
     """Steps between evaluations. The last step is always evaluated."""
@@ -368,7 +369,8 @@ class Checkpoint(Section):
     """Newest checkpoints that are kept."""
 
     keep_best: str | None = None
-    """Evaluation metric whose best checkpoint is kept as well, such as mean@1."""
+    """Evaluation metric whose best checkpoint is kept as well, such as mean@1. A step between two checkpoints whose
+    evaluation is a new best is saved too."""
 
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest complete checkpoint of this run. never: refuse to start if there is one."""

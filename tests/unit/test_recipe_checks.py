@@ -72,6 +72,7 @@ RECIPE_CASES: list[tuple[list[str], str, str]] = [
     (["train.optimizer.warmup_steps=3"], "train.optimizer.warmup_steps", "3 of 2 steps"),
     (["train.offload=[optimizer, optimizer]"], "train.offload", "optimizer more than once"),
     (["train.offload=[reference]"], "train.offload", "none without a KL penalty"),
+    (["train.offload=[optimizer]", "cluster.placement=disaggregated"], "train.offload", "no engine to make room for"),
     (["cluster.device=cpu", "train.layer_spec=transformer_engine"], "train.layer_spec", "CUDA only"),
     (["eval.samples_per_prompt=4"], "eval.samples_per_prompt", "greedy decoding"),
     (["eval.top_p=0.5"], "eval.top_p", "with temperature 0"),
