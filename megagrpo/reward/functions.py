@@ -14,6 +14,9 @@ from megagrpo.reward.workers import load_problems
 INLINE = ("gsm8k",)
 """Run in the caller's process: fast whatever the response. A `format` pattern can backtrack for hours, so it is not."""
 
+TAKEN_NAMES = ("mean", "std", "max", "min", "errors")
+"""Metrics of the whole reward: a function of that name would have the same `reward/NAME`."""
+
 
 def function_specs(reward: schema.Reward) -> tuple[FunctionSpec, ...]:
     """One spec per entry. A second function of the same name is called `name_2`, and so on."""
@@ -54,6 +57,15 @@ def _static_problems(reward: schema.Reward) -> list[Problem]:
 
 
 def _spec_problems(spec: FunctionSpec) -> list[Problem]:
+    if spec.name in TAKEN_NAMES:
+        return [
+            Problem(
+                f"{spec.where}.function",
+                given=f"a function called {spec.name}, which is the metric reward/{spec.name} of the whole reward",
+                needed=f"a name other than {', '.join(TAKEN_NAMES)}",
+                fix=f"rename it, such as {spec.name}_score",
+            )
+        ]
     if not spec.built_in:
         near = difflib.get_close_matches(spec.function, BUILT_IN, n=1)
         problem = user_file_problem(spec)

@@ -11,7 +11,8 @@ from megagrpo.errors import RewardError
 from megagrpo.recipe import schema
 from megagrpo.reward import format, gsm8k, math, workers
 from megagrpo.reward.function import outcome_of
-from megagrpo.reward.functions import function_specs, load_functions, reward_problems
+from megagrpo.reward.functions import TAKEN_NAMES, function_specs, load_functions, reward_problems
+from megagrpo.track.metrics import METRICS
 
 
 @pytest.mark.parametrize(
@@ -224,6 +225,21 @@ def test_a_file_that_cannot_be_imported_is_a_problem_not_a_crash_or_a_hang(code,
     (tmp_path / "mine.py").write_text(code)
     (problem,) = reward_problems(reward(f"{tmp_path / 'mine.py'}:good"))
     assert needle in str(problem)
+
+
+@pytest.mark.parametrize("name", TAKEN_NAMES)
+def test_a_function_cannot_take_the_name_of_a_metric_of_the_whole_reward(name, tmp_path):
+    (tmp_path / "mine.py").write_text(f"def {name}(data_source, response, ground_truth, extra_info):\n    return 1.0\n")
+    section = reward(f"{tmp_path / 'mine.py'}:{name}")
+    (problem,) = reward_problems(section)
+    assert f"reward/{name}" in problem.given
+    with pytest.raises(RewardError, match=f"{name}_score"):
+        load_functions(section)
+
+
+def test_the_names_taken_are_those_of_the_metrics():
+    rewards = [metric.name.removeprefix("reward/") for metric in METRICS if metric.name.startswith("reward/")]
+    assert sorted(TAKEN_NAMES) == sorted(name for name in rewards if "{" not in name)
 
 
 def test_all_problems_are_found_at_once_and_workers_are_needed(user_file):
