@@ -66,7 +66,9 @@ def test_traces_hold_the_first_groups_of_a_step(tmp_path: Path) -> None:
         "p", 0, np.array([5, 1], np.int32), np.array([-0.5, -0.25], np.float32), np.zeros(2), "stop", "é 82"
     )
     group = Group(
-        Prompt("p", (3, 4), "adder", "82", "sums"), (sample, sample), (Score(1.0, {"gsm8k": 1.0}), Score(None, error="x"))
+        Prompt("p", (3, 4), "adder", "82", "sums"),
+        (sample, sample),
+        (Score(1.0, {"gsm8k": 1.0}), Score(None, error="x")),
     )
     traces = RolloutTraces(RunStart(make_recipe(tmp_path, rollouts_per_step=1), tmp_path, 10))
     traces.write(7, [group, group])
