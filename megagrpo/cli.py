@@ -46,7 +46,7 @@ def plan(asked: argparse.Namespace) -> int:
     from megagrpo.recipe.load import load
     from megagrpo.trainer.preflight import preflight
 
-    ready = preflight(load(asked.recipe, asked.overrides), weights=False)
+    ready = preflight(load(asked.recipe, asked.overrides), plan_only=True)
     for name, text in summary(ready.recipe, ready.architecture, ready.model_directory):
         print(f"{name:<12} {text}")
     print("OK")

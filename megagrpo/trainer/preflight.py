@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from megagrpo.cluster.placement import plan_devices
 from megagrpo.data.files import records
 from megagrpo.data.rows import file_problems
 from megagrpo.errors import MegagrpoError, PreflightError, Problem
 from megagrpo.recipe.checks import recipe_problems
-from megagrpo.recipe.defaults import checkpoint_directory, run_directory
+from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
 from megagrpo.recipe.load import LoadedRecipe
 from megagrpo.recipe.model_checks import model_problems
 from megagrpo.recipe.schema import Recipe
@@ -37,19 +38,20 @@ class Preflight:
     tokenizer_directory: Path
 
 
-def preflight(loaded: LoadedRecipe, *, weights: bool = True) -> Preflight:
-    """Check the recipe's rules, the model, the data files, the rewards, Megatron's options, packages and directories.
+def preflight(loaded: LoadedRecipe, *, plan_only: bool = False) -> Preflight:
+    """Check the recipe's rules, the model, the data files, the rewards, Megatron's options, devices, packages and
+    directories.
 
-    `weights=False` leaves the safetensors files of a hub model on the hub; those of a directory are always checked
-    (their headers). Raises PreflightError with every problem found.
+    `plan_only` leaves the safetensors files of a hub model on the hub, and this machine's GPUs out: the run may start
+    on another. Files of a directory are always checked (their headers). Raises PreflightError with every problem found.
     """
     recipe = loaded.recipe
     problems: list[Problem] = [*recipe_problems(recipe)]
-    model = _attempt(problems, lambda: _model_directory(recipe, weights))
+    model = _attempt(problems, lambda: _model_directory(recipe, weights=not plan_only))
     architecture = _attempt(problems, lambda: read_architecture(model)) if model else None
     if architecture:
         problems += model_problems(recipe, architecture)
-    if model and architecture and (weights or Path(recipe.model.path).is_dir()):
+    if model and architecture and (not plan_only or Path(recipe.model.path).is_dir()):
         _attempt(problems, lambda: manifests(model))
     tokenizer = _attempt(problems, lambda: _tokenizer_directory(recipe, model))
     if tokenizer:
@@ -58,9 +60,11 @@ def preflight(loaded: LoadedRecipe, *, weights: bool = True) -> Preflight:
     problems += _data_problems(loaded)
     problems += _attempt(problems, lambda: list(_metric_problems(recipe))) or []
     problems += reward_problems(recipe.reward)
-    problems += _megatron_problems(recipe)
+    if not plan_only:
+        problems += _device_problems(recipe)
     problems += _package_problems(recipe)
     problems += _directory_problems(recipe)
+    problems += _megatron_problems(recipe, None if problems else architecture)
     if problems or not (model and architecture and tokenizer):
         raise PreflightError(map(loaded.places.located, problems))
     return Preflight(recipe, architecture, model, tokenizer)
@@ -121,12 +125,41 @@ def _metric_problems(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _megatron_problems(recipe: Recipe) -> list[Problem]:
+def _megatron_problems(recipe: Recipe, architecture: Architecture | None) -> list[Problem]:
+    """Wrong options, and, for an architecture, combinations of them with the model and layout that Megatron refuses."""
     if not recipe.train.megatron:
         return []
-    from megagrpo.megatron.options import option_problems  # imports megatron: seconds
+    import torch
 
-    return option_problems(recipe.train.megatron)
+    from megagrpo.megatron.config import transformer_config  # imports megatron: seconds
+    from megagrpo.megatron.options import option_problems
+
+    if problems := option_problems(recipe.train.megatron):
+        return problems
+    found: list[Problem] = []
+    if architecture:
+        cuda = recipe.cluster.device == "cuda" or (recipe.cluster.device == "auto" and torch.cuda.is_available())
+        device = "cuda" if cuda else "cpu"
+        dtype = getattr(torch, dtype_name(recipe, device))
+        _attempt(found, lambda: transformer_config(architecture, recipe.train, dtype, device))
+    return found
+
+
+def _device_problems(recipe: Recipe) -> Iterator[Problem]:
+    """The GPUs of this machine, for a run that is given no other."""
+    if recipe.cluster.device != "cuda" or recipe.cluster.address or os.environ.get("RAY_ADDRESS"):
+        return
+    import torch  # a second; the other checks do without
+
+    devices, needed = torch.cuda.device_count(), plan_devices(recipe, "cuda").bundles
+    if devices < needed:
+        smaller = "a smaller train.layout" if devices else "cluster.device: cpu"
+        yield Problem(
+            "cluster.device",
+            given=f"cuda, on a machine with {devices or 'no'} CUDA device{'' if devices == 1 else 's'}",
+            needed=f"{needed} for train.layout and rollout.engines with placement: {recipe.cluster.placement}",
+            fix=f"{smaller}, or a Ray cluster that has them: cluster.address or RAY_ADDRESS",
+        )
 
 
 def _package_problems(recipe: Recipe) -> Iterator[Problem]:

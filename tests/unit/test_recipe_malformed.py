@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megagrpo.cli import main
-from megagrpo.errors import EXIT_USER_ERROR
+from megagrpo.errors import EXIT_USER_ERROR, PreflightError
 from megagrpo.recipe.load import load
 from megagrpo.trainer.preflight import preflight
 from tests.tiny_run import EXPERTS, ROW, make_run
@@ -137,6 +137,11 @@ CASES = [
         "too long", ("max_position_embeddings",), ("rollout.response_tokens_max=60", "train.tokens_per_microbatch=99")
     ),
     Case("unknown megatron field", ("hidden_dropout",), ("train.megatron.hiden_dropout=0",)),
+    Case(
+        "options that Megatron refuses together",
+        ("Megatron refuses", "layers less than 4"),
+        ("train.megatron={cpu_offloading: true, cpu_offloading_num_layers: 99}",),
+    ),
     # the model
     Case("missing model", ("model.path", "did you mean", "model?"), spoil=edit("/model\n", "/modle\n")),
     Case("missing config", ("config.json",), spoil=remove("model/config.json")),
@@ -206,6 +211,35 @@ def test_problems_of_recipe_model_and_data_come_in_one_error(
     assert printed.startswith("cannot start (5 problems):")
     for words in ("rollout.top_k", "4 layers", "no tokenizer", "train.jsonl", "did you mean gsm8k?"):
         assert words in printed
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        (0, ("cluster.device", "no CUDA devices", "2 for train.layout", "cluster.device: cpu")),
+        (1, ("1 CUDA device\n", "a smaller train.layout")),
+        (2, ()),
+    ],
+)
+def test_a_run_on_this_machine_needs_its_gpus(
+    devices: int,
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)  # whatever machine the test runs on
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    recipe, overrides = make_run(tmp_path), ["cluster.device=cuda", "train.layout.tensor=2"]
+    if words:
+        with pytest.raises(PreflightError) as raised:
+            preflight(load(recipe, overrides))
+        assert [word for word in words if word not in str(raised.value)] == []
+    else:
+        preflight(load(recipe, overrides))
+    assert main(["plan", str(recipe), *overrides]) == 0
+    preflight(load(recipe, [*overrides, "cluster.address=auto"]))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    preflight(load(recipe, overrides))
 
 
 def test_a_hub_model_is_taken_from_the_cache_offline(
