@@ -25,8 +25,8 @@ def start(rank: int, ranks: int, init_method: str, device: str, timeout_seconds:
 
     Under torchrun it must be tcp://$MASTER_ADDR:$MASTER_PORT: torchrun serves that one, and no rank opens another.
 
-    `device` is cpu (gloo), or cuda or cuda:N (NCCL). `timeout_seconds` is the deadline of this call and of every
-    collective operation in the default group. Raises RankError if the others do not come.
+    `device` is cpu (gloo), or cuda (the first visible) or cuda:N (NCCL). `timeout_seconds` is the deadline of this
+    call and, until start_parallel, of every collective operation. Raises RankError if the others do not come.
     """
     timeout = timedelta(seconds=timeout_seconds)
     _silence_harmless_warnings()
@@ -34,7 +34,7 @@ def start(rank: int, ranks: int, init_method: str, device: str, timeout_seconds:
     if device == "cpu":
         _use_loopback_if_local(init_method)
     else:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(cuda_index(device))
     try:
         dist.init_process_group(
             "gloo" if device == "cpu" else "nccl",
@@ -54,10 +54,16 @@ def start(rank: int, ranks: int, init_method: str, device: str, timeout_seconds:
         ) from error
 
 
+def cuda_index(device: str) -> int:
+    """Of cuda:N it is N, of cuda 0: torch sets no device without an index."""
+    return torch.device(device).index or 0
+
+
 def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1800.0) -> None:
     """Make Megatron's process groups for `layout`, in the order of layout.rank_grid, and seed its generators.
 
-    `timeout_seconds` is the deadline of every collective operation in these groups.
+    `timeout_seconds` is the deadline of every collective operation in these groups and, from now on, in the default
+    group, where checkpoints are saved and loaded: that may take longer than it may take the ranks to join.
     """
     if layout.ranks != dist.get_world_size():
         raise RankError(
@@ -77,6 +83,7 @@ def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1
         order="tp-cp-ep-dp-pp",
         distributed_timeout_minutes=timeout_seconds / 60,  # annotated as an integer, used as timedelta(minutes=...)
     )
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))  # torch has no public name for it
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 

@@ -54,6 +54,19 @@ def groups_of_rank(layout: ParallelLayout) -> dict[str, list[int]]:
     return {axis: dist.get_process_group_ranks(group()) for axis, (group, _) in GROUPS.items()}
 
 
+def test_the_default_group_gets_the_deadline_of_the_steps() -> None:
+    assert run_ranks(2, f"{__name__}:deadlines", timeout=100) == [(100.0, 700.0)] * 2
+
+
+def deadlines() -> tuple[float, float]:
+    def of_default_group() -> float:
+        return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    joining = of_default_group()
+    process.start_parallel(ParallelLayout(data=2), seed=1, timeout_seconds=700)
+    return joining, of_default_group()
+
+
 def test_ranks_that_do_not_come_are_an_error_within_the_deadline(tmp_path: Any) -> None:
     process_error = run_ranks(1, f"{__name__}:start_alone", str(tmp_path / "store"))[0]
     assert "could not join the other 1" in process_error
@@ -65,6 +78,11 @@ def start_alone(store: str) -> str:
     with pytest.raises(RankError) as error:
         process.start(0, 2, f"file://{store}", "cpu", timeout_seconds=1)
     return str(error.value)
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:3", 3)])
+def test_a_device_without_an_index_is_the_first(device: str, index: int) -> None:
+    assert process.cuda_index(device) == index
 
 
 def test_a_layout_of_another_size_is_an_error() -> None:
