@@ -33,6 +33,8 @@ def sum_gradients(config: TransformerConfig) -> None:
 
 def forward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss) -> None:
     """Forward only, without gradients; `loss` sees every microbatch's logits on the last stage."""
+    if not microbatches:  # Megatron's schedules need one
+        return
     with torch.no_grad():
         _run(chunks, microbatches, loss, forward_only=True)
 

@@ -122,9 +122,9 @@ class TrainRank:
 
         Each row comes from one rank; ranks that report nothing return {}.
         """
-        if not self._has_logits:
-            return {}
         responses = self._responses()
+        if not responses:  # no logits here, or nothing in the batch
+            return {}
         rows = torch.cat([response.rows for response in responses])
         old, reference = self._stored("old_logprobs"), self._stored("reference_logprobs")
         kl = kl_estimate(old, reference, self.recipe.algorithm.kl.estimator).double()
@@ -204,7 +204,7 @@ class TrainRank:
         parts = [getattr(response, name) for response in self._responses()]
         if any(part is None for part in parts):
             raise RankError(Problem(f"compute_{name} was not called for this batch"))
-        return torch.cat(parts)
+        return torch.cat(parts) if parts else torch.empty(0, device=self.device)
 
     def _packed(self) -> list[PackedTensors]:
         return [packed for minibatch in self._minibatches for packed in minibatch.packed]

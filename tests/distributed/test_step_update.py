@@ -165,6 +165,21 @@ def test_the_reference_stays_while_the_policy_moves_and_kl_is_summed_by_sequence
 # --- the optimizer ----------------------------------------------------------------------------------------------------
 
 
+def nothing_loaded(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) -> tuple[Any, Any]:
+    rank.load_batch(RankBatch(((),), (0,), (0,)))
+    rank.compute_old_logprobs()
+    rank.compute_reference_logprobs()
+    return rank.sequence_kl(), rank.update(advantages, LR)
+
+
+@pytest.mark.parametrize("layout", [ALONE, ParallelLayout(pipeline=2)], ids=str)
+def test_a_batch_of_nothing_has_no_kl_and_takes_no_step(model, layout):
+    results = on_all("nothing_loaded", model, make_recipe(layout))
+    assert [kl for kl, _ in results] == [{}] * layout.ranks
+    (metrics,) = [metrics for _, metrics in results if metrics is not None]
+    assert (metrics.tokens, metrics.optimizer_steps) == (0, 0)
+
+
 def decay_only(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) -> tuple[Parts, Parts]:
     rank.load_batch(batches[rank.where.data])
     before = boxes(rank, rank.tensors())
