@@ -8,6 +8,7 @@ tensor > 1 the total is padded by a masked dummy sequence, so that sequence para
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -25,8 +26,18 @@ class PackedSequences(PackedSeqParams):
     """Megatron's description of packed sequences, with what PackedAttention needs and computes once per microbatch."""
 
     positions: torch.Tensor  # int64 [tokens], within each sequence
-    plan: AttentionPlan
+    padded: np.ndarray  # int64 [sequences], their padded lengths over all context ranks
+    context: int
+    context_rank: int
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cosine and sine, set by the first layer
+
+    @cached_property
+    def plan(self) -> AttentionPlan:
+        """Made by the first layer that asks: transformer-engine's attention never does, and masks take memory."""
+        local = self.padded // self.context
+        sequence = np.repeat(np.arange(len(local)), local)
+        positions = [_positions(self.padded, sequence, self.context, rank) for rank in range(self.context)]
+        return plan_attention(local, positions, self.context_rank, self.positions.device)
 
 
 @dataclass(frozen=True)
@@ -53,8 +64,7 @@ def pack(
     context = layout.context
     lengths = np.array([len(s.tokens) for s in microbatch.sequences], dtype=np.int64)
     lengths, padded = _with_padding(lengths, layout)
-    local = padded // context
-    sequence = np.repeat(np.arange(len(lengths)), local)
+    sequence = np.repeat(np.arange(len(lengths)), padded // context)
     position = _positions(padded, sequence, context, context_rank)
 
     # Everything is looked up in the concatenated sequences, and what does not exist in the sentinel at their end.
@@ -91,9 +101,9 @@ def pack(
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             positions=positions,
-            plan=plan_attention(
-                local, [_positions(padded, sequence, context, rank) for rank in range(context)], context_rank, device
-            ),
+            padded=padded,
+            context=context,
+            context_rank=context_rank,
         ),
     )
 

@@ -121,7 +121,10 @@ def test_attention_over_buckets_is_attention_of_each_sequence(lengths: list[int]
 
 @pytest.mark.parametrize("lengths", [[15] * 256, [1, 2, 3, 17, 40], [1000, 999, 10, 9, 8], [64]])
 def test_buckets_waste_little(lengths: list[int]) -> None:
-    plan = pack(microbatch(lengths), layout=ParallelLayout(), context_rank=0, device="cpu").sequences.plan
+    sequences = pack(microbatch(lengths), layout=ParallelLayout(), context_rank=0, device="cpu").sequences
+    assert "plan" not in vars(sequences), "made before a layer asked for it"
+    plan = sequences.plan
+    assert sequences.plan is plan, "made for each layer"
     assert plan.queries <= 1.25 * sum(lengths) + PADDING_ALWAYS_ALLOWED * len(lengths)
     assert len(plan.buckets) < len(lengths) or len(lengths) == 1
     if len(set(lengths)) == 1:
