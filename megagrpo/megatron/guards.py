@@ -49,6 +49,10 @@ def _guard_scatter() -> None:
 def _guard_optimizer_resume() -> None:
     """Megatron's distributed optimizer with torch's Adam (no transformer-engine, no apex): three repairs of loading.
 
+    Our checkpoints do not go this way: state.py reads the states itself and gives each parameter its own `step`
+    (state_shards.set_adam_step). The guard is for Megatron's own load_state_dict and sharded_state_dict, should
+    anything call them.
+
     Silent: load_state_dict gives every parameter the same `step` tensor, which Adam then counts up once per parameter,
     so that the bias correction after a resume is wrong. Loud: copying a saved state fails on `step`, and a fresh
     optimizer has no states to load into.
