@@ -24,14 +24,3 @@ def sequence_weights(response_tokens: np.ndarray, kind: Aggregation, tokens: int
     if kind == "token_mean":
         return np.full(len(response_tokens), 1.0 / max(tokens, 1))
     return 1.0 / (np.maximum(response_tokens, 1) * max(sequences, 1))
-
-
-def token_weights(
-    mask: np.ndarray, sequence_index: np.ndarray, kind: Aggregation, tokens: int, sequences: int
-) -> np.ndarray:
-    """Weight of every token of whole sequences, float64 [tokens]: 0 where mask is False, else its sequence's weight.
-
-    mask: bool [tokens]; sequence_index: int [tokens], from 0.
-    """
-    response_tokens = np.bincount(sequence_index, mask)
-    return np.where(mask, sequence_weights(response_tokens, kind, tokens, sequences)[sequence_index], 0.0)

@@ -40,8 +40,9 @@ def response_tokens(
     positions = packed.mask.nonzero()[:, 0]
     rows = packed.rows[positions]
     counts = np.array([int(s.loss_mask.sum()) for s in microbatch.sequences], dtype=np.int64)
-    of_row = dict(zip(microbatch.rows, sequence_weights(counts, aggregation, tokens, sequences).tolist(), strict=True))
-    weights = torch.tensor([of_row[row] for row in rows.tolist()], dtype=torch.float32, device=positions.device)
+    of_row = np.zeros(max(microbatch.rows, default=0) + 1, dtype=np.float32)
+    of_row[list(microbatch.rows)] = sequence_weights(counts, aggregation, tokens, sequences)
+    weights = torch.from_numpy(of_row).to(positions.device)[rows]
     return ResponseTokens(
         positions=positions,
         labels=packed.labels[positions],

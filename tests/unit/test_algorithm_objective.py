@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.algorithm.aggregation import sequence_weights, token_weights
+from megagrpo.algorithm.aggregation import sequence_weights
 from megagrpo.algorithm.kl import kl_estimate
 from megagrpo.algorithm.learning_rate import learning_rate
 from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grpo_objective
@@ -121,16 +121,12 @@ def test_k1_and_k3_are_unbiased():
 def test_weights_of_both_aggregations_match_nested_means():
     lengths = [3, 1, 5, 0]  # the last sequence has no response token and counts as none
     losses = [np.arange(n) + 1.0 for n in lengths]
-    mask = np.concatenate([[False] * 2 + [True] * n for n in lengths])
-    index = np.repeat(np.arange(4), [n + 2 for n in lengths])
-    per_token = np.full(len(mask), 99.0)
-    per_token[mask] = np.concatenate(losses)
     for kind, expected in (
         ("token_mean", np.concatenate(losses).mean()),
         ("sequence_mean", np.mean([x.mean() for x in losses if len(x)])),
     ):
-        weights = token_weights(mask, index, kind, tokens=9, sequences=3)
-        assert abs((weights * per_token).sum() - expected) < 1e-12
+        weights = sequence_weights(np.array(lengths), kind, tokens=9, sequences=3)
+        assert abs(sum(w * x.sum() for w, x in zip(weights, losses, strict=True)) - expected) < 1e-12
 
 
 @settings(max_examples=50, deadline=None)
