@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 ADDER := .cache/adder
 
-# The ranks together use every core, so each has one thread; nothing is compiled, and nothing is fetched.
-TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
+# Tests run on CPUs everywhere. The ranks together use every core, so each has one thread; nothing is compiled or fetched.
+TEST_ENVIRONMENT := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
 
 .PHONY: demo test test-long lint benchmark-step clean help
 .DEFAULT_GOAL := help

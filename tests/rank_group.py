@@ -29,8 +29,9 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS_MAX = 8
 START_SECONDS = 120.0
-# One thread each: the ranks together already use every core.
+# One thread each: the ranks together already use every core. No GPU: the ranks run on CPUs wherever the tests run.
 ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from megagrpo.weights.plan import WeightPlan
 
 
+def hide_gpus() -> None:
+    """For device cpu on a machine with GPUs: what asks torch for CUDA then finds none. Call it before importing torch,
+    which neither this module nor the recipe does.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @ray.remote(max_restarts=0)
 class RankActor:
     """One training rank in its own process. It keeps its part of the weight plan, which every sync reuses."""
@@ -30,6 +37,7 @@ class RankActor:
 
     def start(self, recipe: Recipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
         if device == "cpu":
+            hide_gpus()
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused kernels: compiling them for a CPU gains nothing
         from megagrpo.megatron.rank import TrainRank
 
@@ -56,6 +64,8 @@ class EngineActor:
     def start(
         self, recipe: Recipe, engine: int, model_directory: str, tokenizer_directory: str, device: str, threads: int
     ) -> None:
+        if device == "cpu":
+            hide_gpus()
         from megagrpo.rollout.transformers_engine import TransformersEngine
 
         self.engine = TransformersEngine(

@@ -1,7 +1,8 @@
 """Let megatron-core 0.16 run where there is no CUDA (on CPUs, over gloo), and no transformer-engine.
 
-`enable()` must run before anything else imports megatron.core; the package's __init__ sees to that. Where CUDA exists
-and transformer-engine imports, it changes nothing. Every patch stands beside the reason for it. What CPU runs therefore
+`enable()` must run before anything else imports megatron.core; the package's __init__ sees to that. Where torch sees
+CUDA and transformer-engine imports, it changes nothing: a rank that is to run on the CPU of a machine with GPUs needs
+CUDA_VISIBLE_DEVICES="" before it imports torch. Every patch stands beside the reason for it. What CPU runs therefore
 cannot show: CUDA streams, the CUDA generator, NCCL.
 """
 
@@ -26,7 +27,10 @@ _enabled = False
 
 
 def enable() -> None:
-    """Patch torch, then megatron.core. Later calls do nothing."""
+    """Patch torch, then megatron.core, if torch sees no CUDA device (none, or CUDA_VISIBLE_DEVICES is empty).
+
+    Later calls do nothing.
+    """
     global _enabled
     if _enabled:
         return
@@ -37,7 +41,7 @@ def enable() -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _patch_torch()
     with warnings.catch_warnings():
-        # Said many times at import; `megagrpo doctor` says it once and what it costs.
+        # Said many times at import, and of no use here: Apex has kernels for CUDA only.
         warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")

@@ -1,0 +1,38 @@
+"""Actors on the CPU of a machine that may have GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# What an actor's process does: import the actor's module, receive a recipe, start. The start ends at the first use of
+# the recipe, which is None here; by then torch is imported.
+SCRIPT = """
+import os, sys
+import megagrpo.recipe.schema
+from megagrpo.cluster import actors
+assert "torch" not in sys.modules, "imported before the GPUs can be hidden from it"
+try:
+    actors.{actor}.__ray_metadata__.modified_class().start({arguments})
+except AttributeError as error:
+    assert "NoneType" in str(error), error
+print(repr(os.environ["CUDA_VISIBLE_DEVICES"]), sys.modules["torch"].cuda.is_available())
+"""
+
+
+@pytest.mark.parametrize(
+    ("actor", "arguments"),
+    [("RankActor", 'None, 0, "", "", "cpu"'), ("EngineActor", 'None, 0, "", "", "cpu", 1')],
+)
+def test_an_actor_for_the_cpu_hides_the_gpus_from_torch(actor: str, arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(actor=actor, arguments=arguments)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "'' False\n", done.stderr
