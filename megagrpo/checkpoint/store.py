@@ -131,6 +131,10 @@ class CheckpointStore:
             raise CheckpointError([Problem(p.where, p.given, "a whole checkpoint", fix) for p in problems])
         return None
 
+    def best(self) -> float | None:
+        """The largest value of `keep_best` among the complete checkpoints; None if no checkpoint has one."""
+        return max((value for step in self._steps() if (value := self._evaluation(step)) is not None), default=None)
+
     def remove_leftovers(self) -> None:
         """Remove what killed runs left half written or half deleted; put back a checkpoint that was being replaced.
 

@@ -13,7 +13,7 @@ from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from megagrpo.weights.boxes import Placement
+    from megagrpo.weights.boxes import Box, Placement
     from megagrpo.weights.executors.buckets import Bucket
     from megagrpo.weights.plan import WeightPlan
 
@@ -50,8 +50,19 @@ class RankActor:
         """`primary[source]` are the placements whose digests this rank contributes."""
         self.plan, self.source, self.primary = plan, source, primary[source]
 
-    def pack_weights(self) -> list[Bucket]:
-        return self.rank.pack_weights(self.plan, self.source)
+    def pack_weights(self, engines: int) -> list[Bucket] | list[list[Bucket]]:
+        """What each engine gets: one return value for each, so that no engine fetches another's bytes."""
+        buckets = self.rank.pack_weights(self.plan, self.source)
+        if engines == 1:
+            return buckets
+        return [[bucket for bucket in buckets if bucket.destination == engine] for engine in range(engines)]
+
+    def replica_digests(self) -> Mapping[Box, int]:
+        """The digest of every box that this rank holds."""
+        return {
+            placement.box: sum(self.rank.weight_digests([placement]).values())
+            for placement in self.rank.manifest().placements
+        }
 
     def weight_digests(self) -> Mapping[str, int]:
         return self.rank.weight_digests(self.primary)
@@ -88,6 +99,5 @@ class EngineActor:
         """Receives a whole update; the digests of what arrived. Uncommitted until the driver has compared them."""
         self.engine.begin_update(version)
         for received in buckets:
-            ours = [bucket for bucket in received if bucket.destination == self.destination]
-            self.engine.receive(ours, self.plan, self.destination)
+            self.engine.receive(received, self.plan, self.destination)
         return self.engine.end_update(version)

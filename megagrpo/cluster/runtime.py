@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megagrpo.cluster.placement import DevicePlan, plan_devices
@@ -24,35 +30,30 @@ class Runtime:
     device: str
     devices: DevicePlan
     group: PlacementGroup
+    order: tuple[int, ...]
+    """Index in the placement group of each bundle here: those of one node are neighbours, as tensor ranks should be."""
 
     def start_actor(self, actor_class: Any, bundle: int, share: float) -> Any:
         """Handle of a new actor on `share` of the device of `bundle`. `actor_class` is decorated by ray.remote."""
         resources = {"num_gpus": share, "num_cpus": 0} if self.devices.resource == "GPU" else {"num_cpus": share}
-        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.order[bundle])
         return actor_class.options(**resources, scheduling_strategy=place).remote()
 
 
 def start(recipe: Recipe) -> Runtime:
     """Joins `cluster.address` (or RAY_ADDRESS), or starts Ray on this machine, and reserves the run's devices.
 
-    Raises RankError if the devices cannot be had in `cluster.start_timeout_seconds`.
+    Raises RankError if there is no such cluster, or if the devices cannot be had in `cluster.start_timeout_seconds`.
     """
-    device = _device(recipe)
-    devices = plan_devices(recipe, device)
     address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
-    local = (
-        {"num_cpus": max(devices.bundles, os.cpu_count() or 1), "include_dashboard": False}
-        if address == "local"
-        else {}
+    local = address == "local"
+    device = _local_device(recipe) if local else None
+    ranks_and_engines = recipe.train.layout.parallel().ranks + recipe.rollout.engines
+    _connect(
+        address, {"num_cpus": max(ranks_and_engines, os.cpu_count() or 1), "include_dashboard": False} if local else {}
     )
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    ray.init(
-        address=address,
-        namespace=f"megagrpo-{recipe.name}-{os.getpid()}",
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        **local,
-    )
+    device = device or _device_of(ray.cluster_resources(), recipe)
+    devices = plan_devices(recipe, device)
     bundle = {"GPU": 1.0, "CPU": 1.0} if devices.resource == "GPU" else {"CPU": 1.0}
     group = placement_group([dict(bundle) for _ in range(devices.bundles)], strategy="PACK")
     try:
@@ -68,18 +69,42 @@ def start(recipe: Recipe) -> Runtime:
                 fix="wait for other jobs to end, add nodes, or use a smaller train.layout",
             )
         ) from None
-    return Runtime(device, devices, group)
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    order = tuple(sorted(range(devices.bundles), key=lambda index: (node_of[index], index)))
+    return Runtime(device, devices, group, order)
+
+
+def _connect(address: str, settings: dict[str, Any]) -> None:
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **settings)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise RankError(
+            Problem(
+                where="cluster: Ray cannot be reached" if address != "local" else "cluster: Ray does not start",
+                given=f"{address}: {error}",
+                needed="a running Ray cluster, or local",
+                fix="check cluster.address and RAY_ADDRESS, and that `ray status` works there",
+            )
+        ) from error
+
+
+def _local_device(recipe: Recipe) -> str:
+    if recipe.cluster.device != "auto":
+        return recipe.cluster.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device_of(resources: Mapping[str, float], recipe: Recipe) -> str:
+    """On a cluster that was joined: GPUs wherever it has any. The driver's own machine may have none."""
+    if recipe.cluster.device != "auto":
+        return recipe.cluster.device
+    return "cuda" if resources.get("GPU", 0) > 0 else "cpu"
 
 
 def stop(runtime: Runtime) -> None:
     """Gives the devices back; ends Ray if it was started here."""
     remove_placement_group(runtime.group)
     ray.shutdown()
-
-
-def _device(recipe: Recipe) -> str:
-    if recipe.cluster.device != "auto":
-        return recipe.cluster.device
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from megagrpo.checkpoint.recipe_changes import allow_changes
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster.policy import Policy
-from megagrpo.errors import CheckpointError, MegagrpoError, Problem
-from megagrpo.recipe.defaults import checkpoint_directory
+from megagrpo.errors import MegagrpoError, Problem, RecipeError
+from megagrpo.recipe.defaults import checkpoint_directory, export_directory
 from megagrpo.recipe.schema import Recipe
+from megagrpo.trainer.preflight import Preflight
 from megagrpo.weights.executors.checkpoint_export import begin_export, finish_export
-from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import make_plan
+
+EXPORTED_BY = "megagrpo.json"
 
 
 def open_store(recipe: Recipe) -> CheckpointStore:
     saving = recipe.checkpoint
-    return CheckpointStore(checkpoint_directory(recipe), keep_last=saving.keep_last, keep_best=saving.keep_best)
+    # Absolute, because ranks may have other working directories.
+    return CheckpointStore(
+        checkpoint_directory(recipe).absolute(), keep_last=saving.keep_last, keep_best=saving.keep_best
+    )
 
 
 def checkpoint_to_resume(store: CheckpointStore, recipe: Recipe) -> Checkpoint | None:
     """The newest complete checkpoint of this run; None if there is none.
 
-    Raises CheckpointError if there is one and the recipe says never to resume, RecipeError if the recipe has changed in
-    a way that the checkpoint cannot continue with.
+    Raises RecipeError if there is one and the recipe says never to resume, or if the recipe has changed in a way that
+    the checkpoint cannot continue with.
     """
     store.remove_leftovers()
     found = store.latest_complete()
     if found is None:
         return None
     if recipe.checkpoint.resume == "never":
-        raise CheckpointError(
+        raise RecipeError(
             Problem(
                 where=f"{found.path}: this run has a checkpoint already",
                 given="checkpoint.resume: never",
@@ -62,9 +70,22 @@ def save(policy: Policy, store: CheckpointStore, state: TrainerState) -> Path:
     return store.commit(state, chain.from_iterable(written)).path
 
 
-def export(policy: Policy, architecture: Architecture, model_directory: Path, directory: Path, dtype: str) -> None:
+def export(policy: Policy, checked: Preflight, tokenizer: PreTrainedTokenizerBase, step: int, dtype: str) -> Path:
     """Writes the policy as a Hugging Face model: every rank its own boxes, nothing gathered. Raises CheckpointError."""
-    begun = begin_export(directory, model_directory, architecture, dtype)
-    plan = make_plan(policy.manifests(), begun.files)
-    policy.write_export(begun, plan)
+    recipe = checked.recipe
+    begun = begin_export(export_directory(recipe), checked.model_directory, checked.architecture, dtype)
+    policy.write_export(begun, make_plan(policy.manifests(), begun.files))
+    if recipe.model.tokenizer or recipe.model.chat_template:  # else the model's own files were copied as they are
+        tokenizer.save_pretrained(begun.partial)
+    (begun.partial / EXPORTED_BY).write_text(json.dumps({"run": recipe.name, "step": step}) + "\n", encoding="utf-8")
     finish_export(begun)
+    return export_directory(recipe)
+
+
+def exported_step(recipe: Recipe) -> int | None:
+    """The step whose weights are in the run's export directory; None if there is no export."""
+    try:
+        written = json.loads((export_directory(recipe) / EXPORTED_BY).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+    return written.get("step") if isinstance(written, dict) else None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megagrpo.batching.microbatch import TrainSequence
+from megagrpo.errors import EngineError, Problem
 from megagrpo.types import Group, Prompt, Sample
 
 
@@ -30,6 +31,20 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequ
         for row, (group, prompt, sample) in enumerate(samples)
         if rows[row] and len(sample.tokens)
     ]
+
+
+def require_version(groups: Sequence[Group], version: int) -> None:
+    """Raises EngineError unless every token was sampled by the weights of `version`."""
+    for group in groups:
+        for sample in group.samples:
+            if (sample.versions != version).any():
+                raise EngineError(
+                    Problem(
+                        where=f"sample {sample.index} of prompt {sample.prompt_id}",
+                        given=f"tokens sampled by weight versions {sorted(set(sample.versions.tolist()))}",
+                        needed=f"version {version}, the policy's",
+                    )
+                )
 
 
 def _sequence(prompt: Prompt, sample: Sample, group: int, row: int) -> TrainSequence:

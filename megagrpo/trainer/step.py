@@ -18,7 +18,7 @@ from megagrpo.data.cursor import Cursor
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.trainer.clock import PhaseClock
-from megagrpo.trainer.sequences import flat_scores, group_of_row, train_sequences
+from megagrpo.trainer.sequences import flat_scores, group_of_row, require_version, train_sequences
 from megagrpo.trainer.step_metrics import batch_metrics, rollout_metrics, update_metrics
 from megagrpo.types import Group
 
@@ -48,11 +48,11 @@ class Step:
 def grpo_step(run: Run, step: int) -> Step:
     """Runs step `step` (the first is 1). The weight version afterwards is `step`."""
     algorithm, clock = run.recipe.algorithm, run.clock
-    kl_in_reward = algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
 
     with clock.phase("rollout"), run.policy.released():
         prompts = run.cursor.next(run.recipe.rollout.prompts_per_step)
         groups = run.rollouts.generate(prompts, step)
+        require_version(groups, run.weights.version)
 
     with clock.phase("reward"):
         groups = run.scorer.score(groups)
@@ -60,15 +60,16 @@ def grpo_step(run: Run, step: int) -> Step:
         metrics = rollout_metrics(groups, scores)
         rows = ~np.isnan(scores)
 
-    if kl_in_reward:
+    if kl_in_reward(run.recipe):
         with clock.phase("logprobs"):
             batches = _load_batch(run, groups, rows, step)
-            scores = penalized_scores(scores, run.policy.sequence_kl(len(scores)), algorithm.kl.coefficient)
+            if batches:
+                scores = penalized_scores(scores, run.policy.sequence_kl(len(scores)), algorithm.kl.coefficient)
 
     advantages = grpo_advantages(scores, group_ids, algorithm.advantage.standard_deviation, algorithm.advantage.epsilon)
     with_signal = groups_with_signal(advantages, group_ids)
 
-    if not kl_in_reward:
+    if not kl_in_reward(run.recipe):
         with clock.phase("logprobs"):
             if algorithm.skip_groups_without_signal:
                 rows &= np.isin(group_ids, with_signal)
@@ -84,6 +85,10 @@ def grpo_step(run: Run, step: int) -> Step:
         run.weights.sync(version=step)
 
     return Step(metrics | {"weights/version": float(step)}, groups)
+
+
+def kl_in_reward(recipe: Recipe) -> bool:
+    return recipe.algorithm.kl.coefficient > 0 and recipe.algorithm.kl.placement == "reward"
 
 
 def _load_batch(run: Run, groups: Sequence[Group], rows: np.ndarray, step: int) -> list[RankBatch]:
@@ -104,7 +109,7 @@ def _load_batch(run: Run, groups: Sequence[Group], rows: np.ndarray, step: int) 
     )
     run.policy.load_batch(batches)
     # With one update per step the update's own forward pass gives the old logprobs.
-    if algorithm.minibatches * algorithm.epochs > 1 or algorithm.kl.placement == "reward":
+    if algorithm.minibatches * algorithm.epochs > 1 or kl_in_reward(run.recipe):
         run.policy.compute_old_logprobs()
     if algorithm.kl.coefficient > 0:
         run.policy.compute_reference_logprobs()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.batching.microbatch import RankBatch
+from megagrpo.batching.pack import packing_efficiency
 from megagrpo.recipe.schema import Recipe
 from megagrpo.types import Group
 
@@ -42,14 +43,14 @@ def batch_metrics(
 ) -> dict[str, float]:
     """How the step's samples became work. `advantages` is float64 [rows]; `with_signal` counts groups."""
     micros = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
-    capacity = recipe.train.tokens_per_microbatch * recipe.train.layout.context
+    train = recipe.train
     return {
         "advantages/mean": float(advantages.mean()),
         "advantages/max": float(advantages.max()),
         "advantages/min": float(advantages.min()),
         "groups/with_signal_share": with_signal / recipe.rollout.prompts_per_step,
         "packing/microbatches": float(len(micros)),
-        "packing/efficiency": sum(m.tokens for m in micros) / (len(micros) * capacity) if micros else 0.0,
+        "packing/efficiency": packing_efficiency(batches, train.layout.parallel(), train.tokens_per_microbatch),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -13,14 +13,16 @@ from megagrpo.cluster.policy import Policy
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
-from megagrpo.recipe.defaults import dtype_name, export_directory
+from megagrpo.recipe.defaults import dtype_name, run_directory
+from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.clock import PhaseClock
 from megagrpo.trainer.evaluation import EarlyStopping, evaluation_metrics
 from megagrpo.trainer.preflight import Preflight
 from megagrpo.trainer.prompts import describe_mixture, read_mixture, read_tokenizer, total_steps
-from megagrpo.trainer.saving import checkpoint_to_resume, export, open_store, recipe_values, save
+from megagrpo.trainer.run_lock import only_process_of
+from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, open_store, recipe_values, save
 from megagrpo.trainer.step import Run, grpo_step
 from megagrpo.trainer.step_metrics import sequence_tokens
 from megagrpo.types import Prompt
@@ -42,23 +44,19 @@ class Progress:
 def train(checked: Preflight) -> int:
     """Runs the recipe to its end, from its newest checkpoint if it has one; 0. Raises MegagrpoError."""
     recipe = checked.recipe
-    store = open_store(recipe)
-    resumed = checkpoint_to_resume(store, recipe)
-    tokenizer = read_tokenizer(recipe, checked.tokenizer_directory)
-    prompts = read_mixture(recipe, recipe.data.train, tokenizer)
-    held_out = read_mixture(recipe, recipe.eval.files, tokenizer) if recipe.eval.files else None
-    cursor = Cursor(prompts.prompts, seed=recipe.seed, shuffle=recipe.data.shuffle)
-    rule = recipe.eval.early_stopping
-    progress = Progress(stopping=EarlyStopping(rule) if rule else None)
-    if resumed:
-        state = resumed.state
-        cursor.restore(state.data_cursor)
-        stopping = EarlyStopping(rule, state.best_evaluation, state.evaluations_without_best) if rule else None
-        progress = Progress(state.step, dict(state.evaluation) if state.evaluation else None, stopping)
-
-    steps = total_steps(recipe, len(cursor))
-    exported = export_directory(recipe)
     with ExitStack() as closing:
+        closing.enter_context(only_process_of(run_directory(recipe)))
+        store = open_store(recipe)
+        resumed = checkpoint_to_resume(store, recipe)
+        progress = _progress(recipe, resumed.state if resumed else None)
+        tokenizer = read_tokenizer(recipe, checked.tokenizer_directory)
+        prompts = read_mixture(recipe, recipe.data.train, tokenizer)
+        held_out = read_mixture(recipe, recipe.eval.files, tokenizer) if recipe.eval.files else None
+        cursor = Cursor(prompts.prompts, seed=recipe.seed, shuffle=recipe.data.shuffle)
+        if resumed:
+            cursor.restore(resumed.state.data_cursor)
+        steps = total_steps(recipe, len(cursor))
+
         tracker = closing.enter_context(Tracker(recipe, steps))
         tracker.start(progress.step, resumed.state.tracker_runs if resumed else None)
         for mixture in (prompts, held_out):
@@ -67,35 +65,49 @@ def train(checked: Preflight) -> int:
         if resumed:
             for line in (f"continuing after step {progress.step} from {resumed.path}", *resumed.warnings):
                 tracker.say(line)
-            over = progress.step >= steps or progress.reason_to_stop
-            if over and (exported.exists() or not recipe.checkpoint.export_hugging_face):
+            exported = not recipe.checkpoint.export_hugging_face or exported_step(recipe) == progress.step
+            if exported and (progress.step >= steps or progress.reason_to_stop):
                 tracker.say("the run is complete: nothing to do")
                 return 0
 
         ray = runtime.start(recipe)
         closing.callback(runtime.stop, ray)
-        rollouts = Rollouts(ray, recipe, checked.model_directory, checked.tokenizer_directory)
-        policy = Policy(ray, recipe, checked.model_directory)
+        model_directory = checked.model_directory.absolute()
+        rollouts = Rollouts(ray, recipe, model_directory, checked.tokenizer_directory.absolute())
+        policy = Policy(ray, recipe, model_directory)
         rollouts.wait_until_ready()
         scorer = Scorer(recipe.reward)
         closing.callback(scorer.close)
         if resumed:
             policy.call("load", resumed.rank_directory)
         weights = WeightSync(policy, rollouts, recipe.cluster.step_timeout_seconds)
+        weights.check_replicas()
         weights.sync(version=progress.step)
 
         run = Run(recipe, steps, cursor, rollouts, scorer, policy, weights, PhaseClock())
-        _run_steps(run, progress, held_out.prompts if held_out else (), store, tracker)
+        step = _run_steps(run, progress, held_out.prompts if held_out else (), store, tracker)
         if recipe.checkpoint.export_hugging_face:
-            export(policy, checked.architecture, checked.model_directory, exported, dtype_name(recipe, ray.device))
-            tracker.say(f"Hugging Face model: {exported}")
+            directory = export(policy, checked, tokenizer, step, dtype_name(recipe, ray.device))
+            tracker.say(f"Hugging Face model: {directory}")
     return 0
+
+
+def _progress(recipe: Recipe, state: TrainerState | None) -> Progress:
+    """Where the run stands. Early stopping remembers the best only of the metric that it still watches."""
+    rule = recipe.eval.early_stopping
+    stopping = EarlyStopping(rule) if rule else None
+    if state is None:
+        return Progress(stopping=stopping)
+    before = state.recipe["eval"]["early_stopping"]
+    if rule and before and before["metric"] == rule.metric:
+        stopping = EarlyStopping(rule, state.best_evaluation, state.evaluations_without_best)
+    return Progress(state.step, dict(state.evaluation) if state.evaluation else None, stopping)
 
 
 def _run_steps(
     run: Run, progress: Progress, held_out: Sequence[Prompt], store: CheckpointStore, tracker: Tracker
-) -> None:
-    """Steps until the run's length or early stopping; evaluates and saves when due, and always at the end.
+) -> int:
+    """Steps until the run's length or early stopping; evaluates and saves when due. Returns the last step.
 
     A step is logged before it is saved: a run killed in between repeats the step, and its line is written again.
     """
@@ -118,11 +130,22 @@ def _run_steps(
         seconds = clock.take()
         speed = {"tokens_per_second": sequence_tokens(done.groups) / seconds["seconds/step"]}
         tracker.log(step, done.metrics | _evaluation_metrics(progress) | speed | seconds)
-        if last or reason or step % recipe.checkpoint.every_steps == 0:
+        due = last or reason or step % recipe.checkpoint.every_steps == 0
+        if due or _is_new_best(recipe.checkpoint.keep_best, progress.evaluation, store):
             with clock.phase("checkpoint"):
+                run.weights.check_replicas()
                 save(run.policy, store, _trainer_state(run, progress, tracker))
     if reason:
         tracker.say(f"stopped after step {progress.step}: {reason}")
+    return progress.step
+
+
+def _is_new_best(metric: str | None, evaluation: Mapping[str, float] | None, store: CheckpointStore) -> bool:
+    """Whether these weights were evaluated as better than every checkpoint that is kept."""
+    if metric is None or evaluation is None:
+        return False
+    best = store.best()
+    return best is None or evaluation[metric] > best
 
 
 def _evaluate(run: Run, progress: Progress, held_out: Sequence[Prompt]) -> Progress:

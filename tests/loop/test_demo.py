@@ -56,8 +56,7 @@ def test_without_advantages_nothing_is_learnt(adder: Path, tmp_path: Path) -> No
     metrics, _ = run(
         tmp_path,
         "algorithm.skip_groups_without_signal=false",
-        "train.total_steps=40",
         module="tests.loop.without_advantages",
     )
-    first, last = metrics[0]["eval/mean@1"], metrics[40]["eval/mean@1"]
+    first, last = metrics[0]["eval/mean@1"], metrics[max(metrics)]["eval/mean@1"]
     assert last <= first + 0.05

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,21 +17,28 @@ import pytest
 from tests.loop import small_run
 
 DEADLINE_SECONDS = 120.0
+ACTOR = re.compile(r"ray::(RankActor|EngineActor)")
 
 
-def kill_when(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
-    """kill -9 as soon as `moment` is true; then waits until nothing that the run started is left."""
+def kill_when(process: subprocess.Popen[str], moment: Callable[[], bool]) -> list[psutil.Process]:
+    """kill -9 as soon as `moment` is true. Returns all processes that the run had started by then."""
     family = psutil.Process(process.pid)
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while not moment():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the moment to kill never came"
-        time.sleep(0.005)
-    children = family.children(recursive=True)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], "orphaned processes"
+    try:
+        while not moment():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, "the moment to kill never came"
+            time.sleep(0.005)
+        return family.children(recursive=True)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=30)
+
+
+def actors_among(processes: list[psutil.Process]) -> Counter[str]:
+    """How many Ray actors of each class."""
+    titles = [" ".join(process.cmdline()) for process in processes if process.is_running()]
+    return Counter(match[1] for title in titles if (match := ACTOR.match(title)))
 
 
 def lines_of(directory: Path) -> int:
@@ -42,9 +51,12 @@ def interrupted_run(inputs: Path, output: Path, moment: Callable[[Path], bool]) 
     values = small_run.recipe(inputs, output)
     recipe_file = small_run.write(values, output)
     directory = output / values["name"]
-    kill_when(small_run.start(recipe_file), lambda: moment(directory))
+    started = kill_when(small_run.start(recipe_file), lambda: moment(directory))
     printed = small_run.train(recipe_file)
     assert "continuing after step 2" in printed
+    # Ray's own agents look for their parent only now and then; everything else goes at once.
+    _, alive = psutil.wait_procs(started, timeout=DEADLINE_SECONDS)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE], "orphaned processes"
     return directory
 
 
@@ -74,6 +86,21 @@ def test_killed_in_a_save_it_continues_from_the_checkpoint_before(
         inputs, tmp_path, lambda run: (run / "checkpoints" / ".saving_step_000004" / "rank").exists()
     )
     assert small_run.stable(small_run.metrics(directory)) == small_run.stable(small_run.metrics(finished[0]))
+
+
+def test_a_run_has_one_actor_for_each_rank_and_engine(inputs: Path, tmp_path: Path) -> None:
+    recipe_file = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
+    actors: list[Counter[str]] = []
+
+    def first_step_is_done() -> bool:
+        if lines_of(tmp_path / "small") < 2:
+            return False
+        actors.append(actors_among(psutil.Process(process.pid).children(recursive=True)))
+        return True
+
+    process = small_run.start(recipe_file)
+    kill_when(process, first_step_is_done)
+    assert actors == [{"RankActor": 2, "EngineActor": 1}]
 
 
 @pytest.mark.long
