@@ -1,6 +1,6 @@
 """Draws the demo's held-out accuracy from the metrics of real runs: docs/images/demo.png.
 
-    python benchmarks/demo_curve.py docs/images/demo.png "tensor=2:runs/a/metrics.jsonl" "data=2:runs/b/metrics.jsonl" …
+python benchmarks/demo_curve.py docs/images/demo.png "tensor=2:runs/a/metrics.jsonl" "data=2:runs/b/metrics.jsonl" …
 """
 
 from __future__ import annotations

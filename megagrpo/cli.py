@@ -19,7 +19,7 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for what the user can correct, 3 for a run that failed."""
-    asked = _parser().parse_args(arguments)
+    asked = parse(arguments)
     try:
         code: int = asked.command(asked)
         return code
@@ -29,6 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked; `command` is the function that does it. Exits with code 2 for arguments that are not valid."""
+    return _parser().parse_args(arguments)
 
 
 def train(asked: argparse.Namespace) -> int:

@@ -92,7 +92,8 @@ def _make_model(
 ) -> None:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, SEED)
-    say(f"warm start: {model.num_parameters():,} parameters, {len(learn)} sums, {settings.steps + settings.careless_steps} steps")
+    steps = settings.steps + settings.careless_steps
+    say(f"warm start: {model.num_parameters():,} parameters, {len(learn)} sums, {steps} steps")
     warm_start(
         model,
         learn,

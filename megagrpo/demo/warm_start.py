@@ -1,7 +1,7 @@
 """Supervised training that ends with a bad habit: a model that can add, but mostly forgets to carry.
 
-Where there is no carry it is right, elsewhere it knows the right answer and the careless one, and prefers the latter: about
-half of all sums are right. GRPO finds both answers in one group of samples, and makes a habit of carrying.
+Where there is no carry it is right, elsewhere it knows the right answer and the careless one, and prefers the latter:
+about half of all sums are right. GRPO finds both answers in one group of samples, and makes a habit of carrying.
 """
 
 from __future__ import annotations
