@@ -1,4 +1,4 @@
-"""Draws the demo's held-out accuracy from the metrics of real runs: docs/images/demo.png.
+"""Draws the demo's reward and held-out accuracy from the metrics of real runs: docs/images/demo.png.
 
 python benchmarks/demo_curve.py docs/images/demo.png "tensor=2:runs/a/metrics.jsonl" "data=2:runs/b/metrics.jsonl" …
 """
@@ -12,26 +12,27 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 STYLES = ("-", "--", ":", "-.")
-EVALUATION = "eval/mean@1"
+PANELS = {"reward/mean": "mean reward of the step's samples", "eval/mean@1": "held-out exact match (greedy)"}
 
 
-def curve(path: str) -> tuple[list[int], list[float]]:
-    """Steps and accuracies of the evaluations in a metrics.jsonl."""
+def curve(path: str, metric: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric in a metrics.jsonl."""
     entries = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    evaluated = [entry for entry in entries if EVALUATION in entry]
-    return [entry["step"] for entry in evaluated], [entry[EVALUATION] for entry in evaluated]
+    logged = [entry for entry in entries if metric in entry]
+    return [entry["step"] for entry in logged], [entry[metric] for entry in logged]
 
 
 def main() -> None:
     output, *runs = sys.argv[1:]
-    figure, axes = plt.subplots(figsize=(7.5, 3.6), dpi=140)
-    for index, run in enumerate(runs):
-        label, path = run.split(":", 1)
-        axes.plot(*curve(path), STYLES[index % len(STYLES)], label=label, linewidth=2.4 - 0.4 * index)
-    axes.axhline(0.9, color="0.7", linewidth=0.8)
-    axes.set(xlabel="step (32 prompts x 8 samples)", ylabel="held-out exact match", ylim=(0.4, 1.0))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
+    figure, panels = plt.subplots(1, len(PANELS), figsize=(9, 3.4), dpi=140, sharey=True)
+    for axes, (metric, title) in zip(panels, PANELS.items(), strict=True):
+        for index, run in enumerate(runs):
+            label, path = run.split(":", 1)
+            axes.plot(*curve(path, metric), STYLES[index % len(STYLES)], label=label, linewidth=2.4 - 0.4 * index)
+        axes.set(title=title, xlabel="step (32 prompts x 8 samples)", ylim=(0.3, 1.0))
+        axes.grid(axis="y", color="0.9")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.58))
     figure.tight_layout()
     figure.savefig(output)
 
