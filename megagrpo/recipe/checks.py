@@ -332,8 +332,12 @@ def _metric_name(field: str, metric: str, samples: int) -> Iterator[RuleProblem]
 
 def evaluation_metrics(samples: int) -> list[str]:
     """Names that an evaluation with `samples` per prompt gives to its scores (see trainer/evaluation.py)."""
-    powers = sorted({2**i for i in range(samples.bit_length())} | {samples})
-    return [f"mean@{samples}", *(f"pass@{k}" for k in powers), f"maj@{samples}"]
+    return [f"mean@{samples}", *(f"pass@{k}" for k in pass_at(samples)), f"maj@{samples}"]
+
+
+def pass_at(samples: int) -> list[int]:
+    """Every k for which pass@k is reported: 1, 2, 4, … and `samples`."""
+    return sorted({2**i for i in range(samples.bit_length())} | {samples})
 
 
 RULES: tuple[Callable[[Recipe], Iterator[RuleProblem]], ...] = (

@@ -10,6 +10,7 @@ from statistics import fmean
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.recipe import schema
+from megagrpo.recipe.checks import pass_at
 from megagrpo.reward.gsm8k import flexible_answer, strict_answer
 from megagrpo.types import Group
 
@@ -49,7 +50,7 @@ def _score_metrics(groups: Sequence[Group], samples_per_prompt: int) -> dict[str
     n = samples_per_prompt
     scored = [_scored(group) for group in groups]
     metrics = {f"mean@{n}": _mean([fmean(scores) for scores, _ in scored if scores])}
-    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
+    for k in pass_at(n):
         metrics[f"pass@{k}"] = _mean([best_of(scores, k) for scores, _ in scored if len(scores) >= k])
     metrics[f"maj@{n}"] = _mean([majority(scores, texts) for scores, texts in scored if scores])
     return metrics
