@@ -81,14 +81,46 @@ class Data(Section):
 # --- rollout ----------------------------------------------------------------------------------------------------------
 
 
+class EngineLayout(Section):
+    """Parallel sizes of one SGLang engine."""
+
+    tensor: PositiveInt = 1
+    """Ranks that share each matrix."""
+
+    expert: PositiveInt = 1
+    """Ranks that share the experts of a layer; a divisor of tensor, as in SGLang."""
+
+
+class Sglang(BaseModel):
+    """SGLang servers. Every key but `python` is an argument of `sglang.launch_server`, with underscores."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    python: str | None = None
+    """Interpreter of another environment that has SGLang; the default is the one that runs megagrpo."""
+
+
 class Rollout(Section):
     """How responses are generated for training."""
 
-    engine: Literal["transformers"] = "transformers"
-    """What generates. transformers: embedded, for CPUs and tests."""
+    engine: Literal["transformers", "sglang", "external"] = "transformers"
+    """What generates. transformers: embedded, for CPUs and tests. sglang: servers that the run starts and ends.
+    external: SGLang servers that somebody else runs, at `urls`."""
 
     engines: PositiveInt = 1
-    """Number of engines; requests are spread over them."""
+    """Number of engines; requests are spread over them. With external, the number of `urls`."""
+
+    layout: EngineLayout = EngineLayout()
+    """How each SGLang engine is split over devices."""
+
+    sglang: Sglang = Sglang()
+    """The SGLang servers that the run starts: an interpreter, and any server argument."""
+
+    urls: list[str] = []
+    """Servers of an external engine, such as http://host:30000, one for each engine."""
+
+    api_key_variable: str | None = None
+    """Environment variable with the API key of external servers."""
 
     prompts_per_step: PositiveInt
     """Prompts sampled in each step."""
@@ -309,6 +341,34 @@ class Train(Section):
     """Any other field of Megatron's TransformerConfig, checked against the installed version."""
 
 
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+class Weights(Section):
+    """How new weights travel from the training ranks to the engines after every step."""
+
+    transfer: Literal["auto", "shared_memory", "process_group", "direct", "tensors", "broadcast", "disk"] = "auto"
+    """auto chooses by the plan. Exact shards: shared_memory (same node; CUDA IPC on GPUs), process_group (any node),
+    direct (SGLang's own loader of whole local parameters, in shared memory). Whole tensors: tensors (flattened buckets
+    in shared memory), broadcast (from one training rank), disk (safetensors files in `directory`)."""
+
+    bucket_bytes: PositiveInt = 256 * 1024 * 1024
+    """Largest bucket. Two buckets at once are on the way between a training rank and an engine."""
+
+    directory: str | None = None
+    """For transfer: disk. A directory that training ranks and engines both reach."""
+
+    pause: Literal["abort", "retract", "in_place"] = "retract"
+    """What an engine does with requests that still run when an update begins: abort returns them as they are, retract
+    computes their keys and values again with the new weights, in_place goes on with the old ones' flushed afterwards."""
+
+    timeout_seconds: PositiveFloat = 600.0
+    """Longest wait for one sync, and for anyone in it."""
+
+    attempts: PositiveInt = 2
+    """How often an engine may be restarted and brought up to date in one sync before the run stops."""
+
+
 # --- eval -------------------------------------------------------------------------------------------------------------
 
 
@@ -464,6 +524,7 @@ class Recipe(Section):
     reward: Reward
     algorithm: Algorithm = Algorithm()
     train: Train
+    weights: Weights = Weights()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     track: Track = Track()
