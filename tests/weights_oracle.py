@@ -108,3 +108,66 @@ def layer_tensors(
         held[f"mlp.experts.{names[0]}"] = fc1(gate, up, *cut)
         held[f"mlp.experts.{names[1]}"] = down.chunk(cut[0], 1)[cut[1]]
     return held
+
+
+def engine_tensors(
+    arch: Architecture, tensor: int, expert: int, rank: int, device: str, checkpoint: Tensors
+) -> Tensors:
+    """Every parameter of one SGLang rank by name: whole tensors padded by cat, cut by chunk, fused by cat and stack."""
+
+    def cut(weight: torch.Tensor, padded: int, dim: int, shards: int = tensor, index: int = rank) -> torch.Tensor:
+        shape = list(weight.shape)
+        shape[dim] = padded - shape[dim]
+        return torch.cat([weight, weight.new_zeros(shape)], dim).chunk(shards, dim)[index]
+
+    def ffn(size: int) -> int:
+        return size if device == "cuda" else (size + 32 * tensor - 1) // (32 * tensor) * (32 * tensor)
+
+    def vocabulary(weight: torch.Tensor) -> torch.Tensor:
+        padded = (arch.vocab + 63) // 64 * 64
+        while padded % tensor:
+            padded += 64
+        if padded != (arch.vocab + 63) // 64 * 64:
+            padded = (arch.vocab + 64 * tensor - 1) // (64 * tensor) * (64 * tensor)
+        return cut(weight, padded, 0)
+
+    def key_or_value(weight: torch.Tensor) -> torch.Tensor:
+        heads = weight.unflatten(0, (arch.query_groups, -1))
+        copies = max(1, tensor // arch.query_groups)
+        return heads.repeat_interleave(copies, 0).chunk(tensor)[rank].flatten(0, 1)
+
+    held = {"model.embed_tokens.weight": vocabulary(checkpoint["model.embed_tokens.weight"])}
+    for layer in range(arch.layers):
+        prefix = f"model.layers.{layer}."
+        for name in checkpoint:
+            if name.startswith(prefix) and "norm" in name:
+                held[name] = checkpoint[name]
+        attention = prefix + "self_attn."
+        for kind in ("weight", "bias"):
+            if f"{attention}q_proj.{kind}" in checkpoint:
+                q, k, v = (checkpoint[f"{attention}{x}_proj.{kind}"] for x in "qkv")
+                fused = [cut(q, q.shape[0], 0), key_or_value(k), key_or_value(v)]
+                held[f"{attention}qkv_proj.{kind}"] = torch.cat(fused)
+        o = checkpoint[attention + "o_proj.weight"]
+        held[attention + "o_proj.weight"] = cut(o, o.shape[1], 1)
+        mlp = prefix + "mlp."
+        if arch.experts is None:
+            gate, up, down = (checkpoint[f"{mlp}{x}_proj.weight"] for x in ("gate", "up", "down"))
+            held[mlp + "gate_up_proj.weight"] = torch.cat([cut(gate, ffn(arch.ffn), 0), cut(up, ffn(arch.ffn), 0)])
+            held[mlp + "down_proj.weight"] = cut(down, ffn(arch.ffn), 1)
+            continue
+        gate, up, down = (
+            torch.stack([checkpoint[f"{mlp}experts.{e}.{x}_proj.weight"] for e in range(arch.experts.count)]).chunk(
+                expert
+            )[rank // (tensor // expert)]
+            for x in ("gate", "up", "down")
+        )
+        where = (tensor // expert, rank % (tensor // expert))
+        padded = ffn(arch.experts.ffn)
+        held[mlp + "gate.weight"] = checkpoint[mlp + "gate.weight"]
+        held[mlp + "experts.w13_weight"] = torch.cat([cut(gate, padded, 1, *where), cut(up, padded, 1, *where)], 1)
+        held[mlp + "experts.w2_weight"] = cut(down, padded, 2, *where)
+    held["model.norm.weight"] = checkpoint["model.norm.weight"]
+    if not arch.tied_embeddings:
+        held["lm_head.weight"] = vocabulary(checkpoint["lm_head.weight"])
+    return held

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
@@ -26,6 +26,12 @@ def shard(tensor: Tensor, index: int, shards: int) -> Rows:
     """The `index`-th of `shards` equal runs of rows."""
     count = tensor.shape[0] // shards
     return Rows(tensor, index * count, count)
+
+
+def padded_shard(tensor: Tensor, padded: int, index: int, shards: int) -> Iterator[Rows]:
+    """The same of the tensor with padding behind it, `padded` rows in all."""
+    count = padded // shards
+    return cut([all_rows(tensor), Rows(None, 0, padded - tensor.shape[0])], index * count, count)
 
 
 def cut(fused: Iterable[Rows], first: int, count: int) -> Iterator[Rows]:
@@ -63,21 +69,47 @@ class ManifestBuilder:
     def whole(self, storage: str, tensor: Tensor) -> None:
         self.rows(storage, [all_rows(tensor)], tensor.shape[1:])
 
-    def columns(self, storage: str, tensor: Tensor, index: int, shards: int) -> None:
-        """A storage that is the `index`-th of `shards` equal runs of columns (axis 1) of a matrix."""
-        rows, count = tensor.shape[0], tensor.shape[1] // shards
-        self._storages[storage] = Storage(storage, (rows, count), self._dtype)
-        self._placements.append(Placement(storage, (0, 0), (0, 1), Box(tensor.name, (0, index * count), (rows, count))))
+    def columns(self, storage: str, tensor: Tensor, index: int, shards: int, padded: int | None = None) -> None:
+        """A storage that is the `index`-th of `shards` equal runs of columns (axis 1) of a matrix.
 
-    def stacked(self, storage: str, experts: list[list[Tensor]]) -> None:
-        """A 3-D storage: at index e of axis 0, the rows of the matrices experts[e] one after another."""
-        for index, tensors in enumerate(experts):
+        `padded` is its number of columns with padding, before it is cut; None: no padding.
+        """
+        count = (padded or tensor.shape[1]) // shards
+        self._columns(storage, (), tensor, index, count)
+        self._storages[storage] = Storage(storage, (tensor.shape[0], count), self._dtype)
+
+    def stacked(self, storage: str, experts: Sequence[Iterable[Rows]], columns: int) -> None:
+        """A 3-D storage: at index e of axis 0, the rows experts[e] one after another, each of `columns` elements."""
+        at = 0
+        for index, parts in enumerate(experts):
             at = 0
-            for tensor in tensors:
-                box = Box(tensor.name, (0, 0), (tensor.shape[0], tensor.shape[1]))
-                self._placements.append(Placement(storage, (index, at, 0), (None, 0, 1), box))
-                at += tensor.shape[0]
-            self._storages[storage] = Storage(storage, (len(experts), at, tensors[0].shape[1]), self._dtype)
+            for part in parts:
+                if part.tensor is None:
+                    self._fills.append(Fill(storage, (index, at, 0), (1, part.count, columns)))
+                else:
+                    box = Box(part.tensor.name, (part.start, 0), (part.count, columns))
+                    self._placements.append(Placement(storage, (index, at, 0), (None, 0, 1), box))
+                at += part.count
+        self._storages[storage] = Storage(storage, (len(experts), at, columns), self._dtype)
+
+    def stacked_columns(self, storage: str, experts: Sequence[Tensor], index: int, shards: int, padded: int) -> None:
+        """A 3-D storage: at index e of axis 0, the `index`-th of `shards` runs of columns of the matrix experts[e]."""
+        count = padded // shards
+        for expert, tensor in enumerate(experts):
+            self._columns(storage, (expert,), tensor, index, count)
+        self._storages[storage] = Storage(storage, (len(experts), experts[0].shape[0], count), self._dtype)
+
+    def _columns(self, storage: str, expert: tuple[int, ...], tensor: Tensor, index: int, count: int) -> None:
+        """Columns index * count .. + count of a matrix with padding behind it; `expert` is its index in a stack."""
+        rows = tensor.shape[0]
+        real = max(0, min(tensor.shape[1] - index * count, count))
+        if real:
+            box = Box(tensor.name, (0, index * count), (rows, real))
+            axes = (*(None for _ in expert), 0, 1)
+            self._placements.append(Placement(storage, (*expert, 0, 0), axes, box))
+        if count > real:
+            shape = (*(1 for _ in expert), rows, count - real)
+            self._fills.append(Fill(storage, (*expert, 0, real), shape))
 
     def build(self) -> Manifest:
         return Manifest(self._holder, self._storages, tuple(self._placements), tuple(self._fills))

@@ -6,17 +6,16 @@ norms and the router are on every rank, experts are dealt out over `expert` and 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
 from megagrpo.layout.stages import layers_of_chunk
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.families import tensors_of
-from megagrpo.weights.families.architecture import Architecture, Experts, Role, Tensor
+from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.sides.assembly import ManifestBuilder, Rows, all_rows, cut, shard
+from megagrpo.weights.sides.roles import LayerTensors, Roles, model_tensors
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,6 @@ class SpecNames:
     pre_experts_norm: str
     expert_fc1: str
     expert_fc2: str
-
-
-LayerRoles = Mapping[Role, Tensor]
 
 
 def manifest_of_rank(
@@ -87,36 +83,27 @@ class _Rank:
 
     def add_chunk(self, chunk: int) -> None:
         arch, layout, stage = self.arch, self.layout, self.where.pipeline
-        model: dict[Role, Tensor] = {}
-        layers: dict[int, dict[Role, Tensor]] = defaultdict(dict)
-        experts: dict[int, dict[int, dict[Role, Tensor]]] = defaultdict(lambda: defaultdict(dict))
-        for tensor in tensors_of(arch):
-            if tensor.layer is None:
-                model[tensor.role] = tensor
-            elif tensor.expert is None:
-                layers[tensor.layer][tensor.role] = tensor
-            else:
-                experts[tensor.layer][tensor.expert][tensor.role] = tensor
-
+        model = model_tensors(arch)
         prefix = f"chunk{chunk}."
         first = stage == 0 and chunk == 0
         last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
         if first:
-            self.add_vocabulary(prefix + "embedding.word_embeddings.weight", model["embedding"])
+            self.add_vocabulary(prefix + "embedding.word_embeddings.weight", model.roles["embedding"])
         chunk_layers = layers_of_chunk(arch.layers, layout.pipeline, layout.virtual_pipeline, stage, chunk)
         for local, layer in enumerate(chunk_layers):
             in_layer = f"{prefix}decoder.layers.{local}."
-            self.add_attention(in_layer, layers[layer])
-            if arch.experts is None:
-                self.add_mlp(in_layer, layers[layer])
+            held = model.layers[layer]
+            self.add_attention(in_layer, held.roles)
+            if held.experts:
+                self.add_experts(in_layer, held)
             else:
-                self.add_experts(in_layer, layers[layer], experts[layer], arch.experts)
+                self.add_mlp(in_layer, held.roles)
         if last:
-            self.builder.whole(prefix + "decoder.final_layernorm.weight", model["final_norm"])
+            self.builder.whole(prefix + "decoder.final_layernorm.weight", model.roles["final_norm"])
             if not arch.tied_embeddings:
-                self.add_vocabulary(prefix + "output_layer.weight", model["head"])
+                self.add_vocabulary(prefix + "output_layer.weight", model.roles["head"])
             elif not first:  # a tied head on another stage than the embedding is a second copy of it
-                self.add_vocabulary(prefix + "output_layer.weight", model["embedding"])
+                self.add_vocabulary(prefix + "output_layer.weight", model.roles["embedding"])
 
     def add_vocabulary(self, storage: str, tensor: Tensor) -> None:
         padded = self.arch.padded_vocab(self.layout.tensor)
@@ -124,7 +111,7 @@ class _Rank:
         rows = [all_rows(tensor), Rows(None, 0, padded - self.arch.vocab)]
         self.builder.rows(storage, cut(rows, self.where.tensor * count, count), (self.arch.hidden,))
 
-    def add_attention(self, prefix: str, layer: LayerRoles) -> None:
+    def add_attention(self, prefix: str, layer: Roles) -> None:
         build = self.builder
         build.whole(prefix + self.names.input_norm, layer["input_norm"])
         attention = prefix + "self_attention."
@@ -153,20 +140,20 @@ class _Rank:
         count = arch.query_groups * (queries + 2 * arch.head_dim) // self.layout.tensor
         return cut(fused, self.where.tensor * count, count)
 
-    def add_mlp(self, prefix: str, layer: LayerRoles) -> None:
+    def add_mlp(self, prefix: str, layer: Roles) -> None:
         index, shards = self.where.tensor, self.layout.tensor
         self.builder.whole(prefix + self.names.post_attention_norm, layer["post_attention_norm"])
         fc1 = [shard(layer["gate"], index, shards), shard(layer["up"], index, shards)]
         self.builder.rows(prefix + "mlp.linear_fc1.weight", fc1, (self.arch.hidden,))
         self.builder.columns(prefix + "mlp.linear_fc2.weight", layer["down"], index, shards)
 
-    def add_experts(self, prefix: str, layer: LayerRoles, experts: Mapping[int, LayerRoles], sizes: Experts) -> None:
+    def add_experts(self, prefix: str, layer: LayerTensors) -> None:
         index, shards = self.where.expert_tensor, self.layout.expert_tensor
-        here = sizes.count // self.layout.expert
-        self.builder.whole(prefix + self.names.pre_experts_norm, layer["post_attention_norm"])
-        self.builder.whole(prefix + "mlp.router.weight", layer["router"])
+        here = len(layer.experts) // self.layout.expert
+        self.builder.whole(prefix + self.names.pre_experts_norm, layer.roles["post_attention_norm"])
+        self.builder.whole(prefix + "mlp.router.weight", layer.roles["router"])
         for local in range(here):
-            expert = experts[self.where.expert * here + local]
+            expert = layer.experts[self.where.expert * here + local]
             fc1 = [shard(expert["expert_gate"], index, shards), shard(expert["expert_up"], index, shards)]
             self.builder.rows(prefix + self.names.expert_fc1.format(expert=local), fc1, (self.arch.hidden,))
             self.builder.columns(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.families import tensors_of
-from megagrpo.weights.families.architecture import Architecture, Role, Tensor
-from megagrpo.weights.sides.assembly import ManifestBuilder
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides.assembly import ManifestBuilder, all_rows
+from megagrpo.weights.sides.roles import model_tensors
 
 
 def manifest(arch: Architecture, dtype: str, holder: str = "transformers") -> Manifest:
@@ -17,15 +15,17 @@ def manifest(arch: Architecture, dtype: str, holder: str = "transformers") -> Ma
     `experts.down_proj` [experts, hidden, ffn].
     """
     builder = ManifestBuilder(holder, dtype)
-    experts: dict[int, dict[int, dict[Role, Tensor]]] = defaultdict(lambda: defaultdict(dict))
-    for tensor in tensors_of(arch):
-        if tensor.layer is not None and tensor.expert is not None:
-            experts[tensor.layer][tensor.expert][tensor.role] = tensor
-        else:
+    model = model_tensors(arch)
+    for tensor in model.roles.values():
+        builder.whole(tensor.name, tensor)
+    for index, layer in enumerate(model.layers):
+        for tensor in layer.roles.values():
             builder.whole(tensor.name, tensor)
-    for layer, of_layer in experts.items():
-        prefix = f"model.layers.{layer}.mlp.experts."
-        in_order = [of_layer[expert] for expert in sorted(of_layer)]
-        builder.stacked(prefix + "gate_up_proj", [[roles["expert_gate"], roles["expert_up"]] for roles in in_order])
-        builder.stacked(prefix + "down_proj", [[roles["expert_down"]] for roles in in_order])
+        if not layer.experts:
+            continue
+        prefix = f"model.layers.{index}.mlp.experts."
+        gate_up = [[all_rows(roles["expert_gate"]), all_rows(roles["expert_up"])] for roles in layer.experts]
+        builder.stacked(prefix + "gate_up_proj", gate_up, arch.hidden)
+        down = [[all_rows(roles["expert_down"])] for roles in layer.experts]
+        builder.stacked(prefix + "down_proj", down, layer.experts[0]["expert_down"].shape[1])
     return builder.build()

@@ -1,0 +1,104 @@
+"""SGLang's parameters on each of its ranks, against whole tensors padded, cut and fused; and what it cannot hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.errors import ModelError
+from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.recipe.schema import EngineLayout
+from megagrpo.weights.coverage import storage_problems
+from megagrpo.weights.families.architecture import Architecture, Experts
+from megagrpo.weights.plan import make_plan
+from megagrpo.weights.sides import megatron_local, sglang
+from tests.unit.test_weights_plan import carry_out
+from tests.weights_oracle import architecture, engine_tensors, moe_architecture, random_checkpoint, rank_tensors
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> tuple[Architecture, EngineLayout, str]:
+    """A model and an engine that can hold it. Sizes that need padding, and sizes that do not."""
+    tensor, device = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from(["cpu", "cuda"]))
+    per_rank = draw(st.integers(1, 2))
+    groups = tensor * per_rank if device == "cpu" or tensor == 3 else draw(st.sampled_from([1, 2, 4, 8]))
+    heads = max(groups, tensor) * draw(st.integers(1, 2))
+    changes: dict[str, Any] = {
+        "layers": draw(st.integers(1, 2)),
+        "heads": heads,
+        "query_groups": groups,
+        "head_dim": draw(st.sampled_from([3, 6])),
+        "vocab": draw(st.sampled_from([31, 64, 65, 129, 192])),
+        "ffn": 12 * draw(st.integers(1, 9)),
+    }
+    if not draw(st.booleans()):
+        return architecture(**changes, tied_embeddings=draw(st.booleans())), EngineLayout(tensor=tensor), device
+    expert = draw(st.sampled_from([size for size in (1, 2, 3, 4) if tensor % size == 0]))
+    experts = Experts(12, 2, 12 * draw(st.integers(1, 9)), True)
+    return moe_architecture(**changes, experts=experts), EngineLayout(tensor=tensor, expert=expert), device
+
+
+@settings(max_examples=40, deadline=None)
+@given(engine=engines())
+def test_engine_ranks_get_what_the_oracle_says(engine: tuple[Architecture, EngineLayout, str]) -> None:
+    arch, layout, device = engine
+    checkpoint = random_checkpoint(arch)
+    train = ParallelLayout()
+    manifests = [sglang.manifest(arch, layout, rank, "float32", device, engine=3) for rank in range(layout.tensor)]
+    assert [manifest.holder for manifest in manifests] == [f"engine 3 rank {rank}" for rank in range(layout.tensor)]
+    assert not [problem for manifest in manifests for problem in storage_problems(manifest)]
+    source = megatron_local.manifest(arch, train, rank_grid(train)[0], "float32")
+    arrived = carry_out(make_plan([source], manifests), [rank_tensors(arch, train, rank_grid(train)[0], checkpoint)])
+    for rank, tensors in enumerate(arrived):
+        expected = engine_tensors(arch, layout.tensor, layout.expert, rank, device, checkpoint)
+        assert tensors.keys() == expected.keys()
+        for name in expected:
+            assert torch.equal(tensors[name], expected[name]), (rank, name)
+
+
+def test_sizes_are_those_that_servers_have() -> None:
+    """Names and shapes as 0.5.23 reports them on the CPU for a model with vocabulary 130 and ffn 200, tensor 2."""
+    arch = architecture(layers=1, hidden=96, ffn=200, heads=6, query_groups=2, head_dim=16, vocab=130)
+    manifest = sglang.manifest(arch, EngineLayout(tensor=2), 1, "bfloat16", "cpu")
+    layer = "model.layers.0."
+    assert {name: storage.shape for name, storage in manifest.storages.items()} == {
+        "model.embed_tokens.weight": (96, 96),  # 130 -> 192
+        layer + "input_layernorm.weight": (96,),
+        layer + "post_attention_layernorm.weight": (96,),
+        layer + "self_attn.qkv_proj.weight": (80, 96),
+        layer + "self_attn.qkv_proj.bias": (80,),
+        layer + "self_attn.o_proj.weight": (96, 48),
+        layer + "mlp.gate_up_proj.weight": (256, 96),  # 200 -> 256
+        layer + "mlp.down_proj.weight": (96, 128),
+        "model.norm.weight": (96,),
+        "lm_head.weight": (96, 96),
+    }
+    assert {storage.dtype for storage in manifest.storages.values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "layout", "device", "named"),
+    [
+        (architecture(), {"tensor": 3}, "cuda", ["attention heads: 4", "ffn: 28", "a multiple or a divisor of 3"]),
+        (architecture(), {"tensor": 4}, "cpu", ["key-value heads: 2", "a multiple of 4, on the CPU"]),
+        (architecture(heads=12, query_groups=4), {"tensor": 6}, "cuda", ["key-value heads: 4"]),
+        (moe_architecture(), {"tensor": 4, "expert": 3}, "cuda", ["a divisor of tensor = 4", "experts: 4"]),
+        (moe_architecture(experts=Experts(4, 2, 9, True)), {"tensor": 2}, "cuda", ["expert ffn: 9"]),
+        (architecture(family="gpt2"), {"tensor": 1}, "cuda", ["gpt2", "one of llama, qwen2, qwen3, qwen3_moe"]),
+    ],
+)  # fmt: skip
+def test_what_an_engine_cannot_hold_is_refused(
+    arch: Architecture, layout: dict[str, int], device: str, named: list[str]
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        sglang.manifest(arch, EngineLayout(**layout), 0, "float32", device)
+    assert all(text in str(caught.value) for text in named), caught.value
+
+
+def test_padding_lets_the_cpu_hold_sizes_that_do_not_divide() -> None:
+    arch = moe_architecture(experts=Experts(4, 2, 9, True))
+    sglang.manifest(arch, EngineLayout(tensor=2), 0, "float32", "cpu")
