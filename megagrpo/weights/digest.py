@@ -75,7 +75,7 @@ def primary_placements(manifests: Sequence[Manifest]) -> list[tuple[Placement, .
     )
     plan = make_plan(manifests, [everything])
     return [
-        tuple(transfer.source_placement for transfer in plan.between.get((index, 0), ()))
+        tuple(transfer.source_placement for transfer in plan.outgoing(index))
         for index in range(len(manifests))
     ]
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
+from typing import Protocol
 
 from megagrpo.errors import Problem, WeightPlanError
-from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
+from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage
 from megagrpo.weights.coverage import Located, describe, few, first_overlap, storage_problems, subtract, tiling_error
+from megagrpo.weights.topology import Topology
 
 PIECES_PER_SOURCE = 16
 """A box that several sources hold is cut so that a source's fair share is at least this many pieces."""
@@ -19,37 +20,99 @@ SMALLEST_CUT_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The same box, in a storage of a source and in a storage of a destination."""
+    """The same box, in a storage of a source and in a storage of a destination.
+
+    `via` is a destination on the same node that receives these bytes from the source and passes them on, so that they
+    cross the network once for all who need them there. None: they come straight from the source.
+    """
 
     source: int
     source_placement: Placement
     destination: int
     destination_placement: Placement
+    via: int | None = None
 
     @property
     def box(self) -> Box:
         return self.source_placement.box
 
 
+class Routes(Protocol):
+    """Every transfer of a plan, found by either of its ends, in the order in which both ends take them."""
+
+    def incoming(self, destination: int) -> tuple[Transfer, ...]: ...
+
+    def outgoing(self, source: int) -> tuple[Transfer, ...]: ...
+
+
+class Listed:
+    """Routes as a list of transfers."""
+
+    def __init__(self, transfers: Iterable[Transfer]) -> None:
+        self.transfers = tuple(transfers)
+        incoming: dict[int, list[Transfer]] = defaultdict(list)
+        outgoing: dict[int, list[Transfer]] = defaultdict(list)
+        for transfer in self.transfers:
+            incoming[transfer.destination].append(transfer)
+            outgoing[transfer.source].append(transfer)
+        self._incoming = {index: tuple(of_one) for index, of_one in incoming.items()}
+        self._outgoing = {index: tuple(of_one) for index, of_one in outgoing.items()}
+
+    def incoming(self, destination: int) -> tuple[Transfer, ...]:
+        return self._incoming.get(destination, ())
+
+    def outgoing(self, source: int) -> tuple[Transfer, ...]:
+        return self._outgoing.get(source, ())
+
+
 @dataclass(frozen=True, eq=False)
 class WeightPlan:
-    """Transfers between holders; `source` and `destination` of a transfer are indices into the manifests."""
+    """Transfers between holders; `source` and `destination` of a transfer are indices into the manifests.
+
+    Both ends see the transfers between them in the same order. It pickles; one rank needs only its own part of it.
+    """
 
     sources: tuple[Manifest, ...]
     destinations: tuple[Manifest, ...]
-    transfers: tuple[Transfer, ...]
+    routes: Routes
 
-    @cached_property
-    def between(self) -> dict[tuple[int, int], tuple[Transfer, ...]]:
-        """Transfers by (source, destination)."""
-        found: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-        for transfer in self.transfers:
-            found[transfer.source, transfer.destination].append(transfer)
-        return {pair: tuple(transfers) for pair, transfers in found.items()}
+    def incoming(self, destination: int) -> tuple[Transfer, ...]:
+        """All that a destination receives, straight from a source or passed on by another destination."""
+        return self.routes.incoming(destination)
+
+    def outgoing(self, source: int) -> tuple[Transfer, ...]:
+        """All that comes from a source, also what others pass on for it."""
+        return self.routes.outgoing(source)
+
+    def between(self, source: int, destination: int) -> tuple[Transfer, ...]:
+        """What a source sends straight to a destination."""
+        return tuple(
+            transfer for transfer in self.incoming(destination) if transfer.source == source and transfer.via is None
+        )
+
+    def relays(self, via: int, destination: int) -> tuple[Transfer, ...]:
+        """What destination `via` passes on to another one. It receives each of these boxes itself, from `source`."""
+        return tuple(transfer for transfer in self.incoming(destination) if transfer.via == via)
 
     def destinations_of(self, source: int) -> list[int]:
-        """Whom a source sends to, in order."""
-        return sorted(destination for sender, destination in self.between if sender == source)
+        """Whom a source sends to itself, in order."""
+        return sorted({transfer.destination for transfer in self.outgoing(source) if transfer.via is None})
+
+    def sources_of(self, destination: int) -> list[int]:
+        """Who sends straight to a destination, in order."""
+        return sorted({transfer.source for transfer in self.incoming(destination) if transfer.via is None})
+
+    def relays_of(self, via: int) -> list[int]:
+        """Whom a destination passes bytes on to, in order."""
+        return sorted(
+            index
+            for index in range(len(self.destinations))
+            if any(transfer.via == via for transfer in self.incoming(index))
+        )
+
+    def vias_of(self, destination: int) -> list[int]:
+        """Which destinations pass bytes on to this one, in order."""
+        return sorted({transfer.via for transfer in self.incoming(destination) if transfer.via is not None})
 
     def bytes_of(self, transfer: Transfer) -> int:
         """Bytes that travel: values are cast to the destination's dtype before they leave."""
@@ -57,30 +120,59 @@ class WeightPlan:
         return transfer.box.elements * ITEM_BYTES[storage.dtype]
 
     def sent_bytes(self) -> list[int]:
-        """By source."""
-        sent = [0] * len(self.sources)
-        for transfer in self.transfers:
-            sent[transfer.source] += self.bytes_of(transfer)
-        return sent
+        """By source: what it sends itself."""
+        return [
+            sum(self.bytes_of(transfer) for transfer in self.outgoing(source) if transfer.via is None)
+            for source in range(len(self.sources))
+        ]
 
     def received_bytes(self) -> list[int]:
-        """By destination."""
-        received = [0] * len(self.destinations)
-        for transfer in self.transfers:
-            received[transfer.destination] += self.bytes_of(transfer)
-        return received
+        """By destination, from sources and from others that pass them on."""
+        return [
+            sum(self.bytes_of(transfer) for transfer in self.incoming(destination))
+            for destination in range(len(self.destinations))
+        ]
+
+    def part_for_source(self, source: int) -> WeightPlan:
+        """What one source needs of the plan, small enough to send it: its transfers, and of others what these touch."""
+        return self._part(self.outgoing(source), source=source)
+
+    def part_for_destination(self, destination: int) -> WeightPlan:
+        """Likewise: what a destination receives, and what it passes on."""
+        passed_on = [transfer for other in self.relays_of(destination) for transfer in self.relays(destination, other)]
+        return self._part((*self.incoming(destination), *passed_on), destination=destination)
+
+    def _part(
+        self, transfers: Sequence[Transfer], source: int | None = None, destination: int | None = None
+    ) -> WeightPlan:
+        come, go = (
+            {(transfer.source, transfer.source_placement.storage) for transfer in transfers},
+            {(transfer.destination, transfer.destination_placement.storage) for transfer in transfers},
+        )
+        return WeightPlan(
+            _touched(self.sources, come, source), _touched(self.destinations, go, destination), Listed(transfers)
+        )
 
 
-SamePlace = Callable[[int, int], bool]
-"""Whether a source and a destination (their indices) share a process, a GPU or a node."""
+def _touched(manifests: Sequence[Manifest], used: set[tuple[int, str]], whole: int | None) -> tuple[Manifest, ...]:
+    """The manifests with only these (index, storage) of each, but the whole of one; no placements of the others."""
+    storages: dict[int, dict[str, Storage]] = defaultdict(dict)
+    for index, name in used:
+        storages[index][name] = manifests[index].storages[name]
+    return tuple(
+        manifest if index == whole else Manifest(manifest.holder, storages[index], ())
+        for index, manifest in enumerate(manifests)
+    )
 
 
 def make_plan(
-    sources: Sequence[Manifest], destinations: Sequence[Manifest], same_place: SamePlace | None = None
+    sources: Sequence[Manifest], destinations: Sequence[Manifest], topology: Topology | None = None
 ) -> WeightPlan:
     """Writes every destination element with a box exactly once, from a source that holds it.
 
-    A source in the same place is preferred; otherwise the sources that hold a box share it evenly, by bytes.
+    A source on the destination's device is preferred, then one on its node; otherwise the sources that hold a box
+    share it evenly, by bytes, and it crosses the network once for each node that needs it. Without a topology
+    everyone is on a node of their own.
 
     Raises: WeightPlanError naming each tensor that no source holds, and each storage that is not covered exactly once.
     """
@@ -105,12 +197,13 @@ def make_plan(
         problems.append(Problem(name, f"no source for {few(parts)}", "a source for every element", f"held by: {known}"))
     if problems:
         raise WeightPlanError(problems)
-    chosen = sorted(_share(wanted, len(sources), same_place), key=lambda choice: (choice[0], choice[1].destination))
+    topology = topology or Topology.apart(len(sources), len(destinations))
+    chosen = sorted(_share(wanted, len(sources), topology), key=lambda choice: (choice[0], choice[1].destination))
     transfers = tuple(
         Transfer(source, held.placement(source, want.placement.box), want.destination, want.placement)
         for source, want in chosen
     )
-    plan = WeightPlan(tuple(sources), tuple(destinations), transfers)
+    plan = WeightPlan(tuple(sources), tuple(destinations), Listed(transfers))
     if problems := plan_problems(plan):
         raise WeightPlanError(problems)
     return plan
@@ -126,7 +219,7 @@ def plan_problems(plan: WeightPlan) -> list[Problem]:
     sources = [Located(manifest) for manifest in plan.sources]
     destinations = [Located(manifest) for manifest in plan.destinations]
     pieces: dict[int, dict[Placement, list[Box]]] = defaultdict(lambda: defaultdict(list))
-    for transfer in plan.transfers:
+    for transfer in (transfer for index in range(len(plan.destinations)) for transfer in plan.incoming(index)):
         come, go = transfer.source_placement, transfer.destination_placement
         source, destination = plan.sources[transfer.source], plan.destinations[transfer.destination]
         where = f"{come.box.tensor}: {source.holder} to {destination.holder}"
@@ -213,13 +306,13 @@ def _disjoint(held: dict[Box, list[int]]) -> list[tuple[Box, tuple[int, ...]]]:
     return sorted(boxes, key=lambda item: item[0].start)
 
 
-def _share(wanted: list[_Wanted], sources: int, same_place: SamePlace | None) -> Iterator[tuple[int, _Wanted]]:
+def _share(wanted: list[_Wanted], sources: int, topology: Topology) -> Iterator[tuple[int, _Wanted]]:
     """Chooses one source for each piece: the fewest holders first, large before small, to the least loaded."""
     load = [0] * sources
     remote = []
     for want in wanted:
-        near = [holder for holder in want.holders if same_place is not None and same_place(holder, want.destination)]
-        if near:
+        links = {topology.link(holder, want.destination): holder for holder in reversed(want.holders)}
+        if near := [links[link] for link in ("device", "node") if link in links]:
             yield near[0], want
         else:
             remote.append(want)

@@ -19,8 +19,9 @@ from megagrpo.weights.digest import digests
 from megagrpo.weights.executors.buckets import Bucket, pack, unpack
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
-from megagrpo.weights.plan import WeightPlan, make_plan, plan_problems
+from megagrpo.weights.plan import Listed, Transfer, WeightPlan, make_plan, plan_problems
 from megagrpo.weights.sides import megatron_local, megatron_te, transformers
+from megagrpo.weights.topology import Topology
 from megagrpo.weights.views import box_view, fill_padding, torch_dtype
 from tests.weights_oracle import Tensors, architecture, moe_architecture, random_checkpoint, rank_tensors
 
@@ -177,9 +178,10 @@ def small_plan() -> tuple[WeightPlan, list[Tensors], Tensors]:
 def test_a_dropped_doubled_or_shifted_transfer_is_seen(data: st.DataObject) -> None:
     plan, held, checkpoint = small_plan()
     assert not plan_problems(plan)
-    index = data.draw(st.integers(0, len(plan.transfers) - 1))
-    transfer = plan.transfers[index]
-    before, after = plan.transfers[:index], plan.transfers[index + 1 :]
+    transfers = list_transfers(plan)
+    index = data.draw(st.integers(0, len(transfers) - 1))
+    transfer = transfers[index]
+    before, after = transfers[:index], transfers[index + 1 :]
     dropped = replace_transfers(plan, before + after)
     assert transfer.box.tensor in str(plan_problems(dropped)[0])
     assert plan_problems(replace_transfers(plan, (*before, transfer, transfer, *after)))
@@ -195,7 +197,11 @@ def test_a_dropped_doubled_or_shifted_transfer_is_seen(data: st.DataObject) -> N
 
 
 def replace_transfers(plan: WeightPlan, transfers: tuple) -> WeightPlan:
-    return WeightPlan(plan.sources, plan.destinations, transfers)
+    return WeightPlan(plan.sources, plan.destinations, Listed(transfers))
+
+
+def list_transfers(plan: WeightPlan) -> tuple[Transfer, ...]:
+    return tuple(transfer for index in range(len(plan.destinations)) for transfer in plan.incoming(index))
 
 
 def whole_placement(tensor: Tensor) -> Placement:
@@ -245,8 +251,8 @@ def test_replicas_share_the_load() -> None:
 def test_a_source_in_the_same_place_is_preferred() -> None:
     arch, layout = architecture(), ParallelLayout(data=2)
     sources = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
-    plan = make_plan(sources, sources, same_place=lambda source, destination: source == destination)
-    assert all(transfer.source == transfer.destination for transfer in plan.transfers)
+    plan = make_plan(sources, sources, Topology.of_nodes([0, 1], [0, 1], 1))
+    assert all(transfer.source == transfer.destination for transfer in list_transfers(plan))
 
 
 # --- buckets ----------------------------------------------------------------------------------------------------------
@@ -260,7 +266,7 @@ def test_a_bucket_for_somebody_else_or_cut_short_is_refused() -> None:
         unpack(replace(bucket, data=bucket.data[:-1]), plan, 0, arrived)
     with pytest.raises(WeightSyncError, match="number 7"):
         unpack(replace(bucket, number=7), plan, 0, arrived)
-    two = WeightPlan(plan.sources, (*plan.destinations, plan.destinations[0]), plan.transfers)
+    two = WeightPlan(plan.sources, (*plan.destinations, plan.destinations[0]), plan.routes)
     with pytest.raises(WeightSyncError, match="a bucket for transformers"):
         unpack(bucket, two, 1, arrived)
 

@@ -97,7 +97,7 @@ def contents(plan: WeightPlan, source: int, destination: int, bucket_bytes: int)
     """What each bucket from `source` to `destination` carries. The same at both ends, and kept from sync to sync."""
     buckets: list[list[Piece]] = []
     begin = bucket_bytes
-    for transfer in plan.between.get((source, destination), ()):
+    for transfer in plan.between(source, destination):
         storage = plan.destinations[destination].storages[transfer.destination_placement.storage]
         item_bytes = ITEM_BYTES[storage.dtype]
         for box in _cut(transfer.box, max(1, bucket_bytes // item_bytes)):

@@ -94,7 +94,7 @@ def write_part(export: Export, plan: WeightPlan, source: int, tensors: Mapping[s
         try:
             descriptor = os.open(export.partial / file.holder, os.O_WRONLY)
             try:
-                for transfer in plan.between[source, index]:
+                for transfer in plan.between(source, index):
                     into = transfer.destination_placement
                     dtype = file.storages[into.storage].dtype
                     come = transfer.source_placement

@@ -29,7 +29,7 @@ def load(directory: str | Path, manifest: Manifest, tensors: Mapping[str, torch.
     except WeightPlanError as error:
         raise ModelError(error.problems) from error
     for index, file in enumerate(files):
-        transfers = plan.between.get((index, 0), ())
+        transfers = plan.between(index, 0)
         if not transfers:
             continue
         with safe_open(directory / file.holder, framework="pt") as opened:
