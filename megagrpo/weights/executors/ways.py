@@ -1,0 +1,115 @@
+"""The ways that carry a weight plan into engines, behind one pair of protocols.
+
+    host = MeetingHost(host="10.0.0.1", timeout_seconds=600)            # driver
+    sender = open_sender(way, plan, source, host.meeting, bucket_bytes)                     # in every training rank
+    receiver = open_receiver(way, plan, destination, tensors, host.meeting, bucket_bytes)   # in every engine rank
+
+    host.open(version, destinations)             # driver, before each sync: who takes part; a new attempt
+    sender.send(version, tensors)                # in every training rank, all at the same time as
+    receiver.receive(version)                    # in every engine rank that takes part
+    host.abort(problem)                          # driver, if anyone failed: all others end with WeightSyncError
+
+Both ends control the flow themselves: the driver only starts them and waits. After an error at either end the attempt
+is over; the next begins with `host.open` and the same senders and receivers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+
+from megagrpo.weights.executors.meeting import Meeting
+from megagrpo.weights.plan import WeightPlan
+
+
+class Way(StrEnum):
+    """How weights travel; the values of the recipe's weights.transfer."""
+
+    SHARED_MEMORY = "shared_memory"
+    """Exact shards, sender and receiver on one node: files in /dev/shm, CUDA IPC buffers on GPUs."""
+
+    PROCESS_GROUP = "process_group"
+    """Exact shards, point to point between any nodes: gloo on CPUs, NCCL on GPUs."""
+
+    DIRECT = "direct"
+    """Exact shards as whole local parameters in shared memory, through SGLang's own load_format="direct"."""
+
+    TENSORS = "tensors"
+    """Whole checkpoint tensors in flattened buckets of shared memory, through SGLang's own loader."""
+
+    BROADCAST = "broadcast"
+    """Whole checkpoint tensors, broadcast by one training rank through SGLang's own update group."""
+
+    DISK = "disk"
+    """A checkpoint on a file system that both ends reach."""
+
+
+class Sender(Protocol):
+    """One training rank's end. Kept from sync to sync."""
+
+    def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Streams what this rank owes to the destinations of the open sync, cast to their dtype; `tensors` are by
+        storage name, on any device, and may be changed once this returns.
+
+        Raises: WeightSyncError naming who was waited for, and the bucket; ModelError if `tensors` are not the manifest's.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees buffers and connections. May be called twice."""
+        ...
+
+
+class Receiver(Protocol):
+    """One engine rank's end. Kept from sync to sync."""
+
+    def receive(self, version: int) -> None:
+        """Writes everything in place. The engine must not generate meanwhile. Raises WeightSyncError likewise."""
+        ...
+
+    def close(self) -> None:
+        """Frees buffers and connections. May be called twice."""
+        ...
+
+
+def open_sender(way: Way, plan: WeightPlan, source: int, meeting: Meeting, bucket_bytes: int) -> Sender:
+    """The end of the plan's `source`-th training rank."""
+    match way:
+        case Way.SHARED_MEMORY:
+            from megagrpo.weights.executors.shared_memory import SharedMemorySender
+
+            return SharedMemorySender(plan, source, meeting, bucket_bytes)
+        case Way.PROCESS_GROUP:
+            from megagrpo.weights.executors.process_group import ProcessGroupSender
+
+            return ProcessGroupSender(plan, source, meeting, bucket_bytes)
+        case _:
+            raise ValueError(f"no sender for {way}")
+
+
+def open_receiver(
+    way: Way,
+    plan: WeightPlan,
+    destination: int,
+    tensors: Mapping[str, torch.Tensor],
+    meeting: Meeting,
+    bucket_bytes: int,
+) -> Receiver:
+    """The end of the plan's `destination`-th engine rank, in its own process: `tensors` are its storages by name.
+
+    Only for ways that write exact shards in place. Raises: ModelError if `tensors` are not the manifest's.
+    """
+    match way:
+        case Way.SHARED_MEMORY:
+            from megagrpo.weights.executors.shared_memory import SharedMemoryReceiver
+
+            return SharedMemoryReceiver(plan, destination, tensors, meeting, bucket_bytes)
+        case Way.PROCESS_GROUP:
+            from megagrpo.weights.executors.process_group import ProcessGroupReceiver
+
+            return ProcessGroupReceiver(plan, destination, tensors, meeting, bucket_bytes)
+        case _:
+            raise ValueError(f"no receiver in the engine's process for {way}")
