@@ -64,21 +64,29 @@ def begin_export(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        for pattern in COMPANIONS:
-            for companion in model_directory.glob(pattern):
-                shutil.copyfile(companion, partial / companion.name)
-        config = json.loads((model_directory / "config.json").read_text(encoding="utf-8"))
-        _write_json(partial / "config.json", _with_dtype(config, dtype))
-        for file in export.files:
-            header, entries = checkpoint.header_of(file)
-            with (partial / file.holder).open("wb") as opened:
-                opened.write(header)
-                opened.truncate(max(entry.end for entry in entries.values()))
-        if len(export.files) > 1:
-            _write_json(partial / checkpoint.INDEX, _index(export.files))
+        lay_out(partial, export.files, model_directory, dtype)
     except OSError as error:
         raise CheckpointError(_problem(directory, error)) from error
     return export
+
+
+def lay_out(directory: Path, files: tuple[Manifest, ...], model_directory: Path, dtype: str) -> None:
+    """Makes the files in `directory` at their full size without their values, with all that belongs beside them.
+
+    `dtype` is what config.json shall say. Raises OSError.
+    """
+    for pattern in COMPANIONS:
+        for companion in model_directory.glob(pattern):
+            shutil.copyfile(companion, directory / companion.name)
+    config = json.loads((model_directory / "config.json").read_text(encoding="utf-8"))
+    _write_json(directory / "config.json", _with_dtype(config, dtype))
+    for file in files:
+        header, entries = checkpoint.header_of(file)
+        with (directory / file.holder).open("wb") as opened:
+            opened.write(header)
+            opened.truncate(max(entry.end for entry in entries.values()))
+    if len(files) > 1:
+        _write_json(directory / checkpoint.INDEX, _index(files))
 
 
 @torch.no_grad()
@@ -131,13 +139,14 @@ def _write_box(
     begin = entry.begin + into.at[0] * row_bytes + (into.at[1] * item_bytes if len(into.at) > 1 else 0)
     part_bytes = values.stride(0) * item_bytes
     if part_bytes == row_bytes:
-        _write_all(descriptor, data, begin)
+        write_all(descriptor, data, begin)
         return
     for row in range(values.shape[0]):
-        _write_all(descriptor, data[row * part_bytes : (row + 1) * part_bytes], begin + row * row_bytes)
+        write_all(descriptor, data[row * part_bytes : (row + 1) * part_bytes], begin + row * row_bytes)
 
 
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """Writes all of `data` at `offset`; pwrite may write less than it is given. Raises OSError."""
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written

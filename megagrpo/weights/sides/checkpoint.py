@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,7 +14,6 @@ from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.sides import transformers
-from megagrpo.weights.sides.assembly import ManifestBuilder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -48,8 +48,7 @@ def manifests(directory: str | Path) -> tuple[Manifest, ...]:
         parts[placement.storage].append(placement)
     shapes = {name: storage.shape for name, storage in stacked.storages.items()}
     for tensor in tensors:
-        whole = Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)
-        parts[tensor.name] = [Placement(tensor.name, whole.start, tuple(range(len(tensor.shape))), whole)]
+        parts[tensor.name] = [_whole(tensor)]
         shapes[tensor.name] = tensor.shape
 
     problems, found = [], []
@@ -78,6 +77,11 @@ def manifests(directory: str | Path) -> tuple[Manifest, ...]:
     if problems:
         raise ModelError(problems)
     return tuple(found)
+
+
+def _whole(tensor: Tensor) -> Placement:
+    whole = Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)
+    return Placement(tensor.name, whole.start, tuple(range(len(tensor.shape))), whole)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -137,15 +141,17 @@ def _json(path: Path, text: bytes) -> dict[str, Any]:
     return value
 
 
-def new_files(arch: Architecture, dtype: str, file_bytes: int) -> tuple[Manifest, ...]:
+def new_files(arch: Architecture, dtype: str | Mapping[str, str], file_bytes: int) -> tuple[Manifest, ...]:
     """The files of a checkpoint to be written: the tensors in model order, in files of at most `file_bytes` each.
 
-    A tensor larger than that has a file of its own. One file is called model.safetensors, several are numbered.
+    `dtype` is that of all tensors, or says it for each. A tensor larger than `file_bytes` has a file of its own. One
+    file is called model.safetensors, several are numbered.
     """
+    dtypes = {tensor.name: dtype if isinstance(dtype, str) else dtype[tensor.name] for tensor in tensors_of(arch)}
     groups: list[list[Tensor]] = []
     size = file_bytes
     for tensor in tensors_of(arch):
-        tensor_bytes = prod(tensor.shape) * ITEM_BYTES[dtype]
+        tensor_bytes = prod(tensor.shape) * ITEM_BYTES[dtypes[tensor.name]]
         if size + tensor_bytes > file_bytes:
             groups.append([])
             size = 0
@@ -158,10 +164,8 @@ def new_files(arch: Architecture, dtype: str, file_bytes: int) -> tuple[Manifest
     )
     found = []
     for name, group in zip(names, groups, strict=True):
-        builder = ManifestBuilder(name, dtype)
-        for tensor in group:
-            builder.whole(tensor.name, tensor)
-        found.append(builder.build())
+        storages = {tensor.name: Storage(tensor.name, tensor.shape, dtypes[tensor.name]) for tensor in group}
+        found.append(Manifest(name, storages, tuple(_whole(tensor) for tensor in group)))
     return tuple(found)
 
 
