@@ -50,7 +50,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [],
         },
     ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40}),
 }  # fmt: skip
+WITH_EXPERTS = ("qwen3_moe", "mixtral")
 
 
 def make_model(family: str, directory: str | Path, *, seed: int = 0, **changes: Any) -> Path:

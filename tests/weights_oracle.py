@@ -10,6 +10,12 @@ from megagrpo.weights.families.architecture import Architecture, Experts, Rope
 
 Tensors = dict[str, torch.Tensor]
 
+# family: the module, and its gate, up and down projections
+EXPERT_NAMES = {
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+}
+
 
 def architecture(**changes: object) -> Architecture:
     """A tiny qwen2 with unequal dimensions."""
@@ -93,11 +99,12 @@ def layer_tensors(
         held["mlp.linear_fc2.weight"] = hf("mlp.down_proj.weight").chunk(layout.tensor, 1)[where.tensor]
         return held
     held["pre_mlp_layernorm.weight"] = post
-    held["mlp.router.weight"] = hf("mlp.gate.weight")
+    module, *names_of_projections = EXPERT_NAMES[arch.family]
+    held["mlp.router.weight"] = hf(f"{module}.gate.weight")
     here = arch.experts.count // layout.expert
     for local in range(here):
         gate, up, down = (
-            hf(f"mlp.experts.{where.expert * here + local}.{x}_proj.weight") for x in ("gate", "up", "down")
+            hf(f"{module}.experts.{where.expert * here + local}.{name}.weight") for name in names_of_projections
         )
         cut = (layout.expert_tensor, where.expert_tensor)
         names = (
@@ -156,11 +163,13 @@ def engine_tensors(
             held[mlp + "gate_up_proj.weight"] = torch.cat([cut(gate, ffn(arch.ffn), 0), cut(up, ffn(arch.ffn), 0)])
             held[mlp + "down_proj.weight"] = cut(down, ffn(arch.ffn), 1)
             continue
+        module, *names = EXPERT_NAMES[arch.family]
+        mlp = f"{prefix}{module}."
         gate, up, down = (
-            torch.stack([checkpoint[f"{mlp}experts.{e}.{x}_proj.weight"] for e in range(arch.experts.count)]).chunk(
+            torch.stack([checkpoint[f"{mlp}experts.{e}.{name}.weight"] for e in range(arch.experts.count)]).chunk(
                 expert
             )[rank // (tensor // expert)]
-            for x in ("gate", "up", "down")
+            for name in names
         )
         where = (tensor // expert, rank % (tensor // expert))
         padded = ffn(arch.experts.ffn)

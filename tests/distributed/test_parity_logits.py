@@ -11,7 +11,7 @@ import torch
 from megagrpo.layout.parallel import ParallelLayout
 from tests.distributed.parity_ranks import RankLogits
 from tests.rank_group import run_ranks
-from tests.tiny_models import DIMENSIONS, FAMILIES, make_model, reference_logits
+from tests.tiny_models import DIMENSIONS, FAMILIES, WITH_EXPERTS, make_model, reference_logits
 
 VOCAB = DIMENSIONS["vocab_size"]
 LENGTHS = [[17, 1, 40, 3], [2, 31], [5, 5, 5, 64, 1, 9], [80, 12]]
@@ -54,18 +54,18 @@ def test_every_family_agrees_with_transformers(
     name: str, models: dict[str, Path], references: dict[str, list[torch.Tensor]]
 ) -> None:
     layout = LAYOUTS[name]
-    families = [family for family in FAMILIES if layout.expert == 1 or family == "qwen3_moe"]
+    families = [family for family in FAMILIES if layout.expert == 1 or family in WITH_EXPERTS]
     check_families(families, layout, models, references)
     if layout.expert > 1:  # the other families have no experts to split
         dense = ParallelLayout(**(vars(layout) | {"expert": 1}))
-        check_families([family for family in FAMILIES if family != "qwen3_moe"], dense, models, references)
+        check_families([family for family in FAMILIES if family not in WITH_EXPERTS], dense, models, references)
 
 
 @pytest.mark.parametrize("name", EXPERT_LAYOUTS)
 def test_experts_agree_with_transformers(
     name: str, models: dict[str, Path], references: dict[str, list[torch.Tensor]]
 ) -> None:
-    check_families(["qwen3_moe"], EXPERT_LAYOUTS[name], models, references)
+    check_families(list(WITH_EXPERTS), EXPERT_LAYOUTS[name], models, references)
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(

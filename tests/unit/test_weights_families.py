@@ -44,6 +44,13 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "vocab_size": 151936,
 }  # fmt: skip
 
+MIXTRAL_8X7B: dict[str, Any] = {
+    "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+    "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
+}  # fmt: skip
+
 
 def parameters(config: dict[str, Any]) -> float:
     """Billions of elements in the checkpoint."""
@@ -60,6 +67,7 @@ def test_published_models_have_as_many_parameters_as_they_say() -> None:
     assert parameters(LLAMA_3_2_1B) == pytest.approx(1.2358, abs=1e-4)
     assert parameters(QWEN2_5_7B) == pytest.approx(7.6156, abs=1e-4)
     assert parameters(QWEN3_30B_A3B) == pytest.approx(30.532, abs=1e-3)
+    assert parameters(MIXTRAL_8X7B) == pytest.approx(46.703, abs=1e-3)
 
 
 def test_rotary_embedding_reads_the_same_from_both_versions_of_transformers() -> None:
@@ -69,6 +77,9 @@ def test_rotary_embedding_reads_the_same_from_both_versions_of_transformers() ->
     assert architecture_of(LLAMA_3_2_1B) == architecture_of(version_5)
     assert architecture_of(version_5).rope == scaled
     assert architecture_of(QWEN2_5_7B).rope == Rope(1000000.0)
+    for config, default in ((QWEN2_5_7B, 10000.0), (MIXTRAL_8X7B, 1000000.0)):
+        without = {key: value for key, value in config.items() if key != "rope_theta"}
+        assert architecture_of(without).rope == Rope(default)
 
 
 def test_defaults_that_transformers_leaves_out() -> None:
@@ -87,7 +98,7 @@ def test_defaults_that_transformers_leaves_out() -> None:
 @pytest.mark.parametrize(
     ("config", "change", "named"),
     [
-        (LLAMA_3_2_1B, {"model_type": "gemma3"}, "one of llama, qwen2, qwen3, qwen3_moe"),
+        (LLAMA_3_2_1B, {"model_type": "gemma3"}, "one of llama, mixtral, qwen2, qwen3, qwen3_moe"),
         (LLAMA_3_2_1B, {"model_type": "llama4"}, "did you mean llama?"),
         (LLAMA_3_2_1B, {"model_type": None}, "model_type"),
         (LLAMA_3_2_1B, {"attention_bias": True}, "attention_bias (llama)"),
@@ -109,6 +120,8 @@ def test_defaults_that_transformers_leaves_out() -> None:
         (LLAMA_3_2_1B, {"head_dim": None, "hidden_size": 2050}, "head_dim"),
         (QWEN2_5_7B, {"use_sliding_window": True}, "use_sliding_window (qwen2)"),
         (QWEN2_5_7B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (MIXTRAL_8X7B, {"sliding_window": 4096}, "sliding_window (mixtral)"),
+        (MIXTRAL_8X7B, {"num_local_experts": 1}, "at most the number of experts, 1"),
         (QWEN3_30B_A3B, {"mlp_only_layers": [0]}, "mlp_only_layers"),
         (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias"),

@@ -39,6 +39,9 @@ def engines(draw: st.DrawFn) -> tuple[Architecture, EngineLayout, str]:
         return architecture(**changes, tied_embeddings=draw(st.booleans())), EngineLayout(tensor=tensor), device
     expert = draw(st.sampled_from([size for size in (1, 2, 3, 4) if tensor % size == 0]))
     experts = Experts(12, 2, 12 * draw(st.integers(1, 9)), True)
+    if draw(st.booleans()):
+        hidden = heads * changes["head_dim"]  # SGLang's mixtral derives head_dim from it
+        changes |= {"family": "mixtral", "hidden": hidden, "qk_norm": False}
     return moe_architecture(**changes, experts=experts), EngineLayout(tensor=tensor, expert=expert), device
 
 
@@ -89,6 +92,7 @@ def test_sizes_are_those_that_servers_have() -> None:
         (moe_architecture(), {"tensor": 4, "expert": 3}, "cuda", ["a divisor of tensor = 4", "experts: 4"]),
         (moe_architecture(experts=Experts(4, 2, 9, True)), {"tensor": 2}, "cuda", ["expert ffn: 9"]),
         (architecture(family="gpt2"), {"tensor": 1}, "cuda", ["gpt2", "one of llama, qwen2, qwen3, qwen3_moe"]),
+        (moe_architecture(family="mixtral", tied_embeddings=True), {"tensor": 1}, "cuda", ["tied", "head_dim"]),
     ],
 )  # fmt: skip
 def test_what_an_engine_cannot_hold_is_refused(

@@ -13,11 +13,12 @@ from types import ModuleType
 from typing import Any
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.families import llama, qwen2, qwen3, qwen3_moe
+from megagrpo.weights.families import llama, mixtral, qwen2, qwen3, qwen3_moe
 from megagrpo.weights.families.architecture import Architecture, Tensor
 
 FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
+    "mixtral": mixtral,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,

@@ -1,9 +1,10 @@
-"""The checkpoint tensors that llama, qwen2, qwen3 and qwen3_moe have in common, in the order of the forward pass."""
+"""The checkpoint tensors that families have in common, in the order of the forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.families.architecture import Architecture, Tensor
 
 LayerTensors = Callable[[Architecture, int], Iterator[Tensor]]
@@ -45,3 +46,16 @@ def gated_mlp(arch: Architecture, layer: int) -> Iterator[Tensor]:
     yield Tensor(prefix + "gate_proj.weight", (arch.ffn, arch.hidden), "gate", layer)
     yield Tensor(prefix + "up_proj.weight", (arch.ffn, arch.hidden), "up", layer)
     yield Tensor(prefix + "down_proj.weight", (arch.hidden, arch.ffn), "down", layer)
+
+
+def routed_experts(arch: Architecture, layer: int, module: str, gate: str, up: str, down: str) -> Iterator[Tensor]:
+    """A router and its experts, one tensor per expert and projection. `module` and the others are names in the keys."""
+    if arch.experts is None:
+        raise ModelError(Problem(f"{arch.family} without experts", "experts = None", "the number and size of experts"))
+    prefix, ffn = f"model.layers.{layer}.{module}.", arch.experts.ffn
+    yield Tensor(prefix + "gate.weight", (arch.experts.count, arch.hidden), "router", layer)
+    for expert in range(arch.experts.count):
+        of_expert = f"{prefix}experts.{expert}."
+        yield Tensor(f"{of_expert}{gate}.weight", (ffn, arch.hidden), "expert_gate", layer, expert)
+        yield Tensor(f"{of_expert}{up}.weight", (ffn, arch.hidden), "expert_up", layer, expert)
+        yield Tensor(f"{of_expert}{down}.weight", (arch.hidden, ffn), "expert_down", layer, expert)

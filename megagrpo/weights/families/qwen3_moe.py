@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.families.architecture import Architecture, Experts, Tensor
-from megagrpo.weights.families.decoder import decoder_tensors
+from megagrpo.weights.families.decoder import decoder_tensors, routed_experts
 from megagrpo.weights.families.reading import ConfigReader
 
 
@@ -29,8 +28,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         ffn=read.integer("moe_intermediate_size"),
         normalize_top_k=bool(config.get("norm_topk_prob", False)),
     )
-    if experts.per_token > experts.count:
-        read.refuse("num_experts_per_tok", experts.per_token, f"at most the number of experts, {experts.count}")
+    read.refuse_too_many_per_token(experts)
     return read.architecture(qk_norm=True, experts=experts)
 
 
@@ -39,12 +37,4 @@ def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
 
 
 def _experts(arch: Architecture, layer: int) -> Iterator[Tensor]:
-    if arch.experts is None:
-        raise ModelError(Problem(f"{arch.family} without experts", "experts = None", "the number and size of experts"))
-    prefix, ffn = f"model.layers.{layer}.mlp.", arch.experts.ffn
-    yield Tensor(prefix + "gate.weight", (arch.experts.count, arch.hidden), "router", layer)
-    for expert in range(arch.experts.count):
-        of_expert = f"{prefix}experts.{expert}."
-        yield Tensor(of_expert + "gate_proj.weight", (ffn, arch.hidden), "expert_gate", layer, expert)
-        yield Tensor(of_expert + "up_proj.weight", (ffn, arch.hidden), "expert_up", layer, expert)
-        yield Tensor(of_expert + "down_proj.weight", (arch.hidden, ffn), "expert_down", layer, expert)
+    return routed_experts(arch, layer, "mlp", "gate_proj", "up_proj", "down_proj")

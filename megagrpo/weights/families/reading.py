@@ -12,8 +12,9 @@ from megagrpo.weights.families.architecture import Architecture, Experts, Rope
 class ConfigReader:
     """One config.json. Refusals and missing values are collected; `architecture` raises them as one ModelError."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], default_theta: float = 10000.0) -> None:
         self.config = config
+        self.default_theta = default_theta
         self.family = str(config.get("model_type"))
         self.problems: list[Problem] = []
 
@@ -48,7 +49,9 @@ class ConfigReader:
         if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
             self.refuse(key, parameters, "one set of rotary parameters for all layers")
             return Rope(1.0)
-        theta = self.number("rope_theta", parameters.get("rope_theta", self.config.get("rope_theta", 10000.0)))
+        theta = self.number(
+            "rope_theta", parameters.get("rope_theta", self.config.get("rope_theta", self.default_theta))
+        )
         for holder in (parameters, self.config):
             if holder.get("partial_rotary_factor", 1.0) != 1.0:
                 self.refuse(
@@ -83,6 +86,10 @@ class ConfigReader:
             )
         elif self.config.get("use_sliding_window"):
             self.refuse("use_sliding_window", True, "false: sliding windows are not supported")
+
+    def refuse_too_many_per_token(self, experts: Experts) -> None:
+        if experts.per_token > experts.count:
+            self.refuse("num_experts_per_tok", experts.per_token, f"at most the number of experts, {experts.count}")
 
     def architecture(
         self,

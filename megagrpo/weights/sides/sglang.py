@@ -20,7 +20,7 @@ from megagrpo.weights.sides.roles import LayerTensors, Roles, model_tensors
 
 VOCABULARY_MULTIPLE = 64
 CPU_FFN_MULTIPLE = 32
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
 class EngineSizes(Protocol):
@@ -56,6 +56,8 @@ def split_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     """Every reason why an engine of these sizes cannot hold the model."""
     if arch.family not in FAMILIES:
         return [Problem("SGLang engine", arch.family, f"one of {', '.join(FAMILIES)}")]
+    if arch.family == "mixtral" and (problems := _mixtral_problems(arch)):
+        return problems
     tensor, expert = layout.tensor, layout.expert
     where = f"{arch.family} over tensor = {tensor}" + (f", expert = {expert}" if expert > 1 else "")
     found = []
@@ -78,6 +80,16 @@ def split_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     elif groups % tensor and tensor % groups:
         found.append(Problem(where, f"key-value heads: {groups}", f"a multiple or a divisor of {tensor}"))
     return found
+
+
+def _mixtral_problems(arch: Architecture) -> list[Problem]:
+    """What other families may have, and sglang/srt/models/mixtral.py does not read from the config."""
+    rules = [
+        ("tied embeddings", arch.tied_embeddings, "embeddings that are not tied"),
+        ("scaled rotary embedding", arch.rope.factor is not None, "a rotary embedding without scaling"),
+        ("head_dim", arch.head_dim * arch.heads != arch.hidden, "hidden_size / num_attention_heads"),
+    ]
+    return [Problem(f"mixtral on SGLang: {what}", "", needed) for what, wrong, needed in rules if wrong]
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -11,19 +11,20 @@ from megagrpo.weights.sides.roles import model_tensors
 def manifest(arch: Architecture, dtype: str, holder: str = "transformers") -> Manifest:
     """Storages are the names of `model.named_parameters()`; a tied head is not among them.
 
-    Experts, as transformers 5 stacks them: `experts.gate_up_proj` [experts, 2 ffn, hidden] and
-    `experts.down_proj` [experts, hidden, ffn].
+    Experts, as transformers 5 stacks them whatever the family calls them: `mlp.gate.weight` [experts, hidden],
+    `mlp.experts.gate_up_proj` [experts, 2 ffn, hidden] and `mlp.experts.down_proj` [experts, hidden, ffn].
     """
     builder = ManifestBuilder(holder, dtype)
     model = model_tensors(arch)
     for tensor in model.roles.values():
         builder.whole(tensor.name, tensor)
     for index, layer in enumerate(model.layers):
-        for tensor in layer.roles.values():
-            builder.whole(tensor.name, tensor)
+        module = f"model.layers.{index}.mlp."
+        for role, tensor in layer.roles.items():
+            builder.whole(module + "gate.weight" if role == "router" else tensor.name, tensor)
         if not layer.experts:
             continue
-        prefix = f"model.layers.{index}.mlp.experts."
+        prefix = module + "experts."
         gate_up = [[all_rows(roles["expert_gate"]), all_rows(roles["expert_up"])] for roles in layer.experts]
         builder.stacked(prefix + "gate_up_proj", gate_up, arch.hidden)
         down = [[all_rows(roles["expert_down"])] for roles in layer.experts]
