@@ -58,6 +58,13 @@ def plan(asked: argparse.Namespace) -> int:
     return 0
 
 
+def report(asked: argparse.Namespace) -> int:
+    from megagrpo.report.report import report as report_of
+
+    print(report_of(asked.directory, asked.steps))
+    return 0
+
+
 def prepare_gsm8k(asked: argparse.Namespace) -> int:
     from megagrpo.data.prepare_gsm8k import prepare
 
@@ -88,6 +95,12 @@ def prepare_adder(asked: argparse.Namespace) -> int:
     return 0
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def _report(prepared: Prepared) -> int:
     print(f"{prepared.train_rows} rows in {prepared.train}")
     if prepared.test is not None:
@@ -108,6 +121,12 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file, see docs/recipes.md")
         added.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as train.layout.tensor=4")
         added.set_defaults(command=command)
+
+    text = "print what a run's directory tells: how far training and rollout logprobs differ, and in which tokens"
+    reporter = commands.add_parser("report", help=text, description=text, allow_abbrev=False)
+    reporter.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
+    reporter.add_argument("--steps", type=_positive, default=20, metavar="N", help="last steps to show; default: 20")
+    reporter.set_defaults(command=report)
 
     text = "write prompt files (parquet)"
     preparers = commands.add_parser("prepare", help=text, description=text, allow_abbrev=False).add_subparsers(

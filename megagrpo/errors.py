@@ -104,6 +104,19 @@ class EngineError(MegagrpoError):
     title = "engine error"
 
 
+class MismatchError(MegagrpoError):
+    """Training ranks and engines disagree about sampled tokens by more than the recipe allows."""
+
+    title = "train-versus-rollout mismatch"
+
+
+class ReportError(MegagrpoError):
+    """A run's directory has nothing to report, or what is there cannot be read."""
+
+    title = "nothing to report"
+    exit_code = EXIT_USER_ERROR
+
+
 class CheckpointError(MegagrpoError):
     """A checkpoint cannot be written or read. Nothing already saved is touched."""
 

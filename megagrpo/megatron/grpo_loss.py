@@ -21,16 +21,18 @@ class ResponseTokens:
     """The response tokens of one microbatch whose logits this rank computes. Every tensor is [tokens].
 
     Under context parallelism these are a part of each sequence. Old and reference logprobs are filled in by passes over
-    the same microbatch, and never leave the rank.
+    the same microbatch, and never leave the rank; `before_update` by the update.
     """
 
     positions: Tensor  # int64, rows of the logits
     labels: Tensor  # int64
     rows: Tensor  # int64, row of the sample in the step
+    places: Tensor  # int64, index of the token in its sequence, prompt included
     weights: Tensor  # float32, weight in the loss
     rollout_logprobs: Tensor  # float32
     old_logprobs: Tensor | None = None  # float32
     reference_logprobs: Tensor | None = None  # float32
+    before_update: Tensor | None = None  # float32, logprobs under the policy that the rollouts should have come from
 
 
 def response_tokens(
@@ -47,6 +49,7 @@ def response_tokens(
         positions=positions,
         labels=packed.labels[positions],
         rows=rows,
+        places=packed.positions[positions] + 1,
         weights=weights,
         rollout_logprobs=packed.rollout_logprobs[positions],
     )
@@ -71,16 +74,17 @@ class GrpoLoss:
         computed, and the forward pass's own serve.
         """
         logprobs, entropy = self._logprobs_and_entropy(logits, response, entropy=True)
+        response.before_update = logprobs.detach() if response.old_logprobs is None else response.old_logprobs
         inputs = ObjectiveInputs(
             logprobs=logprobs,
-            old_logprobs=logprobs.detach() if response.old_logprobs is None else response.old_logprobs,
+            old_logprobs=response.before_update,
             advantages=advantages[response.rows],
             weights=response.weights,
             entropy=entropy,
             reference_logprobs=response.reference_logprobs,
         )
         objective = grpo_objective(inputs, self.objective)
-        metrics.add(objective, inputs, response.rollout_logprobs)
+        metrics.add(objective, inputs)
         return objective.loss
 
     def _logprobs_and_entropy(

@@ -28,6 +28,7 @@ from megagrpo.megatron.config import layer_spec, transformer_config
 from megagrpo.megatron.forward_backward import forward, forward_backward, sum_gradients
 from megagrpo.megatron.grpo_loss import GrpoLoss, ResponseTokens, response_tokens
 from megagrpo.megatron.logprob import VocabularyShard
+from megagrpo.megatron.mismatch import reduce_mismatch
 from megagrpo.megatron.model import build_chunks, named_tensors
 from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.optimizer import make_optimizer, set_learning_rate, wrap_chunks
@@ -162,7 +163,8 @@ class TrainRank:
         if not self._has_logits:
             return None
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        result = metrics.reduce(group, grad_norms, algorithm.epochs)
+        mismatch = reduce_mismatch(self._responses(), group, self.recipe.rollout.mismatch.worst_tokens, self.device)
+        result = metrics.reduce(group, grad_norms, algorithm.epochs, mismatch)
         where = self.where
         return None if where.tensor or where.context or where.data else result
 

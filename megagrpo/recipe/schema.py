@@ -100,6 +100,25 @@ class Sglang(BaseModel):
     """Interpreter of another environment that has SGLang; the default is the one that runs megagrpo."""
 
 
+class Mismatch(Section):
+    """When the trainer's logprobs of the sampled tokens differ from the engines': what is reported, and what is done.
+
+    Both are always compared; `megagrpo report` shows it.
+    """
+
+    metric: Literal["mean", "p99", "max", "k3"] = "p99"
+    """Which figure `above` is for: logprob_difference/METRIC of the metrics table, in nats."""
+
+    above: NonNegativeFloat | None = None
+    """Threshold of the metric. null: nothing is done, whatever the difference."""
+
+    then: Literal["warn", "stop"] = "warn"
+    """Past the threshold. warn: say so. stop: save a checkpoint of the step, then end the run with an error."""
+
+    worst_tokens: Annotated[int, Field(ge=1, le=256)] = 8
+    """Tokens with the largest differences that each step writes to mismatch.jsonl, with their text."""
+
+
 class Rollout(Section):
     """How responses are generated for training."""
 
@@ -148,6 +167,9 @@ class Rollout(Section):
 
     timeout_seconds: PositiveFloat = 600.0
     """Longest wait for all responses of a step, and for those of an evaluation."""
+
+    mismatch: Mismatch = Mismatch()
+    """How far trainer and engines may differ."""
 
 
 # --- reward -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from megagrpo.track import environment
 from megagrpo.track.console import make_console
 from megagrpo.track.jsonl import JsonlMetrics, RolloutTraces
 from megagrpo.track.metrics import UndocumentedMetric, undocumented
+from megagrpo.track.mismatch import MismatchRecord, MismatchTraces
 from megagrpo.track.mlflow import MLflowTracker, tracking_uri
 from megagrpo.track.sink import RunStart, Sink, SinkWithRun, Status
 from megagrpo.types import Group
@@ -31,6 +32,7 @@ class Tracker:
         # The console is last: it shows a step once everything else has it.
         self._sinks: list[Sink] = [JsonlMetrics(), *_other_sinks(recipe), *self._with_run.values(), self._console]
         self._traces: RolloutTraces | None = None
+        self._mismatches: MismatchTraces | None = None
         self._undocumented: set[str] = set()
 
     def start(self, resumed_step: int = 0, run_ids: Mapping[str, str] | None = None) -> None:
@@ -45,6 +47,7 @@ class Tracker:
         (directory / "environment.json").write_text(described, encoding="utf-8")
         run = RunStart(self._recipe, directory, self._total_steps, resumed_step, run_ids or {})
         self._traces = RolloutTraces(run)
+        self._mismatches = MismatchTraces(run)
         for sink in self._sinks:
             sink.start(run)
 
@@ -71,12 +74,18 @@ class Tracker:
         if self._traces:
             self._traces.write(step, groups)
 
+    def mismatch(self, record: MismatchRecord) -> None:
+        """Adds the step's figures and worst tokens to mismatch.jsonl."""
+        if self._mismatches:
+            self._mismatches.write(record)
+
     def finish(self, status: Status) -> None:
         """Ends every tracker and says where everything is. Does nothing if it was not started, or a second time."""
-        if self._traces is None:
+        if self._traces is None or self._mismatches is None:
             return
         self._traces.close()
-        self._traces = None
+        self._mismatches.close()
+        self._traces = self._mismatches = None
         for sink in self._sinks:
             sink.finish(status)
         self.say(f"run directory: {run_directory(self._recipe)}")

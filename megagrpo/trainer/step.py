@@ -9,6 +9,7 @@ import numpy as np
 
 from megagrpo.algorithm.advantage import groups_with_signal, grpo_advantages, penalized_scores
 from megagrpo.algorithm.learning_rate import learning_rate
+from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.batching.microbatch import RankBatch
 from megagrpo.batching.rank_batches import make_rank_batches
 from megagrpo.cluster.policy import Policy
@@ -43,6 +44,7 @@ class Step:
 
     metrics: dict[str, float]
     groups: Sequence[Group]
+    mismatch: Mismatch | None  # None: no group was trained on
 
 
 def grpo_step(run: Run, step: int) -> Step:
@@ -76,15 +78,17 @@ def grpo_step(run: Run, step: int) -> Step:
             batches = _load_batch(run, groups, rows, step)
     metrics |= batch_metrics(run.recipe, advantages, len(with_signal), batches)
 
+    updated = None
     if batches:
         with clock.phase("update"):
             lr = learning_rate(step, run.total_steps, run.recipe.train.optimizer)
-            metrics |= {"lr": lr} | update_metrics(run.policy.update(advantages.astype(np.float32), lr))
+            updated = run.policy.update(advantages.astype(np.float32), lr)
+            metrics |= {"lr": lr} | update_metrics(updated)
 
     with clock.phase("weight_sync"):
         run.weights.sync(version=step)
 
-    return Step(metrics | {"weights/version": float(step)}, groups)
+    return Step(metrics | {"weights/version": float(step)}, groups, updated.mismatch if updated else None)
 
 
 def kl_in_reward(recipe: Recipe) -> bool:

@@ -80,7 +80,12 @@ def update_metrics(update: StepMetrics) -> dict[str, float]:
         "ratio/mean": update.ratio_mean,
         "entropy": update.entropy,
         "grad_norm": update.grad_norm,
-        "logprob_difference/mean": update.rollout_difference_mean,
-        "logprob_difference/max": update.rollout_difference_max,
+        "logprob_difference/mean": update.mismatch.mean,
+        "logprob_difference/p99": update.mismatch.p99,
+        "logprob_difference/max": update.mismatch.max,
+        "logprob_difference/k1": update.mismatch.k1,
+        "logprob_difference/k3": update.mismatch.k3,
+        "rollout_ratio/mean": update.mismatch.ratio_mean,
+        "rollout_ratio/effective_share": update.mismatch.effective_share,
     }
     return metrics if update.kl is None else metrics | {"kl/mean": update.kl}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -13,17 +13,19 @@ from megagrpo.cluster.policy import Policy
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
+from megagrpo.errors import MismatchError, Problem
 from megagrpo.recipe.defaults import dtype_name, run_directory
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.clock import PhaseClock
 from megagrpo.trainer.evaluation import EarlyStopping, evaluation_metrics
+from megagrpo.trainer.mismatch import excess_mismatch, mismatch_record
 from megagrpo.trainer.preflight import Preflight
 from megagrpo.trainer.prompts import describe_mixture, read_mixture, read_tokenizer, total_steps
 from megagrpo.trainer.run_lock import only_process_of
 from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, open_store, recipe_values, save
-from megagrpo.trainer.step import Run, grpo_step
+from megagrpo.trainer.step import Run, Step, grpo_step
 from megagrpo.trainer.step_metrics import sequence_tokens
 from megagrpo.types import Prompt
 
@@ -85,7 +87,7 @@ def train(checked: Preflight) -> int:
         weights.sync(version=progress.step)
 
         run = Run(recipe, steps, cursor, rollouts, scorer, policy, weights, PhaseClock())
-        step = _run_steps(run, progress, held_out.prompts if held_out else (), store, tracker)
+        step = _run_steps(run, progress, held_out.prompts if held_out else (), store, tracker, tokenizer.decode)
         if recipe.checkpoint.export_hugging_face:
             directory = export(policy, checked, tokenizer, step, dtype_name(recipe, ray.device))
             tracker.say(f"Hugging Face model: {directory}")
@@ -105,11 +107,17 @@ def _progress(recipe: Recipe, state: TrainerState | None) -> Progress:
 
 
 def _run_steps(
-    run: Run, progress: Progress, held_out: Sequence[Prompt], store: CheckpointStore, tracker: Tracker
+    run: Run,
+    progress: Progress,
+    held_out: Sequence[Prompt],
+    store: CheckpointStore,
+    tracker: Tracker,
+    decode: Callable[[Sequence[int]], str],
 ) -> int:
     """Steps until the run's length or early stopping; evaluates and saves when due. Returns the last step.
 
     A step is logged before it is saved: a run killed in between repeats the step, and its line is written again.
+    Raises MismatchError, once the step is saved, if it differs from its rollouts by more than the recipe lets it.
     """
     recipe, clock = run.recipe, run.clock
     if progress.step == 0 and held_out and recipe.eval.before_training:
@@ -127,17 +135,36 @@ def _run_steps(
             progress = _evaluate(run, progress, held_out)
             reason = progress.reason_to_stop
         tracker.rollouts(step, done.groups)
+        excess = _report_mismatch(recipe, step, done, tracker, decode)
         seconds = clock.take()
         speed = {"tokens_per_second": sequence_tokens(done.groups) / seconds["seconds/step"]}
         tracker.log(step, done.metrics | _evaluation_metrics(progress) | speed | seconds)
-        due = last or reason or step % recipe.checkpoint.every_steps == 0
+        due = last or reason or excess or step % recipe.checkpoint.every_steps == 0
         if due or _is_new_best(recipe.checkpoint.keep_best, progress.evaluation, store):
             with clock.phase("checkpoint"):
                 run.weights.check_replicas()
                 save(run.policy, store, _trainer_state(run, progress, tracker))
+        if excess:
+            raise MismatchError(excess)
     if reason:
         tracker.say(f"stopped after step {progress.step}: {reason}")
     return progress.step
+
+
+def _report_mismatch(
+    recipe: Recipe, step: int, done: Step, tracker: Tracker, decode: Callable[[Sequence[int]], str]
+) -> Problem | None:
+    """Writes down how far the step's policy was from its rollouts. Returns what is to end the run, if anything is."""
+    if done.mismatch is None:
+        return None
+    record = mismatch_record(step, done.mismatch, done.groups, decode)
+    tracker.mismatch(record)
+    settings = recipe.rollout.mismatch
+    excess = excess_mismatch(record, settings, run_directory(recipe))
+    if excess is None:
+        return None
+    tracker.say(f"warning: {excess}" if settings.then == "warn" else f"{excess.where}: stopping")
+    return excess if settings.then == "stop" else None
 
 
 def _is_new_best(metric: str | None, evaluation: Mapping[str, float] | None, store: CheckpointStore) -> bool:

@@ -1,0 +1,135 @@
+"""How far the trainer's logprobs of sampled tokens are from those of the engines that sampled them.
+
+Everything here is arithmetic on one rank's tokens; what is summed or gathered over ranks is passed on as a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megagrpo.algorithm.kl import kl_estimate
+from megagrpo.algorithm.policy_loss import LOG_RATIO_LIMIT
+
+PERCENT = 99
+NO_ROW = -1
+
+# A float32 without its sign bit has 31 bits, and sorts as the integer they are: three digits of 11, 10 and 10 bits.
+DIGITS = ((20, 11), (10, 10), (0, 10))
+BITS_WITHOUT_SIGN = 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class TokenMismatch:
+    """One sampled token, with its two logprobs in nats."""
+
+    row: int  # of the sample in the step
+    position: int  # in the sequence, prompt included
+    train_logprob: float
+    rollout_logprob: float
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Over a step's trained response tokens, each counted once; d is train logprob - rollout logprob, in nats.
+
+    A logprob that is not a number makes the means NaN and is itself among the worst.
+    """
+
+    tokens: int
+    mean: float  # of |d|
+    p99: float  # the smallest |d| that at least 99 % of the tokens do not exceed
+    max: float  # of |d|
+    k1: float  # mean of -d: unbiased estimate of KL(rollout || train)
+    k3: float  # mean of exp(d) - 1 - d: the same, never negative, of low variance
+    ratio_mean: float  # of exp(d), the importance weights; 1 if the distributions are equal
+    effective_share: float  # (sum of weights)^2 / (tokens x sum of squares): of the tokens, those that count
+    worst: tuple[TokenMismatch, ...]  # largest |d| first
+
+
+def mismatch_sums(train: Tensor, rollout: Tensor) -> Tensor:
+    """float64 [6]: tokens, and sums of |d|, k1, k3, exp(d) and exp(d)^2. train, rollout: float32 [tokens]."""
+    difference = train - rollout
+    ratio = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).double().exp()
+    return torch.stack(
+        [
+            torch.ones_like(ratio),
+            difference.abs().double(),
+            kl_estimate(rollout, train, "k1").double(),
+            kl_estimate(rollout, train, "k3").double(),
+            ratio,
+            ratio.square(),
+        ]
+    ).sum(1)
+
+
+def absolute_difference_bits(train: Tensor, rollout: Tensor) -> Tensor:
+    """|d| as integers of the same order, int32 [tokens]. Infinity and then NaN are the largest."""
+    return (train - rollout).view(torch.int32) & BITS_WITHOUT_SIGN
+
+
+def percentile_bits(bits: Tensor, total: int, sum_over_ranks: Callable[[Tensor], None]) -> int:
+    """The smallest of all ranks' bits that at least PERCENT % of them do not exceed; 0 if there are none. Exact.
+
+    bits: int32 [tokens of this rank], not negative; total: tokens of all ranks; sum_over_ranks sums an int64 tensor in
+    place. A radix selection: three histograms are summed, of 16, 8 and 8 KiB, whatever the number of tokens.
+    """
+    if total == 0:
+        return 0
+    wanted = -(-total * PERCENT // 100)
+    found = 0
+    for shift, width in DIGITS:
+        digit = (bits >> shift) & ((1 << width) - 1)
+        counts = torch.bincount(digit, minlength=1 << width)
+        sum_over_ranks(counts)
+        up_to = counts.cumsum(0)
+        chosen = int((up_to < wanted).sum())
+        wanted -= int(up_to[chosen] - counts[chosen])
+        bits = bits[digit == chosen]
+        found = found << width | chosen
+    return found
+
+
+def float_of_bits(bits: int) -> float:
+    return torch.tensor(bits, dtype=torch.int32).view(torch.float32).item()
+
+
+def worst_tokens(rows: Tensor, positions: Tensor, train: Tensor, rollout: Tensor, count: int) -> Tensor:
+    """The `count` tokens with the largest |d|, float64 [count, 4]: row, position and both logprobs.
+
+    rows, positions: int64 [tokens]; train, rollout: float32 [tokens]. Rows of NO_ROW fill up what is missing.
+    """
+    found = torch.full((count, 4), float(NO_ROW), dtype=torch.float64, device=rows.device)
+    worst = absolute_difference_bits(train, rollout).topk(min(count, len(rows))).indices
+    found[: len(worst)] = torch.stack([each[worst].double() for each in (rows, positions, train, rollout)], 1)
+    return found
+
+
+def merge_worst(found: Tensor, count: int) -> tuple[TokenMismatch, ...]:
+    """The `count` worst of several ranks' worst tokens, [any, 4] as from `worst_tokens`."""
+    found = found[found[:, 0] != NO_ROW].cpu()
+    order = absolute_difference_bits(found[:, 2].float(), found[:, 3].float()).argsort(descending=True, stable=True)
+    return tuple(
+        TokenMismatch(int(row), int(position), train, rollout)
+        for row, position, train, rollout in found[order[:count]].tolist()
+    )
+
+
+def mismatch_of(sums: Tensor, p99: float, largest: float, worst: tuple[TokenMismatch, ...]) -> Mismatch:
+    """From the sums over all ranks, as `mismatch_sums` makes them."""
+    tokens, absolute, k1, k3, ratio, squares = sums.tolist()
+    count = max(tokens, 1.0)
+    return Mismatch(
+        tokens=round(tokens),
+        mean=absolute / count,
+        p99=p99,
+        max=largest,
+        k1=k1 / count,
+        k3=k3 / count,
+        ratio_mean=ratio / count if tokens else 1.0,
+        effective_share=ratio**2 / (tokens * squares) if tokens else 1.0,
+        worst=worst,
+    )

@@ -1,0 +1,1 @@
+"""A run's directory as text: what `megagrpo report` prints. Reads files only."""

@@ -1,0 +1,110 @@
+"""Train-versus-rollout mismatch of a run: its figures by step and its worst tokens."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megagrpo.errors import Problem, ReportError
+from megagrpo.report.table import table
+from megagrpo.track.mismatch import MISMATCH_FILE, MismatchRecord, WorstToken
+
+WORST_SHOWN = 10
+CHARACTERS_BEFORE = 30
+CHARACTERS_AFTER = 10
+FIGURES = ("mean", "p99", "max", "k1", "k3", "ratio_mean", "effective_share")
+
+
+def read(directory: Path) -> list[MismatchRecord]:
+    """Every whole line of the run's mismatch.jsonl; a last one that is still being written is left out.
+
+    Numbers that were not finite are NaN. Raises ReportError if there is no such file, or if it is not one of ours.
+    """
+    path = directory / MISMATCH_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    except OSError as error:
+        raise ReportError(
+            Problem(
+                f"{path}: {error.strerror}",
+                needed=f"the directory of a run that has started: each writes {MISMATCH_FILE}",
+            )
+        ) from error
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(_record(json.loads(line)))
+        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+            raise ReportError(
+                Problem(f"{path}:{number}", given=f"{line[:80]} ({error})", needed=f"a line that {MISMATCH_FILE} has")
+            ) from error
+    return records
+
+
+def section(records: Sequence[MismatchRecord], steps: int) -> list[str]:
+    """Lines of text: the last `steps` records, and the worst tokens of all of them."""
+    title = "Train-versus-rollout mismatch: train logprob - rollout logprob of the trained response tokens, in nats"
+    if not records:
+        return [title, "No step has trained on any token yet."]
+    shown = records[-steps:]
+    of = f"the last {len(shown)} of {len(records)} steps" if len(shown) < len(records) else "all steps"
+    rows = [
+        [str(record.step), str(record.tokens), *(_number(getattr(record, name)) for name in FIGURES)]
+        for record in shown
+    ]
+    tokens = ((record.step, token) for record in records for token in record.worst)
+    worst = heapq.nlargest(WORST_SHOWN, tokens, key=lambda found: _sortable(found[1].difference))
+    return [
+        title,
+        "",
+        f"By step ({of}; mean, p99 and max of the absolute difference):",
+        *table(("step", "tokens", *FIGURES), rows),
+        "",
+        "Worst tokens of all steps, 【marked】 in their text:",
+        *table(
+            ("step", "difference", "train", "rollout", "version", "prompt", "sample", "position", "text"),
+            [_token_row(step, token) for step, token in worst],
+            left=("prompt", "text"),
+        ),
+    ]
+
+
+def _token_row(step: int, token: WorstToken) -> list[str]:
+    before, after = _line(token.before)[-CHARACTERS_BEFORE:], _line(token.after)[:CHARACTERS_AFTER]
+    return [
+        str(step),
+        _number(token.difference),
+        _number(token.train_logprob),
+        _number(token.rollout_logprob),
+        str(token.weight_version),
+        token.prompt_id,
+        str(token.sample),
+        str(token.position),
+        f"{before}【{_line(token.text)}】{after}",
+    ]
+
+
+def _record(values: dict[str, Any]) -> MismatchRecord:
+    worst = tuple(WorstToken(**_numbers(token)) for token in values["worst"])
+    return MismatchRecord(**_numbers({**values, "worst": worst}))
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def _sortable(difference: float) -> float:
+    return math.inf if math.isnan(difference) else difference
+
+
+def _number(value: float) -> str:
+    return "not finite" if math.isnan(value) else f"{value:.3g}"
+
+
+def _line(text: str) -> str:
+    """`text` in one line: control characters as Python writes them."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -1,0 +1,157 @@
+"""Figures of the train-versus-rollout mismatch against numpy, however the tokens are spread over ranks."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.algorithm.mismatch import (
+    NO_ROW,
+    Mismatch,
+    absolute_difference_bits,
+    float_of_bits,
+    merge_worst,
+    mismatch_of,
+    mismatch_sums,
+    percentile_bits,
+    worst_tokens,
+)
+
+LOGPROBS = st.floats(-40, 0, width=32)
+PAIRS = st.lists(st.tuples(LOGPROBS, LOGPROBS), min_size=1, max_size=400)
+
+
+def percentile_over(parts: list[torch.Tensor]) -> list[int]:
+    """`percentile_bits` of every rank; a thread for each, which sum as ranks do."""
+    total = sum(map(len, parts))
+    barrier, summands = threading.Barrier(len(parts)), [torch.empty(0)] * len(parts)
+    results = [-1] * len(parts)
+
+    def sum_as(rank: int) -> Callable[[torch.Tensor], None]:
+        def sum_over_ranks(tensor: torch.Tensor) -> None:
+            summands[rank] = tensor.clone()
+            barrier.wait(10)
+            tensor.copy_(torch.stack(summands).sum(0))
+            barrier.wait(10)
+
+        return sum_over_ranks
+
+    def run(rank: int) -> None:
+        results[rank] = percentile_bits(parts[rank], total, sum_as(rank))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(parts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+@given(PAIRS, st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_the_percentile_is_that_of_all_tokens_wherever_they_are(pairs, ranks):
+    train, rollout = torch.tensor(pairs).T
+    bits = absolute_difference_bits(train, rollout)
+    wanted = np.quantile((train - rollout).abs().numpy(), 0.99, method="inverted_cdf")
+    found = percentile_over([bits[rank::ranks] for rank in range(ranks)])
+    assert [float_of_bits(each) for each in found] == [wanted] * ranks
+
+
+@pytest.mark.parametrize("tokens", [1, 99, 100, 101, 1000])
+def test_99_percent_of_the_tokens_do_not_exceed_the_percentile_and_98_do(tokens):
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)) + 1.0
+    found = float_of_bits(
+        percentile_bits(absolute_difference_bits(-order, torch.zeros(tokens)), tokens, lambda _: None)
+    )
+    assert found == math.ceil(0.99 * tokens)
+
+
+def test_no_token_has_no_percentile():
+    assert percentile_bits(torch.empty(0, dtype=torch.int32), 0, lambda _: None) == 0
+
+
+def alone(train: torch.Tensor, rollout: torch.Tensor, worst: int = 3) -> Mismatch:
+    """All of it, on one rank."""
+    bits = absolute_difference_bits(train, rollout)
+    numbers = torch.arange(len(train))
+    return mismatch_of(
+        mismatch_sums(train, rollout),
+        float_of_bits(percentile_bits(bits, len(bits), lambda _: None)),
+        float_of_bits(int(bits.max())),
+        merge_worst(worst_tokens(numbers, numbers + 10, train, rollout, worst), worst),
+    )
+
+
+@given(st.lists(st.tuples(st.floats(-9, 0, width=32), st.floats(-9, 0, width=32)), min_size=1, max_size=200))
+@settings(max_examples=60, deadline=None)
+def test_the_figures_are_those_of_the_formulas_in_float64(pairs):
+    train, rollout = np.array(pairs, np.float32).T
+    found = alone(torch.from_numpy(train.copy()), torch.from_numpy(rollout.copy()))
+    d = train.astype(np.float64) - rollout
+    weights = np.exp(d)
+    assert found.tokens == len(pairs)
+    assert found.mean == pytest.approx(np.abs(d).mean(), rel=1e-5, abs=1e-6)
+    assert found.max == pytest.approx(np.abs(d).max(), rel=1e-6)
+    assert found.k1 == pytest.approx((-d).mean(), rel=1e-5, abs=1e-5)
+    assert found.k3 == pytest.approx((weights - 1 - d).mean(), rel=1e-4, abs=1e-6)
+    assert found.ratio_mean == pytest.approx(weights.mean(), rel=1e-4)
+    assert found.effective_share == pytest.approx(weights.sum() ** 2 / (len(d) * (weights**2).sum()), rel=1e-4)
+
+
+def test_equal_logprobs_have_no_mismatch():
+    logprobs = -torch.rand(50)
+    found = alone(logprobs, logprobs)
+    assert (found.mean, found.p99, found.max, found.k1, found.k3) == (0, 0, 0, 0, 0)
+    assert (found.ratio_mean, found.effective_share) == (1, 1)
+
+
+def test_no_token_has_no_mismatch():
+    found = mismatch_of(mismatch_sums(torch.empty(0), torch.empty(0)), 0.0, 0.0, ())
+    assert (found.tokens, found.mean, found.k3, found.ratio_mean, found.effective_share) == (0, 0, 0, 1, 1)
+
+
+@given(PAIRS, st.integers(1, 4), st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_the_worst_tokens_are_those_of_all_ranks_largest_first(pairs, ranks, count):
+    train, rollout = torch.tensor(pairs).T
+    numbers = torch.arange(len(pairs))
+    found = torch.cat(
+        [
+            worst_tokens(*(each[rank::ranks] for each in (numbers, numbers + 10, train, rollout)), count)
+            for rank in range(ranks)
+        ]
+    )
+    merged = merge_worst(found, count)
+    assert len(merged) == min(count, len(pairs))
+    for token in merged:
+        assert token.position == token.row + 10
+        assert (token.train_logprob, token.rollout_logprob) == pairs[token.row]
+    assert len({token.row for token in merged}) == len(merged)
+    differences = (train - rollout).abs().sort(descending=True).values.tolist()
+    assert [abs(np.float32(t.train_logprob) - np.float32(t.rollout_logprob)) for t in merged] == differences[
+        : len(merged)
+    ]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_logprob_that_is_no_number_is_the_worst_and_seen_in_every_figure(value):
+    train, rollout = -torch.rand(300), -torch.rand(300)
+    rollout[[7, 8, 9, 10]] = value
+    found = alone(train, rollout)
+    assert not math.isfinite(found.mean)
+    assert not math.isfinite(found.max)
+    assert not math.isfinite(found.p99)
+    assert {token.row for token in found.worst} <= {7, 8, 9, 10}
+
+
+def test_rows_that_only_fill_up_are_not_tokens():
+    found = worst_tokens(torch.tensor([4]), torch.tensor([9]), torch.tensor([-1.0]), torch.tensor([-2.0]), 3)
+    assert found[1:, 0].tolist() == [NO_ROW, NO_ROW]
+    assert [(token.row, token.position) for token in merge_worst(found, 3)] == [(4, 9)]
