@@ -1,0 +1,81 @@
+"""Runs one SGLang server. Started by server.py with the interpreter that has SGLang, which may be of another environment.
+
+    python launch.py < settings         settings: JSON, {"owner": pid, "directory": ..., "arguments": {...}}
+
+The arguments, the API key among them, come on standard input so that `ps` does not show them. SGLang spawns its
+processes anew, and each runs this module's top level again: what must hold in all of them stands there.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+DEVICE_VARIABLE = "MEGAGRPO_SGLANG_DEVICE"
+OWNER_CHECK_SECONDS = 0.5
+PACKAGE = Path(__file__).resolve().parents[2]
+
+
+class MegagrpoFinder(importlib.abc.MetaPathFinder):
+    """Finds the megagrpo that started the server, and nothing else of its environment."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "megagrpo":
+            return None
+        return importlib.util.spec_from_file_location(
+            fullname, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+        )
+
+
+def prepare_process() -> None:
+    # A script's own directory comes first on the path: its `server` and `engine` would hide other modules.
+    here = str(Path(__file__).resolve().parent)
+    sys.path[:] = [entry for entry in sys.path if entry != here]
+    sys.meta_path.insert(0, MegagrpoFinder())
+    if os.environ.get(DEVICE_VARIABLE) == "cpu":
+        from megagrpo.rollout.sglang import cpu_shim
+
+        cpu_shim.install()
+
+
+def end_with(owner: int, directory: str) -> None:
+    """Ends every process of this server once the process that started it is gone, however it ended."""
+    from megagrpo.rollout.sglang.processes import kill_group, members, remove, shared_files
+
+    while os.getppid() == owner:
+        time.sleep(OWNER_CHECK_SECONDS)
+    group = os.getpgrp()
+    remove(shared_files(members(group)))
+    shutil.rmtree(directory, ignore_errors=True)
+    kill_group(group)
+
+
+def main() -> None:
+    settings = json.load(sys.stdin)
+    watch = threading.Thread(target=end_with, args=(settings["owner"], settings["directory"]), daemon=True)
+    watch.start()
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    run_server(ServerArgs(**settings["arguments"]))
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    prepare_process()
+if __name__ == "__main__":
+    main()

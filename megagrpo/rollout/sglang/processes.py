@@ -1,0 +1,53 @@
+"""The processes of one server, and what they leave behind when they are killed. Linux, standard library only."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+SHARED_MEMORY = "/dev/shm/"
+SGLANGS_OWN = ("sgl_", "sglang_", "sem.mp-")  # never the files in which weights travel: these are the sender's
+
+
+def members(group: int) -> list[int]:
+    """Running processes of a process group, zombies left out."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it ended while we looked
+            continue
+        state, process_group = fields[0], int(fields[2])
+        if process_group == group and state not in "ZX":
+            found.append(int(entry))
+    return found
+
+
+def shared_files(processes: Iterable[int]) -> set[Path]:
+    """Shared memory and semaphores of SGLang that the processes have mapped: a killed process does not remove them."""
+    found = set()
+    for process in processes:
+        try:
+            lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        mapped = {line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line}
+        found |= {Path(name) for name in mapped if name.removeprefix(SHARED_MEMORY).startswith(SGLANGS_OWN)}
+    return {path for path in found if path.exists()}
+
+
+def remove(files: Iterable[Path]) -> None:
+    for path in files:
+        path.unlink(missing_ok=True)
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL to every member. SGLang's graceful end waits for requests, which nobody wants any more."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
