@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -84,7 +85,7 @@ def describe(region: Region) -> str:
 
 def storage_problems(manifest: Manifest) -> list[Problem]:
     """Storages of which some element has no box and no fill, or more than one of them."""
-    regions: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {name: [] for name in manifest.storages}
+    regions: dict[str, list[Region]] = {name: [] for name in manifest.storages}
     for placement in manifest.placements:
         regions[placement.storage].append((placement.at, placement.local_shape))
     for fill in manifest.fills:
@@ -92,9 +93,15 @@ def storage_problems(manifest: Manifest) -> list[Problem]:
     problems = []
     for name, storage in manifest.storages.items():
         whole = ((0,) * len(storage.shape), storage.shape)
-        if error := tiling_error(whole, regions[name]):
+        if error := _storage_error(whole, tuple(regions[name])):
             problems.append(Problem(f"{manifest.holder}: {name}", error, "every element written exactly once"))
     return problems
+
+
+@lru_cache(maxsize=4096)
+def _storage_error(whole: Region, pieces: tuple[Region, ...]) -> str:
+    """tiling_error; kept, because the storages of all layers and of all ranks are cut in the same few ways."""
+    return tiling_error(whole, pieces)
 
 
 def check_sources(tensors: Iterable[Tensor], sources: Sequence[Manifest]) -> None:
@@ -143,18 +150,22 @@ class Located:
             tensor: [placement.box.start for placement in of_tensor] for tensor, of_tensor in self._by_tensor.items()
         }
 
-    def anywhere(self, box: Box) -> Placement | None:
-        return next(self._around(box), None)
-
-    def around(self, part: Placement) -> Placement | None:
-        """The placement that `part` is a part of: the same storage, the same offset between local and box."""
-        return next((whole for whole in self._around(part.box) if whole.part(part.box) == part), None)
-
-    def _around(self, box: Box) -> Iterator[Placement]:
+    def around(self, box: Box) -> list[Placement]:
+        """Every placement that has all of a box, in an order that depends on the manifest alone."""
         placements = self._by_tensor.get(box.tensor, [])
-        for index in range(bisect_right(self._starts.get(box.tensor, []), box.start) - 1, -1, -1):
-            if placements[index].box.intersect(box) == box:
-                yield placements[index]
+        upto = bisect_right(self._starts.get(box.tensor, []), box.start)
+        return [whole for whole in placements[:upto] if _contains(whole.box, box)]
+
+    def whole_of(self, part: Placement) -> Placement | None:
+        """The placement that `part` is a part of: the same storage, the same offset between local and box."""
+        return next((whole for whole in self.around(part.box) if whole.part(part.box) == part), None)
+
+
+def _contains(box: Box, part: Box) -> bool:
+    return all(
+        low <= begin and begin + size <= low + whole
+        for low, whole, begin, size in zip(box.start, box.shape, part.start, part.shape, strict=True)
+    )
 
 
 def few(names: Sequence[str], limit: int = 4) -> str:

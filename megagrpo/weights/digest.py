@@ -74,10 +74,7 @@ def primary_placements(manifests: Sequence[Manifest]) -> list[tuple[Placement, .
         tuple(Placement(box.tensor, box.start, tuple(range(len(box.shape))), box) for box in wholes),
     )
     plan = make_plan(manifests, [everything])
-    return [
-        tuple(transfer.source_placement for transfer in plan.outgoing(index))
-        for index in range(len(manifests))
-    ]
+    return [tuple(transfer.source_placement for transfer in plan.outgoing(index)) for index in range(len(manifests))]
 
 
 def _digest(view: torch.Tensor, start: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

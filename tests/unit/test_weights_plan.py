@@ -19,7 +19,8 @@ from megagrpo.weights.digest import digests
 from megagrpo.weights.executors.buckets import Bucket, pack, unpack
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
-from megagrpo.weights.plan import Listed, Transfer, WeightPlan, make_plan, plan_problems
+from megagrpo.weights.plan import WeightPlan, make_plan, plan_problems
+from megagrpo.weights.routes import Listed, Transfer
 from megagrpo.weights.sides import megatron_local, megatron_te, transformers
 from megagrpo.weights.topology import Topology
 from megagrpo.weights.views import box_view, fill_padding, torch_dtype
@@ -197,7 +198,7 @@ def test_a_dropped_doubled_or_shifted_transfer_is_seen(data: st.DataObject) -> N
 
 
 def replace_transfers(plan: WeightPlan, transfers: tuple) -> WeightPlan:
-    return WeightPlan(plan.sources, plan.destinations, Listed(transfers))
+    return replace(plan, routes=Listed(plan.destinations, transfers))
 
 
 def list_transfers(plan: WeightPlan) -> tuple[Transfer, ...]:
@@ -266,7 +267,7 @@ def test_a_bucket_for_somebody_else_or_cut_short_is_refused() -> None:
         unpack(replace(bucket, data=bucket.data[:-1]), plan, 0, arrived)
     with pytest.raises(WeightSyncError, match="number 7"):
         unpack(replace(bucket, number=7), plan, 0, arrived)
-    two = WeightPlan(plan.sources, (*plan.destinations, plan.destinations[0]), plan.routes)
+    two = replace(plan, destinations=(*plan.destinations, plan.destinations[0]))
     with pytest.raises(WeightSyncError, match="a bucket for transformers"):
         unpack(bucket, two, 1, arrived)
 
