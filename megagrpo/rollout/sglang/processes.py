@@ -28,16 +28,19 @@ def members(group: int) -> list[int]:
 
 
 def shared_files(processes: Iterable[int]) -> set[Path]:
-    """Shared memory and semaphores of SGLang that the processes have mapped: a killed process does not remove them."""
-    found = set()
+    """Shared memory and semaphores of SGLang that the processes have mapped: a killed process does not remove them.
+
+    Found by inode, since a semaphore is mapped under another name than the one that stays.
+    """
+    mapped = set()
     for process in processes:
         try:
             lines = Path(f"/proc/{process}/maps").read_text().splitlines()
         except OSError:
             continue
-        mapped = {line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line}
-        found |= {Path(name) for name in mapped if name.removeprefix(SHARED_MEMORY).startswith(SGLANGS_OWN)}
-    return {path for path in found if path.exists()}
+        mapped |= {int(line.split()[4]) for line in lines if SHARED_MEMORY in line}
+    with os.scandir(SHARED_MEMORY) as entries:
+        return {Path(entry) for entry in entries if entry.name.startswith(SGLANGS_OWN) and entry.inode() in mapped}
 
 
 def remove(files: Iterable[Path]) -> None:
