@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-
-import numpy as np
 
 from megagrpo.weights.balance import Holders, even_shares
 from megagrpo.weights.bundles import Bundle
@@ -34,7 +32,7 @@ def deliver(bundles: Sequence[Bundle], topology: Topology) -> Segments:
     within nodes by itself; destinations share evenly what they all want.
     """
     deliveries = _deliveries(bundles, topology)
-    segments: list[tuple[int, int, int, int, int, int]] = []
+    rows: list[tuple[int, int, int, int, int, int]] = []
     groups: dict[Holders, int] = {}
     for link in ("device", "node", "network"):
         of_link = [delivery for delivery in deliveries if delivery.link == link]
@@ -43,25 +41,28 @@ def deliver(bundles: Sequence[Bundle], topology: Topology) -> Segments:
         sending = _lines((delivery.senders, bundles[delivery.bundle].bytes) for delivery in of_link)
         landing = _lines((delivery.receivers, bundles[delivery.bundle].bytes) for delivery in of_link)
         for delivery in of_link:
-            line = bundles[delivery.bundle]
-            its_group = groups.setdefault(delivery.receivers, len(groups))
-            senders = sending[delivery.senders].take(line.bytes)
-            receivers = landing[delivery.receivers].take(line.bytes)
-            at = 0
-            while at < line.bytes:
-                (until, source), (other, receiver) = senders[0], receivers[0]
-                edge = line.cut(min(until, other))
-                if at < edge:
-                    segments.append((delivery.bundle, at, edge, source, receiver, its_group))
-                    at = edge
-                if until <= other:
-                    senders.pop(0)
-                if other <= until:
-                    receivers.pop(0)
-    members = [member for group in groups for member in group]
-    first = [0, *accumulate(len(group) for group in groups)]
-    bundle, begin, end, source, landing, group = np.array(segments, np.int64).reshape(-1, 6).T
-    return Segments(bundle, begin, end, source, landing, group, np.array(members, np.int64), np.array(first, np.int64))
+            bundle = bundles[delivery.bundle]
+            group = groups.setdefault(delivery.receivers, len(groups))
+            senders = sending[delivery.senders].take(bundle.bytes)
+            receivers = landing[delivery.receivers].take(bundle.bytes)
+            for begin, end, source, receiver in _both(bundle, senders, receivers):
+                rows.append((delivery.bundle, begin, end, source, receiver, group))
+    return Segments.of(rows, groups)
+
+
+def _both(
+    bundle: Bundle, senders: Sequence[tuple[int, int]], receivers: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of the bundle, begin and end, each with one sender and one receiver of it."""
+    begin = sender = receiver = 0
+    while begin < bundle.bytes:
+        (until, source), (other, landing) = senders[sender], receivers[receiver]
+        end = bundle.cut(min(until, other))
+        if begin < end:
+            yield begin, end, source, landing
+            begin = end
+        sender += until <= other
+        receiver += other <= until
 
 
 def _deliveries(bundles: Sequence[Bundle], topology: Topology) -> list[_Delivery]:

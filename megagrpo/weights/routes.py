@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -113,6 +114,15 @@ class Segments:
     group: np.ndarray
     members: np.ndarray
     first: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, ...]], groups: Iterable[tuple[int, ...]]) -> Segments:
+        """From rows of (bundle, begin, end, source, landing, group)."""
+        each = list(groups)
+        members = np.array([member for one in each for member in one], np.int64)
+        first = np.array([0, *accumulate(len(one) for one in each)], np.int64)
+        bundle, begin, end, source, landing, group = np.array(rows, np.int64).reshape(-1, 6).T
+        return cls(bundle, begin, end, source, landing, group, members, first)
 
     def group_members(self, group: int) -> np.ndarray:
         return self.members[self.first[group] : self.first[group + 1]]
