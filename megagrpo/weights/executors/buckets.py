@@ -6,7 +6,7 @@ Both ends hold the same plan, so a bucket says only which one it is; what lies w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -17,6 +17,7 @@ import torch
 from megagrpo.errors import Problem, WeightSyncError
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Placement
 from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.routes import Transfer
 from megagrpo.weights.views import box_view, stored_tensor, stored_tensors, torch_dtype
 
 BUCKET_BYTES = 256 * 1024 * 1024
@@ -47,11 +48,23 @@ def pack(
     for destination in plan.destinations_of(source):
         for number, pieces in enumerate(contents(plan, source, destination, bucket_bytes)):
             data = np.empty(pieces[-1].end, np.uint8)
-            flat = torch.from_numpy(data)
-            for piece in pieces:
-                piece.view_in(flat).copy_(box_view(storages[piece.source.storage], piece.source))
+            pack_pieces(pieces, storages, torch.from_numpy(data))
             buckets.append(Bucket(source, destination, number, bucket_bytes, data))
     return buckets
+
+
+@torch.no_grad()
+def pack_pieces(pieces: Iterable[Piece], storages: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
+    """Values of `storages` into a bucket: `flat` is uint8, at least as long as the last piece's end."""
+    for piece in pieces:
+        piece.view_in(flat).copy_(box_view(storages[piece.source.storage], piece.source))
+
+
+@torch.no_grad()
+def unpack_pieces(pieces: Iterable[Piece], storages: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
+    """Values of a bucket into `storages`."""
+    for piece in pieces:
+        box_view(storages[piece.destination.storage], piece.destination).copy_(piece.view_in(flat))
 
 
 @torch.no_grad()
@@ -73,9 +86,7 @@ def unpack(bucket: Bucket, plan: WeightPlan, destination: int, tensors: Mapping[
         raise WeightSyncError(Problem(where, f"{bucket.data.nbytes} bytes", f"{pieces[-1].end} bytes"))
     names = {piece.destination.storage for piece in pieces}
     storages = {name: stored_tensor(manifest, tensors, name) for name in names}
-    flat = _read_only_tensor(bucket.data)
-    for piece in pieces:
-        box_view(storages[piece.destination.storage], piece.destination).copy_(piece.view_in(flat))
+    unpack_pieces(pieces, storages, read_only_tensor(bucket.data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +105,18 @@ class Piece:
 
 @lru_cache(maxsize=1024)
 def contents(plan: WeightPlan, source: int, destination: int, bucket_bytes: int) -> tuple[tuple[Piece, ...], ...]:
-    """What each bucket from `source` to `destination` carries. The same at both ends, and kept from sync to sync."""
+    """What each bucket from `source` straight to `destination` carries. The same at both ends."""
+    return cut_into_buckets(plan, plan.between(source, destination), bucket_bytes)
+
+
+def cut_into_buckets(
+    plan: WeightPlan, transfers: Iterable[Transfer], bucket_bytes: int
+) -> tuple[tuple[Piece, ...], ...]:
+    """Transfers to one destination, in their order, as buckets of at most `bucket_bytes` (but one element at least)."""
     buckets: list[list[Piece]] = []
     begin = bucket_bytes
-    for transfer in plan.between(source, destination):
-        storage = plan.destinations[destination].storages[transfer.destination_placement.storage]
+    for transfer in transfers:
+        storage = plan.destinations[transfer.destination].storages[transfer.destination_placement.storage]
         item_bytes = ITEM_BYTES[storage.dtype]
         for box in _cut(transfer.box, max(1, bucket_bytes // item_bytes)):
             end = begin + box.elements * item_bytes
@@ -124,7 +142,7 @@ def _cut(box: Box, elements: int) -> Iterator[Box]:
         yield from _cut(Box(box.tensor, start, shape), elements)
 
 
-def _read_only_tensor(data: np.ndarray) -> torch.Tensor:
+def read_only_tensor(data: np.ndarray) -> torch.Tensor:
     """The bytes as a tensor, without a copy. Ray's arrays are read-only, of which torch warns; it is only read here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -1,6 +1,6 @@
 """Where the two ends of a weight sync find each other: a key-value store hosted by the driver.
 
-It carries announcements, acknowledgements, reports and "abort" as JSON, never weights. Nobody blocks in it: whoever waits
+It carries announcements, acknowledgements, reports and "abort" as JSON, never weights. Nobody blocks in it: who waits
 asks again after a tenth of the time waited so far, so that an abort or the deadline ends every wait, by name.
 """
 
@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megagrpo.errors import MegagrpoError, Problem, WeightSyncError
 
 LONGEST_PAUSE_SECONDS = 0.25
-"""Between two looks at the store: thousands of waiting ranks ask it a few thousand times a second, which it can bear."""
+"""Between two looks at the store: thousands of waiting ranks ask a few thousand times a second, which it can bear."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,14 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Sync:
-    """One attempt to bring `destinations` (indices of a plan) to `version`."""
+    """One attempt to bring `destinations` (indices of a plan) to `version`.
+
+    `generation` counts how often those who take part have changed, or failed: connections of an older one are void.
+    """
 
     attempt: int
     version: int
+    generation: int
     destinations: frozenset[int]
 
 
@@ -62,20 +66,24 @@ class MeetingHost:
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
             )
         self.meeting = Meeting(host, port, secrets.token_hex(8), timeout_seconds)
-        self._attempt = 0
+        self._sync = Sync(0, -1, 0, frozenset())
+        self._opened = 0
 
     def open(self, version: int, destinations: Iterable[int]) -> Sync:
         """Begins an attempt. Whoever still waits in the one before ends with WeightSyncError."""
-        if self._attempt:
-            self.abort([Problem(f"attempt {self._attempt} of the weight sync", "given up: another attempt has begun")])
-        self._attempt += 1
-        sync = Sync(self._attempt, version, frozenset(destinations))
-        self._store.set("sync", json.dumps([sync.attempt, version, sorted(sync.destinations)]))
-        return sync
+        before, wanted, opened = self._sync, frozenset(destinations), self._store.add("opened", 0)
+        failed = self._store.check([f"abort/{before.attempt}"])
+        if not failed:
+            self.abort([Problem(f"weight sync to version {before.version}", "given up: another one has begun")])
+        changed = failed or opened != self._opened or wanted != before.destinations
+        self._sync = Sync(before.attempt + 1, version, before.generation + changed, wanted)
+        self._opened = opened
+        self._store.set("sync", json.dumps([*astuple(self._sync)[:3], sorted(wanted)]))
+        return self._sync
 
     def abort(self, problems: Iterable[Problem]) -> None:
         """Ends the open attempt for everybody in it, with these reasons."""
-        _abort(self._store, self._attempt, problems)
+        _abort(self._store, self._sync.attempt, problems)
 
 
 class Member:
@@ -86,7 +94,7 @@ class Member:
 
     def __init__(self, meeting: Meeting, name: str) -> None:
         self.meeting, self.name = meeting, name
-        self._sync = Sync(0, -1, frozenset())
+        self._sync = Sync(0, -1, 0, frozenset())
         self._deadline = time.monotonic() + meeting.timeout_seconds
         with self._reaching():
             self._store = dist.TCPStore(
@@ -104,10 +112,10 @@ class Member:
 
     @contextmanager
     def attend(self, version: int) -> Iterator[Sync]:
-        """Takes part in the open sync, with a deadline from here on. An error of ours in the block aborts it for all."""
+        """Takes part in the open sync, with a deadline from here. An error of ours in the block aborts it for all."""
         with self._reaching():
-            attempt, opened, destinations = json.loads(self._store.get("sync"))
-        self._sync = Sync(attempt, opened, frozenset(destinations))
+            attempt, opened, generation, destinations = json.loads(self._store.get("sync"))
+        self._sync = Sync(attempt, opened, generation, frozenset(destinations))
         self._deadline = time.monotonic() + self.meeting.timeout_seconds
         try:
             if opened != version:
@@ -119,6 +127,15 @@ class Member:
             with self._reaching():
                 _abort(self._store, attempt, error.problems)
             raise
+
+    def announce(self) -> None:
+        """Says that a sender or a receiver begins its life here, in place of whatever was connected before."""
+        self.add("opened")
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Adds to a counter of the meeting and returns it."""
+        with self._reaching():
+            return self._store.add(key, amount)
 
     def push(self, to: str, message: Any) -> None:
         """Leaves a message in the queue of `to`, for this attempt only."""

@@ -21,7 +21,11 @@ from typing import Protocol
 
 import torch
 
+from megagrpo.weights.executors import streams
+from megagrpo.weights.executors.flow import Carrier, FlowReceiver, FlowSender
 from megagrpo.weights.executors.meeting import Meeting
+from megagrpo.weights.executors.process_group import ProcessGroup
+from megagrpo.weights.executors.shared_memory import SharedMemory
 from megagrpo.weights.plan import WeightPlan
 
 
@@ -54,7 +58,8 @@ class Sender(Protocol):
         """Streams what this rank owes to the destinations of the open sync, cast to their dtype; `tensors` are by
         storage name, on any device, and may be changed once this returns.
 
-        Raises: WeightSyncError naming who was waited for, and the bucket; ModelError if `tensors` are not the manifest's.
+        Raises: WeightSyncError naming who was waited for, and the bucket; ModelError if `tensors` are not those of
+        the source's manifest.
         """
         ...
 
@@ -76,18 +81,8 @@ class Receiver(Protocol):
 
 
 def open_sender(way: Way, plan: WeightPlan, source: int, meeting: Meeting, bucket_bytes: int) -> Sender:
-    """The end of the plan's `source`-th training rank."""
-    match way:
-        case Way.SHARED_MEMORY:
-            from megagrpo.weights.executors.shared_memory import SharedMemorySender
-
-            return SharedMemorySender(plan, source, meeting, bucket_bytes)
-        case Way.PROCESS_GROUP:
-            from megagrpo.weights.executors.process_group import ProcessGroupSender
-
-            return ProcessGroupSender(plan, source, meeting, bucket_bytes)
-        case _:
-            raise ValueError(f"no sender for {way}")
+    """The end of the plan's `source`-th training rank. `plan` may be its part of the whole (part_for_source)."""
+    return FlowSender(plan, source, meeting, bucket_bytes, _carrier(way, plan, source, meeting))
 
 
 def open_receiver(
@@ -100,16 +95,19 @@ def open_receiver(
 ) -> Receiver:
     """The end of the plan's `destination`-th engine rank, in its own process: `tensors` are its storages by name.
 
-    Only for ways that write exact shards in place. Raises: ModelError if `tensors` are not the manifest's.
+    Only for ways that write exact shards in place. `plan` may be its part of the whole (part_for_destination).
+
+    Raises: ModelError if `tensors` are not the manifest's.
     """
+    carrier = _carrier(way, plan, streams.destination_party(plan, destination), meeting)
+    return FlowReceiver(plan, destination, tensors, meeting, bucket_bytes, carrier)
+
+
+def _carrier(way: Way, plan: WeightPlan, party: streams.Party, meeting: Meeting) -> Carrier:
     match way:
         case Way.SHARED_MEMORY:
-            from megagrpo.weights.executors.shared_memory import SharedMemoryReceiver
-
-            return SharedMemoryReceiver(plan, destination, tensors, meeting, bucket_bytes)
+            return SharedMemory(meeting.run)
         case Way.PROCESS_GROUP:
-            from megagrpo.weights.executors.process_group import ProcessGroupReceiver
-
-            return ProcessGroupReceiver(plan, destination, tensors, meeting, bucket_bytes)
+            return ProcessGroup(plan, party)
         case _:
-            raise ValueError(f"no receiver in the engine's process for {way}")
+            raise ValueError(f"no carrier of buckets for {way}")

@@ -1,0 +1,136 @@
+"""Buckets between any nodes: point to point in a process group of training ranks and engine ranks (gloo or NCCL).
+
+The group is made in the meeting's store, apart from torch's default group, which Megatron and SGLang each have to
+themselves. It is made again when those who take part have changed or a sync has failed: see Sync.generation.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megagrpo.errors import Problem, WeightSyncError
+from megagrpo.weights.executors import streams
+from megagrpo.weights.executors.flow import SLOTS
+from megagrpo.weights.executors.meeting import Member, Sync
+from megagrpo.weights.executors.streams import Party
+from megagrpo.weights.plan import WeightPlan
+
+
+class ProcessGroup:
+    """Implements Carrier (flow.py) for one party. Each slot is a send of its own, matched by the slot's number."""
+
+    def __init__(self, plan: WeightPlan, party: Party) -> None:
+        self._plan, self._party = plan, party
+        self._group: Any = None
+        self._generation = -1
+        self._rank_of: dict[Party, int] = {}
+        self._device = torch.device("cpu")
+        self._slots: list[torch.Tensor] = []
+        self._landing: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * SLOTS
+        self._landed = 0
+        self._sends: dict[int, Any] = {}
+        self._seconds_left: Callable[[], float] = lambda: 0.0
+
+    def begin(self, sync: Sync, member: Member, device: torch.device, slot_bytes: int) -> None:
+        self._device, self._seconds_left = device, member.seconds_left
+        if self._generation != sync.generation:
+            self.close()
+            parties = [*range(len(self._plan.sources))]
+            parties += [streams.destination_party(self._plan, index) for index in sorted(sync.destinations)]
+            self._rank_of = {party: rank for rank, party in enumerate(parties)}
+            self._roll_call(sync, member)
+            with self._naming(f"{member.name}: process group of {len(parties)} training and engine ranks"):
+                self._group = _connect(sync, member, self._rank_of[self._party], len(parties), device)
+            self._generation = sync.generation
+        if not self._slots or slot_bytes > self._slots[0].numel():
+            self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+
+    def slot(self, index: int) -> torch.Tensor:
+        return self._slots[index]
+
+    def hand_over(self, index: int, parcel_bytes: int, receiver: Party) -> Any:
+        with self._naming(f"sending to {streams.holder_of(self._plan, receiver)}"):
+            self._sends[index] = self._group.send([self._slots[index][:parcel_bytes]], self._rank_of[receiver], index)
+        return index
+
+    def taken(self, index: int, label: str) -> None:
+        with self._naming(label):
+            self._sends.pop(index).wait(self._timeout())
+
+    def fetch(self, sender: Party, parcel_bytes: int, handed_over: Any, label: str) -> Callable[[], torch.Tensor]:
+        index, self._landed = self._landed, (self._landed + 1) % SLOTS
+        if self._landing[index].numel() < parcel_bytes:
+            self._landing[index] = torch.empty(parcel_bytes, dtype=torch.uint8, device=self._device)
+        flat = self._landing[index][:parcel_bytes]
+        with self._naming(label):
+            work = self._group.recv([flat], self._rank_of[sender], handed_over)
+
+        def wait() -> torch.Tensor:
+            with self._naming(label):
+                work.wait(self._timeout())
+            return flat
+
+        return wait
+
+    def close(self) -> None:
+        self._sends.clear()
+        if self._group is not None:
+            self._group.abort()
+        self._group, self._generation = None, -1
+
+    def _roll_call(self, sync: Sync, member: Member) -> None:
+        """Everybody is there before anybody connects: a missing one is named, and an abort is heard."""
+        key = f"group/{sync.generation}/{{}}"
+        member.say(key.format(self._party), True)
+        for party in self._rank_of:
+            member.wait(partial(member.hear, key.format(party)), partial(self._missing, member, party))
+
+    def _missing(self, member: Member, party: Party) -> Problem:
+        return Problem(
+            f"{member.name}: process group for weights",
+            f"{streams.holder_of(self._plan, party)} did not join within {member.meeting.timeout_seconds:g} s",
+            f"all {len(self._rank_of)} training and engine ranks",
+        )
+
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=max(0.001, self._seconds_left()))
+
+    @contextmanager
+    def _naming(self, where: str) -> Iterator[None]:
+        """torch's transports raise RuntimeError for a peer that died and for a timeout."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            fix = "look for what ended or stopped that process"
+            raise WeightSyncError(Problem(where, reason, "both ends alive and connected", fix)) from error
+
+
+def _connect(sync: Sync, member: Member, rank: int, ranks: int, device: torch.device) -> Any:
+    """A group that torch's registry does not know, so that it needs no default group in this process."""
+    store = dist.PrefixStore(f"group/{sync.generation}", member.store)
+    timeout = timedelta(seconds=member.meeting.timeout_seconds)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, ranks, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(member.meeting.host))]
+    return dist.ProcessGroupGloo(store, rank, ranks, options)
+
+
+def _own_address(peer: str) -> str:
+    """The address of this node on the way to `peer`. Nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
