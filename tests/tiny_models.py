@@ -32,6 +32,17 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+
 # family: (transformers config class, its changes to DIMENSIONS)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "head_dim": 14}),
@@ -50,9 +61,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [],
         },
     ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+            "q_lora_rank": 36,
+            "kv_lora_rank": 28,
+            "qk_nope_head_dim": 14,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 20,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 0,
+            "rope_parameters": YARN_ROPE,
+        },
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40}),
 }  # fmt: skip
-WITH_EXPERTS = ("qwen3_moe", "mixtral")
+WITH_EXPERTS = ("qwen3_moe", "deepseek_v3", "mixtral")
 
 
 def make_model(family: str, directory: str | Path, *, seed: int = 0, **changes: Any) -> Path:
@@ -85,6 +118,9 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(1 + 0.2 * noise)
         else:
             parameter.copy_((0.2 if name.endswith("bias") else 0.08) * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
 @torch.no_grad()

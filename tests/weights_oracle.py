@@ -6,13 +6,14 @@ import torch
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
 from megagrpo.weights.families import tensors_of
-from megagrpo.weights.families.architecture import Architecture, Experts, Rope
+from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope, SigmoidRouter
 
 Tensors = dict[str, torch.Tensor]
 
 # family: the module, and its gate, up and down projections
 EXPERT_NAMES = {
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "deepseek_v3": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
 }
 
@@ -33,9 +34,20 @@ def moe_architecture(**changes: object) -> Architecture:
     return architecture(**(moe | changes))
 
 
+def latent_architecture(**changes: object) -> Architecture:
+    """A tiny deepseek_v3 with unequal dimensions: the first layer dense, the others with routed and shared experts."""
+    given = {
+        "family": "deepseek_v3", "qkv_bias": False, "query_groups": 4, "head_dim": 8,
+        "latent": LatentAttention(query_rank=12, key_value_rank=10, plain_dim=6, rotary_dim=2, value_dim=5),
+        "experts": Experts(4, 2, 12, True, SigmoidRouter(2, 1, 2.5), shared_ffn=16, dense_layers=1),
+    }  # fmt: skip
+    return architecture(**(given | changes))
+
+
 def random_checkpoint(arch: Architecture, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
-    return {tensor.name: torch.randn(tensor.shape, generator=generator).to(dtype) for tensor in tensors_of(arch)}
+    values = {tensor.name: torch.randn(tensor.shape, generator=generator) for tensor in tensors_of(arch)}
+    return {name: value if name.endswith("correction_bias") else value.to(dtype) for name, value in values.items()}
 
 
 def rank_tensors(
@@ -79,20 +91,21 @@ def layer_tensors(
     def fc1(gate: torch.Tensor, up: torch.Tensor, shards: int, index: int) -> torch.Tensor:
         return torch.cat([gate.chunk(shards)[index], up.chunk(shards)[index]])
 
-    held = {
-        ("self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"): hf(
-            "input_layernorm.weight"
-        ),
-        "self_attention.linear_qkv.weight": fused("weight"),
-        "self_attention.linear_proj.weight": hf("self_attn.o_proj.weight").chunk(layout.tensor, 1)[where.tensor],
-    }
+    held = {"self_attention.linear_proj.weight": hf("self_attn.o_proj.weight").chunk(layout.tensor, 1)[where.tensor]}
+    if arch.latent is not None:
+        held["input_layernorm.weight"] = hf("input_layernorm.weight")
+        held |= latent_tensors(arch, layout, where, checkpoint, prefix, te)
+    else:
+        norm = "self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"
+        held[norm] = hf("input_layernorm.weight")
+        held["self_attention.linear_qkv.weight"] = fused("weight")
     if arch.qkv_bias:
         held["self_attention.linear_qkv.bias"] = fused("bias")
     if arch.qk_norm:
         held["self_attention.q_layernorm.weight"] = hf("self_attn.q_norm.weight")
         held["self_attention.k_layernorm.weight"] = hf("self_attn.k_norm.weight")
     post = hf("post_attention_layernorm.weight")
-    if arch.experts is None:
+    if f"{prefix}mlp.gate_proj.weight" in checkpoint:
         held["mlp.linear_fc1.layer_norm_weight" if te else "pre_mlp_layernorm.weight"] = post
         gate, up = hf("mlp.gate_proj.weight"), hf("mlp.up_proj.weight")
         held["mlp.linear_fc1.weight"] = fc1(gate, up, layout.tensor, where.tensor)
@@ -101,6 +114,13 @@ def layer_tensors(
     held["pre_mlp_layernorm.weight"] = post
     module, *names_of_projections = EXPERT_NAMES[arch.family]
     held["mlp.router.weight"] = hf(f"{module}.gate.weight")
+    assert arch.experts is not None
+    if arch.experts.router is not None:
+        held["mlp.router.expert_bias"] = hf("mlp.gate.e_score_correction_bias")
+    if arch.experts.shared_ffn:
+        gate, up, down = (hf(f"mlp.shared_experts.{x}_proj.weight") for x in ("gate", "up", "down"))
+        held["mlp.shared_experts.linear_fc1.weight"] = fc1(gate, up, layout.tensor, where.tensor)
+        held["mlp.shared_experts.linear_fc2.weight"] = down.chunk(layout.tensor, 1)[where.tensor]
     here = arch.experts.count // layout.expert
     for local in range(here):
         gate, up, down = (
@@ -115,6 +135,32 @@ def layer_tensors(
         held[f"mlp.experts.{names[0]}"] = fc1(gate, up, *cut)
         held[f"mlp.experts.{names[1]}"] = down.chunk(cut[0], 1)[cut[1]]
     return held
+
+
+def latent_tensors(
+    arch: Architecture, layout: ParallelLayout, where: RankCoordinates, checkpoint: Tensors, prefix: str, te: bool
+) -> Tensors:
+    """The projections of latent attention. Those down to the latents are whole with transformer-engine."""
+
+    def hf(name: str) -> torch.Tensor:
+        return checkpoint[f"{prefix}self_attn.{name}.weight"]
+
+    def cut(weight: torch.Tensor) -> torch.Tensor:
+        return weight.chunk(layout.tensor)[where.tensor]
+
+    down = hf("kv_a_proj_with_mqa")
+    held = {
+        "linear_kv_down_proj.weight": down if te else cut(down),
+        "linear_kv_up_proj.weight": cut(hf("kv_b_proj")),
+        "linear_kv_up_proj.layer_norm_weight" if te else "kv_layernorm.weight": hf("kv_a_layernorm"),
+    }
+    if f"{prefix}self_attn.q_proj.weight" in checkpoint:
+        held["linear_q_proj.weight"] = cut(hf("q_proj"))
+    else:
+        held["linear_q_down_proj.weight"] = hf("q_a_proj") if te else cut(hf("q_a_proj"))
+        held["linear_q_up_proj.weight"] = cut(hf("q_b_proj"))
+        held["linear_q_up_proj.layer_norm_weight" if te else "q_layernorm.weight"] = hf("q_a_layernorm")
+    return {f"self_attention.{name}": tensor for name, tensor in held.items()}
 
 
 def engine_tensors(

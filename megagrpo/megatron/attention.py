@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megagrpo.megatron.buckets import AttentionPlan
 from megagrpo.megatron.packed import PackedSequences
@@ -55,10 +56,62 @@ class PackedAttention(MegatronModule):
         if packed.rotary is None:
             packed.rotary = cosine_and_sine(packed.positions, self.frequencies, query.dtype)
         query, key = rotate(query, *packed.rotary), rotate(key, *packed.rotary)
-        if self.context_group.size() > 1:
-            both = AllGather.apply(torch.cat([key, value], dim=1), self.context_group)
-            key, value = both.chunk(2, dim=1)
+        key, value = gather_context(key, value, self.context_group)
         return attend(query, key, value, packed.plan, self.scale)
+
+
+class PackedLatentAttention(MegatronModule):
+    """core_attention of Megatron's MLASelfAttention, which has rotated queries and keys before it calls this."""
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        softmax_scale: float,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+        self.plain_dim, self.rotary_dim = config.qk_head_dim, config.qk_pos_emb_head_dim
+        self.context_group, self.tensor_group = pg_collection.cp, pg_collection.tp
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {}
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        packed_seq_params: PackedSequences,
+        **_: Any,
+    ) -> torch.Tensor:
+        """query and key [tokens, heads / tensor, head_dim], value [tokens, heads / tensor, value_dim] -> like value."""
+        key, value = gather_context(self.with_whole_gradient(key), value, self.context_group)
+        return attend(query, key, value, packed_seq_params.plan, self.scale)
+
+    def with_whole_gradient(self, key: torch.Tensor) -> torch.Tensor:
+        """The same keys, such that the gradient of their rotary part is summed over the heads of all tensor ranks.
+
+        That part is one for all heads. Megatron gathers it from the column-parallel linear_kv_down_proj, and takes the
+        gradient of each rank's own heads for the whole, silently.
+        """
+        plain, rotary = key.split([self.plain_dim, self.rotary_dim], dim=-1)
+        of_all = copy_to_tensor_model_parallel_region(rotary[:, :1], self.tensor_group)
+        return torch.cat([plain, of_all.expand(-1, key.shape[1], -1)], dim=-1)
+
+
+def gather_context(
+    key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the tokens of all context ranks, one rank after another."""
+    if group.size() == 1:
+        return key, value
+    both = AllGather.apply(torch.cat([key, value], dim=-1), group)
+    key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+    return key, value
 
 
 def attend(

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.options import option_problems
 from megagrpo.recipe.schema import Train
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
 
 __all__ = ["layer_spec", "option_problems", "transformer_config"]
 
@@ -50,11 +50,12 @@ def transformer_config(arch: Architecture, train: Train, dtype: torch.dtype, dev
         | _of_layout(train.layout.parallel())
         | _of_numbers(dtype)
         | _of_recompute(train.recompute)
-        | _of_machine(layer_spec(train, device), device, has_experts=arch.experts is not None)
+        | _of_machine(layer_spec(train, device), device, arch)
         | train.megatron
     )
+    kind = TransformerConfig if arch.latent is None else MLATransformerConfig
     try:
-        return TransformerConfig(**fields)
+        return kind(**fields)
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise RecipeError(
             Problem(
@@ -83,18 +84,61 @@ def _of_architecture(arch: Architecture) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    if arch.experts is None:
-        return fields
+    if arch.latent is not None:
+        fields |= _of_latent_attention(arch.latent, arch.rope)
+    if arch.experts is not None:
+        fields |= _of_experts(arch.experts, arch.layers)
+    return fields
+
+
+def _of_latent_attention(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
+    fields = {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": latent.plain_dim,
+        "qk_pos_emb_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "qk_layernorm": True,  # the norms of the latents
+        "rotary_base": rope.theta,
+    }
+    if rope.yarn is None:
+        return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     return fields | {
-        "num_moe_experts": arch.experts.count,
-        "moe_router_topk": arch.experts.per_token,
-        "moe_ffn_hidden_size": arch.experts.ffn,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope.yarn.factor,
+        "original_max_position_embeddings": rope.yarn.original_max_positions,
+        "beta_fast": rope.yarn.beta_fast,
+        "beta_slow": rope.yarn.beta_slow,
+        "mscale": rope.yarn.mscale,
+        "mscale_all_dim": rope.yarn.mscale_all_dim,
+    }
+
+
+def _of_experts(experts: Experts, layers: int) -> dict[str, Any]:
+    fields = {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_layer_freq": [0] * experts.dense_layers + [1] * (layers - experts.dense_layers),
+        "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
         # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
-        "moe_router_pre_softmax": not arch.experts.normalize_top_k,
+        "moe_router_pre_softmax": not experts.normalize_top_k,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
     }
+    if (router := experts.router) is None:
+        return fields
+    fields |= {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": router.scale,
+    }
+    if router.groups > router.groups_per_token:
+        fields |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.groups_per_token}
+    return fields
 
 
 def _of_layout(layout: ParallelLayout) -> dict[str, Any]:
@@ -138,12 +182,12 @@ def _of_recompute(recompute: Literal["none", "selective", "full"]) -> dict[str, 
             return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _of_machine(spec: LayerSpec, device: str, has_experts: bool) -> dict[str, Any]:
+def _of_machine(spec: LayerSpec, device: str, arch: Architecture) -> dict[str, Any]:
     cuda, fused = device != "cpu", spec == "transformer_engine"
     return {
         "transformer_impl": spec,
-        "moe_grouped_gemm": fused and has_experts,
-        "apply_rope_fusion": fused,
+        "moe_grouped_gemm": fused and arch.experts is not None,
+        "apply_rope_fusion": fused and (arch.latent is None or arch.rope.yarn is not None),
         "bias_activation_fusion": cuda,
         "gradient_accumulation_fusion": cuda and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # apex's
         "use_cpu_initialization": not cuda,

@@ -86,6 +86,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # rotary embeddings over context ranks ask for it
         return factory(*args, **kwargs)
 
     return create
@@ -123,9 +124,12 @@ class _Stream:
 
 
 def _define_names_of_transformer_engine() -> None:
-    """Two modules use names that they import only with transformer-engine: a NameError on any machine without it."""
+    """Three modules use names that are there only with transformer-engine: an error on any machine without it."""
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
+
+    multi_latent_attention.HAVE_TE = False  # true without it: what it imports are stand-ins, which isinstance refuses
 
     moe_utils.te_general_gemm = None  # read by every router
     # CheckpointWithoutOutput (selective recomputation of norms and activations) asks whether fp8 is on.

@@ -37,16 +37,16 @@ def _build_chunk(
     fused = config.transformer_impl == "transformer_engine"
     chunk = GPTModel(
         config,
-        block_spec(config, arch.rope, vp_stage),
+        block_spec(config, arch, vp_stage),
         vocab_size=arch.padded_vocab(layout.tensor),
         max_sequence_length=arch.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
         share_embeddings_and_output_weights=arch.tied_embeddings,
-        position_embedding_type="rope" if fused else "none",  # PackedAttention rotates by itself
+        position_embedding_type="rope" if fused else "none",  # PackedAttention rotates by itself, latent attention too
         vp_stage=vp_stage,
     )
-    if fused:
+    if fused and arch.latent is None:
         # GPTModel's arguments do not reach all of Llama 3's scaling.
         chunk.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim).to(torch.cuda.current_device())
     return chunk
@@ -74,9 +74,15 @@ def unwrapped(chunk: torch.nn.Module) -> GPTModel:
 
 
 def named_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Every parameter of this rank by its name in the weights manifest: chunk{c}.{name in that GPTModel}."""
-    return {
-        f"chunk{index}.{name}": parameter.data
-        for index, chunk in enumerate(chunks)
-        for name, parameter in unwrapped(chunk).named_parameters()
-    }
+    """Every weight of this rank by its name in the weights manifest: chunk{c}.{name in that GPTModel}.
+
+    These are the parameters, and of the buffers the routers' biases.
+    """
+    found = {}
+    for index, chunk in enumerate(map(unwrapped, chunks)):
+        for name, parameter in chunk.named_parameters():
+            found[f"chunk{index}.{name}"] = parameter.data
+        for name, buffer in chunk.named_buffers():
+            if name.endswith("router.expert_bias"):
+                found[f"chunk{index}.{name}"] = buffer
+    return found

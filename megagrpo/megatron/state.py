@@ -6,8 +6,8 @@ that it holds (checkpoint/state_boxes.py). The files are Megatron's dist_checkpo
 checkpoint does not know its layout: any other loads it, for experts too, and with or without the distributed
 optimizer.
 
-Not in it: the learning rate (a function of the step), the reference policy and padding (known from the model), and the
-model's own bfloat16 weights (the main weights, rounded).
+Not in it: the learning rate (a function of the step), the reference policy, routers' biases and padding (known from the
+model), and the model's own bfloat16 weights (the main weights, rounded).
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class TrainingState:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {tensor.name: tensor.shape for tensor in tensors_of(self.architecture)}
+        """Of the checkpoint tensors that are trained."""
+        return {tensor.name: tensor.shape for tensor in tensors_of(self.architecture) if tensor.trained}
 
 
 def save(state: TrainingState, directory: Path) -> tuple[SavedFile, ...]:
@@ -135,6 +136,8 @@ def _held(state: TrainingState) -> Iterator[tuple[Placement, StateShard]]:
     """This rank's placements whose parameters have state here."""
     shards, parameters = shards_of(state.optimizer), parameters_of(state.chunks)
     for placement in state.manifest.placements:
+        if placement.box.tensor not in state.shapes:
+            continue
         shard = shards.get(parameters[placement.storage])
         if shard is not None:
             yield placement, shard
@@ -192,7 +195,8 @@ def _read_common(state: TrainingState, directory: Path) -> dict[str, Any]:
     else:
         if common.get("format") != FORMAT:
             problems.append(Problem(f"format of {directory}", f"{common.get('format')}", f"{FORMAT}"))
-        for tensor in sorted({placement.box.tensor for placement in state.manifest.placements}):
+        held = {placement.box.tensor for placement in state.manifest.placements}
+        for tensor in sorted(held & state.shapes.keys()):
             for key in (f"{name}.{tensor}" for name in STATES):
                 found = tuple(stored[key].global_shape) if key in stored else "nothing"
                 if found != state.shapes[tensor]:

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights.families import architecture_of, read_architecture, tensors_of
-from megagrpo.weights.families.architecture import Experts, Rope
+from megagrpo.weights.families.architecture import Experts, LatentAttention, Rope, SigmoidRouter, Yarn
 from megagrpo.weights.sides import megatron_local
 from tests.tiny_models import FAMILIES, make_model
-from tests.weights_oracle import architecture, moe_architecture
+from tests.weights_oracle import architecture, latent_architecture, moe_architecture
 
 # config.json of published models, as far as it matters here
 LLAMA_3_2_1B: dict[str, Any] = {
@@ -51,6 +51,22 @@ MIXTRAL_8X7B: dict[str, Any] = {
     "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
 }  # fmt: skip
 
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3", "attention_bias": False, "first_k_dense_replace": 3, "hidden_act": "silu",
+    "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+    "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                            "weight_block_size": [128, 128]},
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+    "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+YARN = DEEPSEEK_V3["rope_scaling"]
+
 
 def parameters(config: dict[str, Any]) -> float:
     """Billions of elements in the checkpoint."""
@@ -67,6 +83,7 @@ def test_published_models_have_as_many_parameters_as_they_say() -> None:
     assert parameters(LLAMA_3_2_1B) == pytest.approx(1.2358, abs=1e-4)
     assert parameters(QWEN2_5_7B) == pytest.approx(7.6156, abs=1e-4)
     assert parameters(QWEN3_30B_A3B) == pytest.approx(30.532, abs=1e-3)
+    assert parameters(DEEPSEEK_V3) == pytest.approx(671.026, abs=1e-3)
     assert parameters(MIXTRAL_8X7B) == pytest.approx(46.703, abs=1e-3)
 
 
@@ -95,10 +112,23 @@ def test_defaults_that_transformers_leaves_out() -> None:
     assert architecture_of(QWEN3_30B_A3B).experts == Experts(128, 8, 768, True)
 
 
+def test_deepseek_v3_is_read_as_it_is() -> None:
+    arch = architecture_of(DEEPSEEK_V3)
+    assert arch.rope == Rope(10000.0, yarn=Yarn(40.0, 4096, 32.0, 1.0, 1.0, 1.0))
+    assert arch.latent == LatentAttention(1536, 512, 128, 64, 128)
+    assert arch.experts == Experts(256, 8, 2048, True, SigmoidRouter(8, 4, 2.5), shared_ffn=2048, dense_layers=3)
+    assert (arch.head_dim, arch.query_groups, arch.ffn) == (192, 128, 18432)
+    without = {key: value for key, value in DEEPSEEK_V3.items() if key != "quantization_config"}
+    assert architecture_of(without | {"q_lora_rank": None}).latent == LatentAttention(None, 512, 128, 64, 128)
+    names = {tensor.name for tensor in tensors_of(arch)}
+    assert not any(name.startswith("model.layers.61.") for name in names), "prediction of further tokens"
+    assert sum(name.endswith("e_score_correction_bias") for name in names) == 58
+
+
 @pytest.mark.parametrize(
     ("config", "change", "named"),
     [
-        (LLAMA_3_2_1B, {"model_type": "gemma3"}, "one of llama, mixtral, qwen2, qwen3, qwen3_moe"),
+        (LLAMA_3_2_1B, {"model_type": "gemma3"}, "one of deepseek_v3, llama, mixtral, qwen2, qwen3, qwen3_moe"),
         (LLAMA_3_2_1B, {"model_type": "llama4"}, "did you mean llama?"),
         (LLAMA_3_2_1B, {"model_type": None}, "model_type"),
         (LLAMA_3_2_1B, {"attention_bias": True}, "attention_bias (llama)"),
@@ -120,6 +150,28 @@ def test_defaults_that_transformers_leaves_out() -> None:
         (LLAMA_3_2_1B, {"head_dim": None, "hidden_size": 2050}, "head_dim"),
         (QWEN2_5_7B, {"use_sliding_window": True}, "use_sliding_window (qwen2)"),
         (QWEN2_5_7B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps (deepseek_v3)"),
+        (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave"),
+        (DEEPSEEK_V3, {"num_key_value_heads": 64}, "num_key_value_heads"),
+        (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method"),
+        (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (DEEPSEEK_V3, {"norm_topk_prob": False}, "norm_topk_prob"),
+        (DEEPSEEK_V3, {"first_k_dense_replace": 61}, "first_k_dense_replace"),
+        (DEEPSEEK_V3, {"topk_group": 2}, "topk_group"),
+        (DEEPSEEK_V3, {"n_group": 7}, "n_group"),
+        (DEEPSEEK_V3, {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "num_experts_per_tok"),
+        (DEEPSEEK_V3, {"kv_lora_rank": None}, "kv_lora_rank"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "rope_scaling.attention_factor"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"mscale": None}}, "rope_scaling.mscale"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"type": "llama3"}}, "default or yarn"),
+        (
+            DEEPSEEK_V3,
+            {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 64]}},
+            "quantization_config",
+        ),
         (MIXTRAL_8X7B, {"sliding_window": 4096}, "sliding_window (mixtral)"),
         (MIXTRAL_8X7B, {"num_local_experts": 1}, "at most the number of experts, 1"),
         (QWEN3_30B_A3B, {"mlp_only_layers": [0]}, "mlp_only_layers"),
@@ -169,6 +221,12 @@ def test_the_tensors_are_those_that_transformers_saves(family: str, tmp_path_fac
         (architecture(), ParallelLayout(pipeline=3), ["layers: 4"]),
         (moe_architecture(), ParallelLayout(data=3, expert=3), ["experts: 4"]),
         (moe_architecture(experts=Experts(4, 2, 9, True)), ParallelLayout(2, expert_tensor=2), ["expert ffn: 9"]),
+        (latent_architecture(ffn=30, hidden=48), ParallelLayout(tensor=4), ["ffn: 30"]),
+        (
+            latent_architecture(latent=LatentAttention(13, 9, 6, 2, 5)),
+            ParallelLayout(tensor=2),
+            ["kv_lora_rank + qk_rope_head_dim: 11", "q_lora_rank: 13"],
+        ),
     ],
 )  # fmt: skip
 def test_a_layout_that_does_not_divide_the_model_is_refused(

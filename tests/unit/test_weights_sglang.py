@@ -17,7 +17,14 @@ from megagrpo.weights.families.architecture import Architecture, Experts
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import megatron_local, sglang
 from tests.unit.test_weights_plan import carry_out
-from tests.weights_oracle import architecture, engine_tensors, moe_architecture, random_checkpoint, rank_tensors
+from tests.weights_oracle import (
+    architecture,
+    engine_tensors,
+    latent_architecture,
+    moe_architecture,
+    random_checkpoint,
+    rank_tensors,
+)
 
 
 @st.composite
@@ -92,6 +99,7 @@ def test_sizes_are_those_that_servers_have() -> None:
         (moe_architecture(), {"tensor": 4, "expert": 3}, "cuda", ["a divisor of tensor = 4", "experts: 4"]),
         (moe_architecture(experts=Experts(4, 2, 9, True)), {"tensor": 2}, "cuda", ["expert ffn: 9"]),
         (architecture(family="gpt2"), {"tensor": 1}, "cuda", ["gpt2", "one of llama, qwen2, qwen3, qwen3_moe"]),
+        (latent_architecture(), {"tensor": 1}, "cpu", ["deepseek_v3", "latent attention: unverified"]),
         (moe_architecture(family="mixtral", tied_embeddings=True), {"tensor": 1}, "cuda", ["tied", "head_dim"]),
     ],
 )  # fmt: skip

@@ -13,10 +13,11 @@ from types import ModuleType
 from typing import Any
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.families import llama, mixtral, qwen2, qwen3, qwen3_moe
+from megagrpo.weights.families import deepseek_v3, llama, mixtral, qwen2, qwen3, qwen3_moe
 from megagrpo.weights.families.architecture import Architecture, Tensor
 
 FAMILIES: dict[str, ModuleType] = {
+    "deepseek_v3": deepseek_v3,
     "llama": llama,
     "mixtral": mixtral,
     "qwen2": qwen2,

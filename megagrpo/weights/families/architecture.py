@@ -7,6 +7,18 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """Scaling of a rotary embedding (arXiv:2309.00071), with the two factors of DeepSeek for its magnitude."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary embedding. `llama3` scaling (arXiv:2407.21783) when `factor` is not None."""
 
@@ -15,21 +27,58 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    yarn: Yarn | None = None
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (arXiv:2405.04434): queries, keys and values are projected down, normed and up again.
+
+    A head of queries or keys is `plain_dim` elements without position and `rotary_dim` with it; the rotary part of the
+    keys is one for all heads. `query_rank` is None where queries are projected at once.
+    """
+
+    query_rank: int | None
+    key_value_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class SigmoidRouter:
+    """Routing as in DeepSeek-V3 (arXiv:2412.19437): sigmoid scores, and a bias that chooses experts but weighs none.
+
+    Experts of the best `groups_per_token` of `groups` groups are chosen from; the weights are multiplied by `scale`.
+    """
+
+    groups: int
+    groups_per_token: int
+    scale: float
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture-of-experts layers. Every layer has experts (mixed dense and sparse stacks are refused)."""
+    """Mixture-of-experts layers: all but the first `dense_layers`. A router with softmax scores, or a SigmoidRouter.
+
+    `shared_ffn` is the size of the experts that every token passes, together.
+    """
 
     count: int
     per_token: int
     ffn: int
     normalize_top_k: bool
+    router: SigmoidRouter | None = None
+    shared_ffn: int = 0
+    dense_layers: int = 0
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer with RMSNorm, rotary embedding, grouped-query attention and gated SiLU MLPs."""
+    """A decoder-only transformer with RMSNorm, rotary embedding and gated SiLU MLPs.
+
+    Attention has query groups, or is latent; with latent attention `head_dim` is that of queries and keys.
+    """
 
     family: str
     layers: int
@@ -46,6 +95,12 @@ class Architecture:
     qk_norm: bool
     rope: Rope
     experts: Experts | None = None
+    latent: LatentAttention | None = None
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layer has an MLP, of size `ffn`."""
+        return self.experts is None or self.experts.dense_layers > 0
 
     def padded_vocab(self, tensor: int) -> int:
         """Rows of the embedding after padding, so that `tensor` ranks hold the same number."""
@@ -55,7 +110,9 @@ class Architecture:
 Role = Literal[
     "embedding", "head", "final_norm", "input_norm", "post_attention_norm",
     "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o",
-    "gate", "up", "down", "router", "expert_gate", "expert_up", "expert_down",
+    "q_down", "q_down_norm", "q_up", "kv_down", "kv_down_norm", "kv_up",
+    "gate", "up", "down", "router", "router_bias", "expert_gate", "expert_up", "expert_down",
+    "shared_gate", "shared_up", "shared_down",
 ]  # fmt: skip
 
 
@@ -68,3 +125,12 @@ class Tensor:
     role: Role
     layer: int | None = None
     expert: int | None = None
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has gradients. A router's bias has none: it stays as it was loaded."""
+        return self.role != "router_bias"
+
+    def stored_as(self, dtype: str) -> str:
+        """The dtype of its storage in a model of `dtype`: a router's bias is float32 in every side."""
+        return "float32" if self.role == "router_bias" else dtype

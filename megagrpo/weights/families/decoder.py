@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.families.architecture import Architecture, Tensor
+from megagrpo.weights.families.architecture import Architecture, LatentAttention, Tensor
 
 LayerTensors = Callable[[Architecture, int], Iterator[Tensor]]
 
@@ -16,7 +16,7 @@ def decoder_tensors(arch: Architecture, mlp: LayerTensors) -> tuple[Tensor, ...]
     for layer in range(arch.layers):
         prefix = f"model.layers.{layer}."
         tensors.append(Tensor(prefix + "input_layernorm.weight", (arch.hidden,), "input_norm", layer))
-        tensors += attention(arch, layer)
+        tensors += attention(arch, layer) if arch.latent is None else latent_attention(arch, arch.latent, layer)
         tensors.append(Tensor(prefix + "post_attention_layernorm.weight", (arch.hidden,), "post_attention_norm", layer))
         tensors += mlp(arch, layer)
     tensors.append(Tensor("model.norm.weight", (arch.hidden,), "final_norm"))
@@ -41,6 +41,22 @@ def attention(arch: Architecture, layer: int) -> Iterator[Tensor]:
     yield Tensor(prefix + "o_proj.weight", (arch.hidden, query), "o", layer)
 
 
+def latent_attention(arch: Architecture, latent: LatentAttention, layer: int) -> Iterator[Tensor]:
+    prefix = f"model.layers.{layer}.self_attn."
+    query, rank = arch.heads * arch.head_dim, latent.key_value_rank
+    if latent.query_rank is None:
+        yield Tensor(prefix + "q_proj.weight", (query, arch.hidden), "q", layer)
+    else:
+        yield Tensor(prefix + "q_a_proj.weight", (latent.query_rank, arch.hidden), "q_down", layer)
+        yield Tensor(prefix + "q_a_layernorm.weight", (latent.query_rank,), "q_down_norm", layer)
+        yield Tensor(prefix + "q_b_proj.weight", (query, latent.query_rank), "q_up", layer)
+    yield Tensor(prefix + "kv_a_proj_with_mqa.weight", (rank + latent.rotary_dim, arch.hidden), "kv_down", layer)
+    yield Tensor(prefix + "kv_a_layernorm.weight", (rank,), "kv_down_norm", layer)
+    up = arch.heads * (latent.plain_dim + latent.value_dim)
+    yield Tensor(prefix + "kv_b_proj.weight", (up, rank), "kv_up", layer)
+    yield Tensor(prefix + "o_proj.weight", (arch.hidden, arch.heads * latent.value_dim), "o", layer)
+
+
 def gated_mlp(arch: Architecture, layer: int) -> Iterator[Tensor]:
     prefix = f"model.layers.{layer}.mlp."
     yield Tensor(prefix + "gate_proj.weight", (arch.ffn, arch.hidden), "gate", layer)
@@ -54,8 +70,17 @@ def routed_experts(arch: Architecture, layer: int, module: str, gate: str, up: s
         raise ModelError(Problem(f"{arch.family} without experts", "experts = None", "the number and size of experts"))
     prefix, ffn = f"model.layers.{layer}.{module}.", arch.experts.ffn
     yield Tensor(prefix + "gate.weight", (arch.experts.count, arch.hidden), "router", layer)
+    if arch.experts.router is not None:
+        yield Tensor(prefix + "gate.e_score_correction_bias", (arch.experts.count,), "router_bias", layer)
     for expert in range(arch.experts.count):
         of_expert = f"{prefix}experts.{expert}."
         yield Tensor(f"{of_expert}{gate}.weight", (ffn, arch.hidden), "expert_gate", layer, expert)
         yield Tensor(f"{of_expert}{up}.weight", (ffn, arch.hidden), "expert_up", layer, expert)
         yield Tensor(f"{of_expert}{down}.weight", (arch.hidden, ffn), "expert_down", layer, expert)
+
+
+def shared_experts(arch: Architecture, layer: int, ffn: int) -> Iterator[Tensor]:
+    prefix = f"model.layers.{layer}.mlp.shared_experts."
+    yield Tensor(prefix + "gate_proj.weight", (ffn, arch.hidden), "shared_gate", layer)
+    yield Tensor(prefix + "up_proj.weight", (ffn, arch.hidden), "shared_up", layer)
+    yield Tensor(prefix + "down_proj.weight", (arch.hidden, ffn), "shared_down", layer)

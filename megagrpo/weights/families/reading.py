@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.families.architecture import Architecture, Experts, Rope
+from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope, Yarn
 
 
 class ConfigReader:
@@ -41,8 +41,11 @@ class ConfigReader:
             return 1.0
         return float(value)
 
-    def rope(self) -> Rope:
-        """Rotary embedding: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
+    def rope(self, scaling: Literal["llama3", "yarn"] = "llama3") -> Rope:
+        """Rotary embedding: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
+
+        `scaling` is the kind that the family may have.
+        """
         given = self.config.get("rope_parameters")
         key = "rope_parameters" if given is not None else "rope_scaling"
         parameters = given if given is not None else self.config.get("rope_scaling") or {}
@@ -60,23 +63,52 @@ class ConfigReader:
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind == "default":
             return Rope(theta)
-        if kind != "llama3":
-            self.refuse(f"{key}.rope_type", kind, "default or llama3")
+        if kind != scaling:
+            self.refuse(f"{key}.rope_type", kind, f"default or {scaling}")
             return Rope(theta)
+        factor = self.number(f"{key}.factor", parameters.get("factor"))
+        original = "original_max_position_embeddings"
+        positions = int(self.number(f"{key}.{original}", parameters.get(original, self.config.get(original))))
+        if kind == "yarn":
+            return Rope(theta, yarn=self._yarn(key, parameters, factor, positions))
         return Rope(
             theta,
-            factor=self.number(f"{key}.factor", parameters.get("factor")),
+            factor=factor,
             low_freq_factor=self.number(f"{key}.low_freq_factor", parameters.get("low_freq_factor")),
             high_freq_factor=self.number(f"{key}.high_freq_factor", parameters.get("high_freq_factor")),
-            original_max_positions=int(
-                self.number(
-                    f"{key}.original_max_position_embeddings",
-                    parameters.get(
-                        "original_max_position_embeddings", self.config.get("original_max_position_embeddings")
-                    ),
-                )
-            ),
+            original_max_positions=positions,
         )
+
+    def _yarn(self, key: str, parameters: Mapping[str, Any], factor: float, positions: int) -> Yarn:
+        if parameters.get("attention_factor") is not None:
+            self.refuse(f"{key}.attention_factor", parameters["attention_factor"], "absent: it follows from mscale")
+        if not parameters.get("truncate", True):
+            self.refuse(f"{key}.truncate", False, "true: the range of corrected dimensions in whole numbers")
+        fast = self.number(f"{key}.beta_fast", parameters.get("beta_fast") or 32)
+        slow = self.number(f"{key}.beta_slow", parameters.get("beta_slow") or 1)
+        magnitudes = [parameters.get("mscale"), parameters.get("mscale_all_dim")]
+        if not any(magnitudes):
+            return Yarn(factor, positions, fast, slow)
+        mscale, all_dim = (
+            self.number(f"{key}.{name}", value)
+            for name, value in zip(("mscale", "mscale_all_dim"), magnitudes, strict=True)
+        )
+        return Yarn(factor, positions, fast, slow, mscale, all_dim)
+
+    def refuse_quantization(self) -> None:
+        """All but fp8 weights in blocks of 128 x 128, which are read as what they stand for (sides/checkpoint.py)."""
+        quantization = self.config.get("quantization_config")
+        if not quantization:
+            return
+        found = (
+            {name: quantization.get(name) for name in ("quant_method", "fmt", "weight_block_size")}
+            if isinstance(quantization, Mapping)
+            else {}
+        )
+        if found not in (
+            {"quant_method": "fp8", "fmt": fmt, "weight_block_size": [128, 128]} for fmt in ("e4m3", None)
+        ):
+            self.refuse("quantization_config", quantization, "absent, or fp8 (e4m3) with weight_block_size [128, 128]")
 
     def refuse_sliding_window(self) -> None:
         kinds = set(self.config.get("layer_types") or ["full_attention"])
@@ -98,6 +130,7 @@ class ConfigReader:
         qk_norm: bool = False,
         default_head_dim: int | None = None,
         experts: Experts | None = None,
+        latent: LatentAttention | None = None,
     ) -> Architecture:
         """The numbers that all families share, together with what the family says of itself.
 
@@ -107,11 +140,15 @@ class ConfigReader:
         groups = self.integer("num_key_value_heads", default=heads)
         if heads % groups:
             self.refuse("num_key_value_heads", groups, f"a divisor of num_attention_heads = {heads}")
-        if self.config.get("head_dim") is None and default_head_dim is None and hidden % heads:
+        if latent is not None:
+            head_dim = latent.plain_dim + latent.rotary_dim
+        else:
+            head_dim = self.integer("head_dim", default=default_head_dim or hidden // heads)
+        if latent is None and self.config.get("head_dim") is None and default_head_dim is None and hidden % heads:
             self.refuse("head_dim", None, f"hidden_size = {hidden} does not divide by num_attention_heads = {heads}")
         if (activation := self.config.get("hidden_act", "silu")) != "silu":
             self.refuse("hidden_act", activation, "silu")
-        self.refuse_if_set("quantization_config")
+        self.refuse_quantization()
         self.refuse_sliding_window()
         architecture = Architecture(
             family=self.family,
@@ -120,15 +157,16 @@ class ConfigReader:
             ffn=self.integer("intermediate_size"),
             heads=heads,
             query_groups=groups,
-            head_dim=self.integer("head_dim", default=default_head_dim or hidden // heads),
+            head_dim=head_dim,
             vocab=self.integer("vocab_size"),
             max_positions=self.integer("max_position_embeddings"),
             norm_epsilon=self.number("rms_norm_eps", self.config.get("rms_norm_eps", 1e-6)),
             tied_embeddings=bool(self.config.get("tie_word_embeddings", False)),
             qkv_bias=qkv_bias,
             qk_norm=qk_norm,
-            rope=self.rope(),
+            rope=self.rope("llama3" if latent is None else "yarn"),
             experts=experts,
+            latent=latent,
         )
         if self.problems:
             raise ModelError(self.problems)

@@ -45,7 +45,7 @@ def cut(fused: Iterable[Rows], first: int, count: int) -> Iterator[Rows]:
 
 
 class ManifestBuilder:
-    """Collects storages and what lies in them. All storages have the same dtype."""
+    """Collects storages and what lies in them."""
 
     def __init__(self, holder: str, dtype: str) -> None:
         self._holder = holder
@@ -67,7 +67,9 @@ class ManifestBuilder:
         self._storages[storage] = Storage(storage, (at, *rest), self._dtype)
 
     def whole(self, storage: str, tensor: Tensor) -> None:
+        """A storage that is a checkpoint tensor, in the dtype that it has in every side (Tensor.stored_as)."""
         self.rows(storage, [all_rows(tensor)], tensor.shape[1:])
+        self._storages[storage] = Storage(storage, tensor.shape, tensor.stored_as(self._dtype))
 
     def columns(self, storage: str, tensor: Tensor, index: int, shards: int, padded: int | None = None) -> None:
         """A storage that is the `index`-th of `shards` equal runs of columns (axis 1) of a matrix.

@@ -144,10 +144,13 @@ def _json(path: Path, text: bytes) -> dict[str, Any]:
 def new_files(arch: Architecture, dtype: str | Mapping[str, str], file_bytes: int) -> tuple[Manifest, ...]:
     """The files of a checkpoint to be written: the tensors in model order, in files of at most `file_bytes` each.
 
-    `dtype` is that of all tensors, or says it for each. A tensor larger than `file_bytes` has a file of its own. One
-    file is called model.safetensors, several are numbered.
+    `dtype` is that of the model, or says it for each tensor. A tensor larger than `file_bytes` has a file of its own.
+    One file is called model.safetensors, several are numbered.
     """
-    dtypes = {tensor.name: dtype if isinstance(dtype, str) else dtype[tensor.name] for tensor in tensors_of(arch)}
+    dtypes = {
+        tensor.name: tensor.stored_as(dtype) if isinstance(dtype, str) else dtype[tensor.name]
+        for tensor in tensors_of(arch)
+    }
     groups: list[list[Tensor]] = []
     size = file_bytes
     for tensor in tensors_of(arch):

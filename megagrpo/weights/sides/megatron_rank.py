@@ -20,13 +20,18 @@ from megagrpo.weights.sides.roles import LayerTensors, Roles, model_tensors
 
 @dataclass(frozen=True)
 class SpecNames:
-    """Parameter names, within a layer, that depend on the layer spec. `{expert}` is the index on this rank."""
+    """What depends on the layer spec: parameter names within a layer, where `{expert}` is the index on this rank."""
 
     input_norm: str
+    latent_input_norm: str
+    query_latent_norm: str
+    key_value_latent_norm: str
     post_attention_norm: str
     pre_experts_norm: str
     expert_fc1: str
     expert_fc2: str
+    cuts_latents: bool
+    """Whether the projections down to the latents are cut over tensor ranks, or whole on each of them."""
 
 
 def manifest_of_rank(
@@ -36,7 +41,7 @@ def manifest_of_rank(
 
     Raises: ModelError if the model cannot be split in this way.
     """
-    if problems := split_problems(arch, layout):
+    if problems := split_problems(arch, layout, names):
         raise ModelError(problems)
     rank = _Rank(arch, layout, where, names, ManifestBuilder(f"train rank {where.rank}", dtype))
     for chunk in range(layout.virtual_pipeline):
@@ -44,19 +49,27 @@ def manifest_of_rank(
     return rank.builder.build()
 
 
-def split_problems(arch: Architecture, layout: ParallelLayout) -> list[Problem]:
+def split_problems(arch: Architecture, layout: ParallelLayout, names: SpecNames) -> list[Problem]:
     """Every size of the model that these parallel sizes do not divide."""
     tensor, stages = layout.tensor, layout.pipeline * layout.virtual_pipeline
     rules: list[tuple[str, int, str, int]] = [
         ("attention heads", arch.heads, "tensor", tensor),
         ("layers", arch.layers, "pipeline x virtual_pipeline", stages),
-        ("rows of q, k and v together", (arch.heads + 2 * arch.query_groups) * arch.head_dim, "tensor", tensor),
     ]
-    if arch.experts is None:
+    if (latent := arch.latent) is None:
+        rules.append(
+            ("rows of q, k and v together", (arch.heads + 2 * arch.query_groups) * arch.head_dim, "tensor", tensor)
+        )
+    elif names.cuts_latents:
+        rules.append(("kv_lora_rank + qk_rope_head_dim", latent.key_value_rank + latent.rotary_dim, "tensor", tensor))
+        if latent.query_rank is not None:
+            rules.append(("q_lora_rank", latent.query_rank, "tensor", tensor))
+    if arch.has_dense_layers:
         rules.append(("ffn", arch.ffn, "tensor", tensor))
-    else:
+    if arch.experts is not None:
         rules.append(("experts", arch.experts.count, "expert", layout.expert))
         rules.append(("expert ffn", arch.experts.ffn, "expert_tensor", layout.expert_tensor))
+        rules.append(("ffn of the shared experts", arch.experts.shared_ffn, "tensor", tensor))
     found = [
         Problem(f"{arch.family} over {axis} = {size}", f"{what}: {given}", f"a multiple of {size}")
         for what, given, axis, size in rules
@@ -93,7 +106,10 @@ class _Rank:
         for local, layer in enumerate(chunk_layers):
             in_layer = f"{prefix}decoder.layers.{local}."
             held = model.layers[layer]
-            self.add_attention(in_layer, held.roles)
+            if arch.latent is None:
+                self.add_attention(in_layer, held.roles)
+            else:
+                self.add_latent_attention(in_layer, held.roles)
             if held.experts:
                 self.add_experts(in_layer, held)
             else:
@@ -124,6 +140,30 @@ class _Rank:
             build.whole(attention + "k_layernorm.weight", layer["k_norm"])
         build.columns(attention + "linear_proj.weight", layer["o"], self.where.tensor, self.layout.tensor)
 
+    def add_latent_attention(self, prefix: str, layer: Roles) -> None:
+        self.builder.whole(prefix + self.names.latent_input_norm, layer["input_norm"])
+        attention = prefix + "self_attention."
+        if "q" in layer:
+            self.add_rows(attention + "linear_q_proj.weight", layer["q"])
+        else:
+            self.add_latent(attention + "linear_q_down_proj.weight", layer["q_down"])
+            self.builder.whole(attention + self.names.query_latent_norm, layer["q_down_norm"])
+            self.add_rows(attention + "linear_q_up_proj.weight", layer["q_up"])
+        self.add_latent(attention + "linear_kv_down_proj.weight", layer["kv_down"])
+        self.builder.whole(attention + self.names.key_value_latent_norm, layer["kv_down_norm"])
+        self.add_rows(attention + "linear_kv_up_proj.weight", layer["kv_up"])
+        self.builder.columns(attention + "linear_proj.weight", layer["o"], self.where.tensor, self.layout.tensor)
+
+    def add_latent(self, storage: str, tensor: Tensor) -> None:
+        if self.names.cuts_latents:
+            self.add_rows(storage, tensor)
+        else:
+            self.builder.whole(storage, tensor)
+
+    def add_rows(self, storage: str, tensor: Tensor) -> None:
+        """This tensor rank's run of rows."""
+        self.builder.rows(storage, [shard(tensor, self.where.tensor, self.layout.tensor)], tensor.shape[1:])
+
     def qkv(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Rows]:
         """This rank's rows of the fused projection: for each query group its queries, its key and its value.
 
@@ -141,17 +181,25 @@ class _Rank:
         return cut(fused, self.where.tensor * count, count)
 
     def add_mlp(self, prefix: str, layer: Roles) -> None:
-        index, shards = self.where.tensor, self.layout.tensor
         self.builder.whole(prefix + self.names.post_attention_norm, layer["post_attention_norm"])
-        fc1 = [shard(layer["gate"], index, shards), shard(layer["up"], index, shards)]
-        self.builder.rows(prefix + "mlp.linear_fc1.weight", fc1, (self.arch.hidden,))
-        self.builder.columns(prefix + "mlp.linear_fc2.weight", layer["down"], index, shards)
+        self.add_gated(prefix + "mlp.", layer["gate"], layer["up"], layer["down"])
+
+    def add_gated(self, prefix: str, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        index, shards = self.where.tensor, self.layout.tensor
+        fc1 = [shard(gate, index, shards), shard(up, index, shards)]
+        self.builder.rows(prefix + "linear_fc1.weight", fc1, (self.arch.hidden,))
+        self.builder.columns(prefix + "linear_fc2.weight", down, index, shards)
 
     def add_experts(self, prefix: str, layer: LayerTensors) -> None:
         index, shards = self.where.expert_tensor, self.layout.expert_tensor
         here = len(layer.experts) // self.layout.expert
         self.builder.whole(prefix + self.names.pre_experts_norm, layer.roles["post_attention_norm"])
         self.builder.whole(prefix + "mlp.router.weight", layer.roles["router"])
+        if "router_bias" in layer.roles:
+            self.builder.whole(prefix + "mlp.router.expert_bias", layer.roles["router_bias"])
+        if "shared_gate" in layer.roles:
+            shared = (layer.roles["shared_gate"], layer.roles["shared_up"], layer.roles["shared_down"])
+            self.add_gated(prefix + "mlp.shared_experts.", *shared)
         for local in range(here):
             expert = layer.experts[self.where.expert * here + local]
             fc1 = [shard(expert["expert_gate"], index, shards), shard(expert["expert_up"], index, shards)]

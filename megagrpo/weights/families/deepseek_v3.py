@@ -1,0 +1,93 @@
+"""DeepSeek-V3 and R1 (`DeepseekV3ForCausalLM`): latent attention, first layers dense, then routed and shared experts.
+
+The layers for multi-token prediction that follow the model's own in published checkpoints (num_nextn_predict_layers)
+are not part of it here: no side holds them, and sides/checkpoint.py lists them (`extra_tensors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, SigmoidRouter, Tensor
+from megagrpo.weights.families.decoder import decoder_tensors, gated_mlp, routed_experts, shared_experts
+from megagrpo.weights.families.reading import ConfigReader
+
+NORM_EPSILON = 1e-6
+"""Of the norms inside latent attention, whatever rms_norm_eps says (transformers, and the model's own code)."""
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    read = ConfigReader(config)
+    read.refuse_if_set("attention_bias")
+    if config.get("rms_norm_eps", NORM_EPSILON) != NORM_EPSILON:
+        read.refuse("rms_norm_eps", config["rms_norm_eps"], f"{NORM_EPSILON:g}, as the norms inside attention have")
+    if config.get("rope_interleave", True) is not True:
+        read.refuse("rope_interleave", config["rope_interleave"], "true: rotary elements in pairs of neighbours")
+    heads = read.integer("num_attention_heads")
+    if config.get("num_key_value_heads", heads) != heads:
+        read.refuse("num_key_value_heads", config["num_key_value_heads"], f"num_attention_heads = {heads}")
+    latent = LatentAttention(
+        query_rank=None if config.get("q_lora_rank") is None else read.integer("q_lora_rank"),
+        key_value_rank=read.integer("kv_lora_rank"),
+        plain_dim=read.integer("qk_nope_head_dim"),
+        rotary_dim=read.integer("qk_rope_head_dim"),
+        value_dim=read.integer("v_head_dim"),
+    )
+    return read.architecture(latent=latent, experts=_read_experts(read))
+
+
+def _read_experts(read: ConfigReader) -> Experts:
+    config = read.config
+    for key, usual in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        if config.get(key, usual) != usual:
+            read.refuse(key, config[key], str(usual))
+    if not config.get("norm_topk_prob", True):
+        read.refuse("norm_topk_prob", False, "true: weights of the chosen experts that add up to 1")
+    layers, dense = read.integer("num_hidden_layers"), config.get("first_k_dense_replace", 3)
+    if not isinstance(dense, int) or not 0 <= dense < layers:
+        read.refuse("first_k_dense_replace", dense, f"a number of layers below num_hidden_layers = {layers}")
+        dense = 0
+    ffn = read.integer("moe_intermediate_size")
+    experts = Experts(
+        count=read.integer("n_routed_experts", "num_local_experts"),
+        per_token=read.integer("num_experts_per_tok"),
+        ffn=ffn,
+        normalize_top_k=True,
+        router=SigmoidRouter(
+            groups=read.integer("n_group"),
+            groups_per_token=read.integer("topk_group"),
+            scale=read.number("routed_scaling_factor", config.get("routed_scaling_factor")),
+        ),
+        shared_ffn=ffn * read.integer("n_shared_experts"),
+        dense_layers=dense,
+    )
+    read.refuse_too_many_per_token(experts)
+    if experts.per_token == 1:
+        read.refuse("num_experts_per_tok", 1, "at least 2: Megatron does not normalize the weight of a single one")
+    _refuse_groups(read, experts)
+    return experts
+
+
+def _refuse_groups(read: ConfigReader, experts: Experts) -> None:
+    """Megatron scores a group by its best per_token / groups_per_token experts, DeepSeek by its best two."""
+    router = experts.router
+    if router is None or router.groups == router.groups_per_token:
+        return
+    if experts.count % router.groups or router.groups_per_token > router.groups:
+        read.refuse("n_group", router.groups, f"a divisor of n_routed_experts = {experts.count}, at least topk_group")
+    elif experts.per_token != 2 * router.groups_per_token:
+        read.refuse("topk_group", router.groups_per_token, f"num_experts_per_tok / 2 = {experts.per_token / 2:g}")
+
+
+def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
+    return decoder_tensors(arch, _feed_forward)
+
+
+def _feed_forward(arch: Architecture, layer: int) -> Iterator[Tensor]:
+    experts = arch.experts
+    if experts is None or layer < experts.dense_layers:
+        yield from gated_mlp(arch, layer)
+        return
+    yield from routed_experts(arch, layer, "mlp", "gate_proj", "up_proj", "down_proj")
+    yield from shared_experts(arch, layer, experts.shared_ffn)
