@@ -42,15 +42,18 @@ def logits_of_families(
     """For each model, this rank's logits of its part of `microbatches[m][sequence][token]`; None on earlier stages."""
     process.start_parallel(layout, seed=1)
     try:
-        return [_logits(directory, layout, microbatches, getattr(torch, dtype)) for directory in directories]
+        return [
+            logits_of_chunks(load_model(directory, layout, getattr(torch, dtype))[0], layout, microbatches)
+            for directory in directories
+        ]
     finally:
         process.stop_parallel()
 
 
-def _logits(
-    directory: Path, layout: ParallelLayout, microbatches: list[list[list[int]]], dtype: torch.dtype
+def logits_of_chunks(
+    chunks: list[torch.nn.Module], layout: ParallelLayout, microbatches: list[list[list[int]]]
 ) -> RankLogits | None:
-    chunks, _ = load_model(directory, layout, dtype)
+    """What this rank's model chunks compute of its part of the microbatches; None on earlier stages."""
     outputs: list[tuple[torch.Tensor, PackedTensors]] = []
 
     def forward_step(batches: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:

@@ -1,0 +1,97 @@
+"""Writes a Hugging Face model directory, a layer at a time: each tensor at its place in files laid out beforehand."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megagrpo.convert.job import Unit
+from megagrpo.convert.progress import Advance
+from megagrpo.convert.source import Source, pieces, whole
+from megagrpo.weights.boxes import ITEM_BYTES
+from megagrpo.weights.executors.checkpoint_export import lay_out, write_all
+from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.sides import checkpoint
+from megagrpo.weights.views import torch_dtype
+
+PIECE_BYTES = 64 * 1024**2
+"""Read, cast and written at once."""
+
+
+class HuggingFaceTarget:
+    """safetensors files with their index, the model's config with the dtype, its tokenizer and generation config."""
+
+    def __init__(self, source: Source, dtype: str | None, file_bytes: int) -> None:
+        """`dtype` is that of the model; None keeps each tensor's own."""
+        self._source = source
+        self._dtypes = source.dtypes_as(dtype)
+        self._files = checkpoint.new_files(source.architecture, self._dtypes, file_bytes)
+        self._entries = {
+            name: (file.holder, entry) for file in self._files for name, entry in checkpoint.header_of(file)[1].items()
+        }
+        self._units = _by_layer(source.tensors)
+        self.units: Sequence[Unit] = [
+            Unit(name, sum(self._bytes(tensor) for tensor in tensors)) for name, tensors in self._units
+        ]
+
+    def begin(self, directory: Path) -> None:
+        lay_out(directory, self._files, self._source.model_directory, self.main_dtype)
+
+    def write(self, index: int, directory: Path, advance: Advance) -> Any:
+        _, tensors = self._units[index]
+        expert = None
+        opened: dict[str, int] = {}
+        try:
+            for tensor in tensors:
+                if tensor.expert != expert:
+                    self._source.forget()
+                    expert = tensor.expert
+                file, entry = self._entries[tensor.name]
+                if file not in opened:
+                    opened[file] = os.open(directory / file, os.O_WRONLY)
+                self._write_tensor(opened[file], entry, tensor, advance)
+            for descriptor in opened.values():
+                os.fsync(descriptor)
+        finally:
+            self._source.forget()
+            for descriptor in opened.values():
+                os.close(descriptor)
+        return None
+
+    def finish(self, directory: Path, written: Sequence[Any]) -> None:
+        """Nothing is left to do: the files were whole before their values came."""
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype of most bytes."""
+        sizes: Counter[str] = Counter()
+        for tensor in self._source.tensors:
+            sizes[self._dtypes[tensor.name]] += self._bytes(tensor)
+        return sizes.most_common(1)[0][0]
+
+    def _write_tensor(self, descriptor: int, entry: checkpoint.Entry, tensor: Tensor, advance: Advance) -> None:
+        dtype = self._dtypes[tensor.name]
+        item_bytes = ITEM_BYTES[dtype]
+        row_bytes = math.prod(tensor.shape[1:]) * item_bytes
+        for box in pieces(whole(tensor), item_bytes, PIECE_BYTES):
+            values = self._source.read(box).to(torch_dtype(dtype))
+            data = values.view(-1).view(torch.uint8).numpy().data
+            write_all(descriptor, data, entry.begin + (box.start[0] * row_bytes if box.start else 0))
+            advance(len(data))
+
+    def _bytes(self, tensor: Tensor) -> int:
+        return math.prod(tensor.shape) * ITEM_BYTES[self._dtypes[tensor.name]]
+
+
+def _by_layer(tensors: Sequence[Tensor]) -> list[tuple[str, list[Tensor]]]:
+    """The tensors of each layer together, experts in order; those outside layers one by one."""
+    units: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        units.setdefault(tensor.name if tensor.layer is None else f"layer {tensor.layer}", []).append(tensor)
+    return list(units.items())

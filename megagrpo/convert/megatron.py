@@ -1,0 +1,144 @@
+"""Writes a checkpoint that Megatron-LM loads in any layout (--load DIR --finetune, format torch_dist), layer by layer.
+
+latest_checkpointed_iteration.txt
+iter_0000000/       tensors (.metadata, *.distcp), arguments (common.pt), the name of the format (metadata.json)
+hugging_face/       config and tokenizer, with which megagrpo reads it again
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megagrpo.convert.job import Unit
+from megagrpo.convert.megatron_arguments import arguments
+from megagrpo.convert.progress import Advance
+from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, pieces
+from megagrpo.convert.torch_writer import TorchFile, Written, write_metadata
+from megagrpo.weights.boxes import ITEM_BYTES, Placement
+from megagrpo.weights.executors.checkpoint_export import lay_out
+from megagrpo.weights.sides import torch_dist
+from megagrpo.weights.sides.torch_dist import Chunk
+from megagrpo.weights.views import box_view, torch_dtype
+
+ITERATION = "iter_0000000"
+CHUNK_BYTES = 256 * 1024**2
+"""A larger parameter is stored in several chunks."""
+PIECE_BYTES = 64 * 1024**2
+"""Read at once."""
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+class MegatronTarget:
+    """One .distcp file for each layer, and one for each parameter outside of layers."""
+
+    def __init__(self, source: Source, dtype: str | None) -> None:
+        """`dtype` is that of the model; None keeps each tensor's own."""
+        self._source = source
+        self._manifest = torch_dist.manifest(source.architecture, source.dtypes_as(dtype))
+        self._units = _by_layer(torch_dist.chunks(self._manifest))
+        self.units: Sequence[Unit] = [
+            Unit(name, sum(self._bytes(chunk) for chunk in chunks)) for name, chunks in self._units
+        ]
+
+    def begin(self, directory: Path) -> None:
+        (directory / ITERATION).mkdir()
+        (directory / COMPANION_MODEL).mkdir()
+        lay_out(directory / COMPANION_MODEL, (), self._source.model_directory, self._main_dtype())
+
+    def write(self, index: int, directory: Path, advance: Advance) -> Any:
+        written = []
+        with TorchFile(directory / ITERATION / f"__{index}_0.distcp") as file:
+            for chunk in self._units[index][1]:
+                for part in _parts(chunk, self._item_bytes(chunk)):
+                    values = self._assemble(part)
+                    written.append(file.add(part.key, part.start, values).as_json())
+                    advance(values.nbytes)
+                self._source.forget()
+        return written
+
+    def finish(self, directory: Path, written: Sequence[Any]) -> None:
+        path = directory / ITERATION
+        entries = [Written.from_json(values) for of_unit in written for values in of_unit]
+        with TorchFile(path / f"__{len(self._units)}_0.distcp") as file:
+            entries += [file.add_object(key, None) for key in torch_dist.extra_states(self._manifest)]
+        write_metadata(path, self._manifest.storages, entries)
+        common = {
+            "args": Namespace(**arguments(self._source.architecture)),
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+        }
+        with (path / "common.pt").open("wb") as stream:
+            torch.save(common, stream)
+        (path / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
+        (directory / TRACKER).write_text("0", encoding="utf-8")
+
+    def _assemble(self, part: Chunk) -> torch.Tensor:
+        """The values of a part: from the source, cast, and fused as Megatron fuses them."""
+        dtype = torch_dtype(self._manifest.storages[part.key].dtype)
+        values = torch.empty(part.shape, dtype=dtype)
+        for placement in part.placements:
+            at = tuple(a - s for a, s in zip(placement.at, part.start, strict=True))
+            local = replace(placement, at=at)
+            for box in pieces(placement.box, dtype.itemsize, PIECE_BYTES):
+                box_view(values, local.part(box)).copy_(self._source.read(box))
+        return values
+
+    def _item_bytes(self, chunk: Chunk) -> int:
+        return ITEM_BYTES[self._manifest.storages[chunk.key].dtype]
+
+    def _bytes(self, chunk: Chunk) -> int:
+        return math.prod(chunk.shape) * self._item_bytes(chunk)
+
+    def _main_dtype(self) -> str:
+        storages = self._manifest.storages.values()
+        return max(storages, key=lambda storage: math.prod(storage.shape) * ITEM_BYTES[storage.dtype]).dtype
+
+
+def _by_layer(chunks: Sequence[Chunk]) -> list[tuple[str, list[Chunk]]]:
+    units: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        units.setdefault(chunk.key if chunk.layer is None else f"layer {chunk.layer}", []).append(chunk)
+    return list(units.items())
+
+
+def _parts(chunk: Chunk, item_bytes: int) -> Iterator[Chunk]:
+    """The chunk as runs of rows of at most CHUNK_BYTES."""
+    axis = sum(index is None for index in chunk.placements[0].axes)
+    step = max(1, CHUNK_BYTES // (math.prod(chunk.shape[axis + 1 :]) * item_bytes))
+    for low in range(0, chunk.shape[axis], step):
+        count = min(step, chunk.shape[axis] - low)
+        yield Chunk(
+            chunk.key,
+            (*chunk.start[:axis], low, *chunk.start[axis + 1 :]),
+            (*chunk.shape[:axis], count, *chunk.shape[axis + 1 :]),
+            chunk.layer,
+            tuple(part for whole in chunk.placements for part in _rows(whole, axis, low, count)),
+        )
+
+
+def _rows(placement: Placement, axis: int, low: int, count: int) -> Iterator[Placement]:
+    """The part of a placement in local rows low .. low + count."""
+    box, of_box = placement.box, placement.axes[axis]
+    if of_box is None:
+        raise ValueError(f"axis {axis} of {placement.storage} is not one of {box.tensor}")
+    first = max(low, placement.at[axis])
+    end = min(low + count, placement.at[axis] + box.shape[of_box])
+    if first < end:
+        start, shape = list(box.start), list(box.shape)
+        start[of_box] += first - placement.at[axis]
+        shape[of_box] = end - first
+        yield placement.part(replace(box, start=tuple(start), shape=tuple(shape)))

@@ -1,0 +1,181 @@
+"""Reads parts of tensors from the files of torch.distributed.checkpoint (.metadata and .distcp), in one process.
+
+Megatron's torch_dist is this format, and so are the tensors of our own checkpoints. Only what a part needs is read:
+the stored chunks that it meets, one after another.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _create_file_view
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from megagrpo.errors import CheckpointError, Problem
+from megagrpo.weights.boxes import Storage
+
+METADATA = ".metadata"
+KNOWN = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "StorageMeta",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+}
+"""All that a list of contents is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A part of a tensor as one writer wrote it, at bytes offset .. offset + length of a file."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+class TorchCheckpoint:
+    """The tensors of one directory. Keeps the chunks that were read until `forget`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises CheckpointError if the list of contents cannot be read, or a file is missing or cut short."""
+        self.directory = directory
+        metadata = _read_metadata(directory / METADATA)
+        self.tensors: dict[str, Storage] = {}
+        self._chunks: dict[str, tuple[StoredChunk, ...]] = {}
+        self._kept: dict[tuple[str, int], torch.Tensor] = {}
+        for key, stored in metadata.state_dict_metadata.items():
+            if isinstance(stored, TensorStorageMetadata):
+                dtype = str(stored.properties.dtype).removeprefix("torch.")
+                self.tensors[key] = Storage(key, tuple(stored.size), dtype)
+                self._chunks[key] = tuple(self._stored_chunks(metadata, key, stored))
+        self._check_files()
+
+    @property
+    def files(self) -> list[Path]:
+        """The list of contents and every file that tensors lie in."""
+        names = {chunk.file for chunks in self._chunks.values() for chunk in chunks}
+        return [self.directory / METADATA, *(self.directory / name for name in sorted(names))]
+
+    def read(self, key: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """Elements start[i] .. start[i] + shape[i] of a tensor. Raises CheckpointError."""
+        values = torch.empty(shape, dtype=getattr(torch, self.tensors[key].dtype))
+        written = 0
+        for chunk in self._chunks[key]:
+            low = tuple(map(max, start, chunk.start))
+            high = tuple(min(a + n, b + m) for a, n, b, m in zip(start, shape, chunk.start, chunk.shape, strict=True))
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                into = values[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))]
+                come = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, chunk.start, strict=True))
+                into.copy_(self._load(key, chunk)[come])
+                written += into.numel()
+        if written != values.numel():
+            given = f"{written} of the {values.numel()} elements of {list(shape)} from {list(start)}"
+            raise CheckpointError(Problem(f"{self.directory}: {key}", given, "each element in one stored chunk"))
+        return values
+
+    def forget(self) -> None:
+        """Frees the chunks that were kept."""
+        self._kept.clear()
+
+    def _load(self, key: str, chunk: StoredChunk) -> torch.Tensor:
+        kept = self._kept.get((chunk.file, chunk.offset))
+        if kept is None:
+            try:
+                with (self.directory / chunk.file).open("rb") as file:
+                    view: IO[bytes] = _create_file_view(file, chunk.offset, chunk.length)
+                    kept = torch.load(view, map_location="cpu", weights_only=True)
+            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                where = f"{self.directory / chunk.file}: {key}"
+                raise CheckpointError(Problem(where, f"{type(error).__name__}: {error}", "a stored tensor")) from error
+            if not isinstance(kept, torch.Tensor) or tuple(kept.shape) != chunk.shape:
+                given = f"{list(kept.shape)}" if isinstance(kept, torch.Tensor) else type(kept).__name__
+                raise CheckpointError(Problem(f"{self.directory / chunk.file}: {key}", given, f"{list(chunk.shape)}"))
+            self._kept[chunk.file, chunk.offset] = kept
+        return kept
+
+    def _stored_chunks(self, metadata: Metadata, key: str, stored: TensorStorageMetadata) -> list[StoredChunk]:
+        chunks = []
+        for chunk in stored.chunks:
+            info = (metadata.storage_data or {}).get(MetadataIndex(key, chunk.offsets))
+            if info is None:
+                where = f"{self.directory / METADATA}: {key}"
+                raise CheckpointError(Problem(where, f"no file for the chunk at {list(chunk.offsets)}"))
+            if getattr(info, "transform_descriptors", None):
+                given = ", ".join(info.transform_descriptors)
+                raise CheckpointError(Problem(f"{self.directory}: {key}", f"transformed by {given}", "plain tensors"))
+            name, offset, length = info.relative_path, info.offset, info.length
+            chunks.append(StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), name, offset, length))
+        return chunks
+
+    def _check_files(self) -> None:
+        needed: dict[str, int] = {}
+        for chunks in self._chunks.values():
+            for chunk in chunks:
+                needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.offset + chunk.length)
+        problems = []
+        for name, size in sorted(needed.items()):
+            path = self.directory / name
+            given = path.stat().st_size if path.is_file() else None
+            if given is None or given < size:
+                problems.append(
+                    Problem(str(path), "no such file" if given is None else f"{given} bytes", f"{size} bytes")
+                )
+        if problems:
+            raise CheckpointError(problems)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes nothing but what is KNOWN, so that a file from elsewhere cannot run code.
+
+    What Megatron adds, its save plans, is not needed here.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in KNOWN.get(module, ()):
+            return super().find_class(module, name)
+        named = getattr(torch, name, None) if module == "torch" else None
+        return named if isinstance(named, torch.dtype) else _Unknown
+
+
+class _Unknown:
+    """Stands in for an object of any other class."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    def __setitem__(self, *_: Any) -> None:
+        pass
+
+    def append(self, _: Any) -> None:
+        pass
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except OSError as error:
+        raise CheckpointError(Problem(str(path), error.strerror or str(error))) from error
+    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ImportError, ValueError) as error:
+        raise CheckpointError(Problem(str(path), str(error), "a file of torch.distributed.checkpoint")) from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(Problem(str(path), type(metadata).__name__, "a file of torch.distributed.checkpoint"))
+    return metadata

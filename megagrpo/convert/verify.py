@@ -1,0 +1,129 @@
+"""Are two checkpoints the same model, element by element? Of whatever kind each is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megagrpo.convert.progress import Advance, bar
+from megagrpo.convert.source import Source, open_source, pieces, whole
+from megagrpo.weights.boxes import ITEM_BYTES
+from megagrpo.weights.digest import BITS
+from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.views import torch_dtype
+
+CONFIG = "config.json"
+PIECE_BYTES = 64 * 1024**2
+"""Of one side, compared at once."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that is not the same. `largest` is None where values cannot be compared."""
+
+    tensor: str
+    what: str
+    largest: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`left_out`: tensors that only one of them has and that are not of the model, by checkpoint."""
+
+    tensors: int
+    bytes: int
+    differences: tuple[Difference, ...]
+    left_out: tuple[tuple[Path, tuple[str, ...]], ...]
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of two values anywhere; NaN against a number counts as infinite."""
+        return max((found.largest for found in self.differences if found.largest is not None), default=0.0)
+
+
+@torch.no_grad()
+def verify(first: Path, second: Path, *, model: Path | None = None, dtype: str | None = None) -> Comparison:
+    """Compares every tensor of the model bit by bit; `dtype`: after a cast of both to it.
+
+    A checkpoint without a config is read with that of `model`, or else of the other one. Raises: ModelError or
+    CheckpointError if one of them is not whole.
+    """
+    left, right = (_open(first, second, model), _open(second, first, model))
+    shapes = {tensor.name: tensor for tensor in right.tensors}
+    differences: list[Difference] = []
+    total = sum(_bytes(left, tensor) for tensor in left.tensors)
+    with bar(f"{first.name} and {second.name}", total) as advance:
+        for tensor in left.tensors:
+            other = shapes.pop(tensor.name, None)
+            if other is None:
+                differences.append(Difference(tensor.name, f"only in {first}"))
+            elif other.shape != tensor.shape:
+                differences.append(Difference(tensor.name, f"{list(tensor.shape)} and {list(other.shape)}"))
+            else:
+                differences += _compare(left, right, tensor, dtype, advance)
+    differences += [Difference(name, f"only in {second}") for name in shapes]
+    left_out = tuple((side.directory, side.left_out) for side in (left, right) if side.left_out)
+    return Comparison(len(left.tensors), total, tuple(differences), left_out)
+
+
+def _open(path: Path, other: Path, model: Path | None) -> Source:
+    if (path / CONFIG).is_file():
+        return open_source(path)
+    return open_source(path, model, otherwise=other if (other / CONFIG).is_file() else None)
+
+
+def _compare(left: Source, right: Source, tensor: Tensor, dtype: str | None, advance: Advance) -> list[Difference]:
+    dtypes = left.dtypes[tensor.name], right.dtypes[tensor.name]
+    if dtype is None and dtypes[0] != dtypes[1]:
+        advance(_bytes(left, tensor))
+        return [Difference(tensor.name, f"{dtypes[0]} and {dtypes[1]}")]
+    found = _Differing()
+    for box in pieces(whole(tensor), ITEM_BYTES[dtypes[0]], PIECE_BYTES):
+        values, others = left.read(box), right.read(box)
+        advance(values.nbytes)
+        found.add(_cast(values, dtype), _cast(others, dtype), box.start)
+    left.forget()
+    right.forget()
+    return [Difference(tensor.name, found.described(tensor), found.largest)] if found.count else []
+
+
+class _Differing:
+    """The differing elements of one tensor, piece by piece."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.largest = 0.0
+        self._first = ""
+
+    def add(self, values: torch.Tensor, others: torch.Tensor, start: tuple[int, ...]) -> None:
+        bits = BITS[values.itemsize]
+        differ = values.view(bits) != others.view(bits)
+        count = int(differ.sum())
+        if not count:
+            return
+        mine, theirs = values[differ].double(), others[differ].double()
+        distance = (mine - theirs).abs()
+        distance[mine == theirs] = 0.0  # zeros of both signs, infinities
+        self.largest = max(self.largest, float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max()))
+        if not self.count:
+            at = [index + offset for index, offset in zip(differ.nonzero()[0].tolist(), start, strict=True)]
+            self._first = f"first at {at}: {mine[0].item():.9g} and {theirs[0].item():.9g}"
+        self.count += count
+
+    def described(self, tensor: Tensor) -> str:
+        share = f"{self.count:,} of {math.prod(tensor.shape):,} elements"
+        return f"{share}, by at most {self.largest:.3g}; {self._first}"
+
+
+def _cast(values: torch.Tensor, dtype: str | None) -> torch.Tensor:
+    return values if dtype is None else values.to(torch_dtype(dtype))
+
+
+def _bytes(source: Source, tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * ITEM_BYTES[source.dtypes[tensor.name]]

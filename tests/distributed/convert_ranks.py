@@ -1,0 +1,73 @@
+"""The ranks' side of the conversion tests: what Megatron itself loads from and saves to a torch_dist checkpoint.
+
+Not a test module, so that ranks need not import transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron import model, process
+from megagrpo.megatron.config import transformer_config
+from megagrpo.recipe.schema import Layout, Train
+from megagrpo.weights.families import read_architecture
+from tests.distributed import parity_ranks
+
+
+def logits_of_torch_dist(
+    cases: list[tuple[Path, Path]], layout: ParallelLayout, microbatches: list[list[list[int]]]
+) -> list[parity_ranks.RankLogits | None]:
+    """For each (model directory, iteration directory), logits of a model that Megatron loaded from the latter."""
+    process.start_parallel(layout, seed=1)
+    try:
+        return [
+            parity_ranks.logits_of_chunks(loaded(directory, iteration, layout), layout, microbatches)
+            for directory, iteration in cases
+        ]
+    finally:
+        process.stop_parallel()
+
+
+def save_torch_dist(cases: list[tuple[Path, Path]], layout: ParallelLayout, dtype: str = "float32") -> None:
+    """Loads each model and saves it as Megatron-LM does, into the given directory."""
+    process.start_parallel(layout, seed=1)
+    try:
+        for directory, iteration in cases:
+            chunks, _ = parity_ranks.load_model(directory, layout, getattr(torch, dtype))
+            if torch.distributed.get_rank() == 0:
+                iteration.mkdir(parents=True)
+            torch.distributed.barrier()
+            dist_checkpointing.save(sharded(chunks) | {"iteration": 7}, str(iteration))
+    finally:
+        process.stop_parallel()
+
+
+def loaded(directory: Path, iteration: Path, layout: ParallelLayout) -> list[torch.nn.Module]:
+    """The model's chunks on this rank with weights that only the checkpoint can have given them."""
+    arch = read_architecture(directory)
+    config = transformer_config(arch, Train(layout=Layout(**vars(layout))), torch.float32, "cpu")
+    if arch.experts is not None and not arch.experts.dense_layers:
+        config.moe_layer_freq = (
+            1  # Megatron-LM's default; with a list, layers that are all alike have keys of their own
+        )
+    chunks = model.build_chunks(arch, config, layout)
+    with torch.no_grad():
+        for tensor in model.named_tensors(chunks).values():
+            tensor.fill_(float("nan"))
+    state = dist_checkpointing.load(sharded(chunks), str(iteration), strict="raise_unexpected")
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[name(chunks, index)], strict=True)
+    return chunks
+
+
+def sharded(chunks: list[torch.nn.Module]) -> dict[str, Any]:
+    return {name(chunks, index): chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}
+
+
+def name(chunks: list[torch.nn.Module], index: int) -> str:
+    return "model" if len(chunks) == 1 else f"model{index}"

@@ -1,0 +1,64 @@
+"""torch_dist between megagrpo and Megatron itself: real ranks load what we write, and we read what they save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megagrpo.convert.convert import to_hugging_face, to_megatron
+from megagrpo.layout.parallel import ParallelLayout
+from tests.distributed.test_parity_logits import MICROBATCHES, SEQUENCES, assemble
+from tests.rank_group import run_ranks
+from tests.safetensors_files import assert_same_files
+from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_model, reference_logits
+
+LAYOUTS = {
+    "tensor": ParallelLayout(tensor=2, expert_tensor=2),
+    "pipeline": ParallelLayout(pipeline=2),
+    "tensor and pipeline": ParallelLayout(tensor=2, pipeline=2, expert_tensor=2),
+    "virtual pipeline": ParallelLayout(pipeline=2, virtual_pipeline=2),
+    "expert": ParallelLayout(data=2, expert=2),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("models")
+    return {family: make_model(family, parent / family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def converted(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("torch_dist")
+    return {family: to_megatron(model, parent / family).directory for family, model in models.items()}
+
+
+def families_for(layout: ParallelLayout) -> list[str]:
+    return [family for family in FAMILIES if layout.expert == 1 or family in WITH_EXPERTS]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_megatron_loads_what_was_converted(name: str, models: dict[str, Path], converted: dict[str, Path]) -> None:
+    layout, families = LAYOUTS[name], families_for(LAYOUTS[name])
+    cases = [(models[family], converted[family] / "iter_0000000") for family in families]
+    by_rank = run_ranks(
+        layout.ranks, "tests.distributed.convert_ranks:logits_of_torch_dist", cases, layout, MICROBATCHES
+    )
+    for index, family in enumerate(families):
+        ours = assemble([results[index] for results in by_rank], layout)
+        for got, wanted in zip(ours, reference_logits(models[family], SEQUENCES), strict=True):
+            np.testing.assert_allclose(got, wanted.numpy(), rtol=0, atol=2e-5, err_msg=family)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_megatron_saved_is_converted_bit_by_bit(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    layout, families = LAYOUTS[name], families_for(LAYOUTS[name])
+    cases = [(models[family], tmp_path / family / "iter_0000007") for family in families]
+    run_ranks(layout.ranks, "tests.distributed.convert_ranks:save_torch_dist", cases, layout)
+    for family in families:
+        (tmp_path / family / "latest_checkpointed_iteration.txt").write_text("7")
+        done = to_hugging_face(tmp_path / family, tmp_path / f"{family}.hf", model=models[family])
+        assert not done.left_out
+        assert_same_files(models[family], tmp_path / f"{family}.hf")
