@@ -162,10 +162,10 @@ class Located:
 
 
 def _contains(box: Box, part: Box) -> bool:
-    return all(
-        low <= begin and begin + size <= low + whole
-        for low, whole, begin, size in zip(box.start, box.shape, part.start, part.shape, strict=True)
-    )
+    for low, whole, begin, size in zip(box.start, box.shape, part.start, part.shape, strict=True):
+        if begin < low or begin + size > low + whole:
+            return False
+    return True
 
 
 def few(names: Sequence[str], limit: int = 4) -> str:

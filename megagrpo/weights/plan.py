@@ -13,7 +13,7 @@ from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage
 from megagrpo.weights.bundles import bundles_of, classes_of
 from megagrpo.weights.coverage import Located, Region, describe, storage_problems, tiling_error
 from megagrpo.weights.delivery import deliver
-from megagrpo.weights.routes import Flows, Listed, Routes, Stamped, Transfer
+from megagrpo.weights.routes import STRAIGHT, Flows, Listed, Routes, Stamped, Transfer
 from megagrpo.weights.topology import Topology
 
 __all__ = ["Listed", "Transfer", "WeightPlan", "make_plan", "plan_problems"]
@@ -46,7 +46,7 @@ class WeightPlan:
 
     def between(self, source: int, destination: int) -> tuple[Transfer, ...]:
         """What a source sends straight to a destination."""
-        return tuple(transfer for transfer in self.routes.find(source, destination) if transfer.via is None)
+        return self.routes.find(source, destination, STRAIGHT)
 
     def relays(self, via: int, destination: int) -> tuple[Transfer, ...]:
         """What destination `via` passes on to another one."""
@@ -54,11 +54,11 @@ class WeightPlan:
 
     def destinations_of(self, source: int) -> list[int]:
         """Whom a source sends to itself, in order."""
-        return sorted({transfer.destination for transfer in self.outgoing(source) if transfer.via is None})
+        return sorted({transfer.destination for transfer in self.routes.find(source=source, via=STRAIGHT)})
 
     def sources_of(self, destination: int) -> list[int]:
         """Who sends straight to a destination, in order."""
-        return sorted({transfer.source for transfer in self.incoming(destination) if transfer.via is None})
+        return sorted({transfer.source for transfer in self.routes.find(destination=destination, via=STRAIGHT)})
 
     def relays_of(self, via: int) -> list[int]:
         """Whom a destination passes bytes on to, in order."""
@@ -80,7 +80,7 @@ class WeightPlan:
     def sent_bytes(self) -> list[int]:
         """By source: what it sends itself."""
         flows = self.flows()
-        straight = flows.via < 0
+        straight = flows.via == STRAIGHT
         return _sums(flows.source[straight], flows.bytes[straight], len(self.sources))
 
     def received_bytes(self) -> list[int]:
@@ -156,9 +156,7 @@ def plan_problems(plan: WeightPlan, destinations: Iterable[int] | None = None) -
     placement must tile it; and who passes a box on must be on the same node and receive it itself, in the same dtype
     and straight from the same source, or it could be passed on before it has arrived.
     """
-    classes = classes_of(plan.sources)
-    sources = [Located(of_class.manifest) for of_class in classes]
-    class_of = {member: index for index, of_class in enumerate(classes) for member in of_class.members}
+    sources: dict[int, Located] = {}
     problems: list[Problem] = []
     for index in range(len(plan.destinations)) if destinations is None else destinations:
         manifest = plan.destinations[index]
@@ -166,7 +164,9 @@ def plan_problems(plan: WeightPlan, destinations: Iterable[int] | None = None) -
         pieces: dict[Placement, list[Region]] = defaultdict(list)
         for transfer in plan.incoming(index):
             come, go = transfer.source_placement, transfer.destination_placement
-            into, out_of = located.whole_of(go), sources[class_of[transfer.source]].whole_of(come)
+            if transfer.source not in sources:
+                sources[transfer.source] = Located(plan.sources[transfer.source])
+            into, out_of = located.whole_of(go), sources[transfer.source].whole_of(come)
             holder = plan.sources[transfer.source].holder
             where = f"{come.box.tensor}: {holder} to {manifest.holder}"
             region = describe((come.box.start, come.box.shape))
@@ -190,21 +190,21 @@ def plan_problems(plan: WeightPlan, destinations: Iterable[int] | None = None) -
 def _relay_problems(plan: WeightPlan, destination: int) -> list[Problem]:
     """What is passed on to one destination by somebody who does not have it first."""
     problems = []
-    straight: dict[int, set[tuple[int, Box, int]]] = {}
+    straight: dict[tuple[int, int], set[tuple[Box, int]]] = {}
     places = plan.topology.destinations
     for transfer in plan.incoming(destination):
         via = transfer.via
         if via is None:
             continue
-        if via not in straight:
-            own = [its for its in plan.incoming(via) if its.via is None]
-            straight[via] = {(its.source, its.box, plan.bytes_of(its)) for its in own}
+        ends = transfer.source, via
+        if ends not in straight:
+            straight[ends] = {(own.box, plan.bytes_of(own)) for own in plan.between(*ends)}
         names = plan.destinations[destination].holder, plan.destinations[via].holder
         where = f"{transfer.box.tensor}: passed on to {names[0]} by {names[1]}"
         if places[via].node != places[destination].node or via == destination:
             given = f"on {places[via].node}, {places[destination].node}"
             problems.append(Problem(where, given, "another destination on the same node"))
-        elif (transfer.source, transfer.box, plan.bytes_of(transfer)) not in straight[via]:
+        elif (transfer.box, plan.bytes_of(transfer)) not in straight[ends]:
             given = f"{names[1]} does not receive {describe((transfer.box.start, transfer.box.shape))} before"
             problems.append(Problem(where, given, f"the same box from {plan.sources[transfer.source].holder} itself"))
     return problems

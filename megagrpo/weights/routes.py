@@ -15,6 +15,9 @@ from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
 from megagrpo.weights.bundles import Bundle, HolderClass
 from megagrpo.weights.coverage import Located
 
+STRAIGHT = -1
+"""In place of who passes bytes on: nobody, they come from the source itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
@@ -37,7 +40,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Flows:
-    """Bytes by who sends, who receives and who passes on (-1: nobody). int64 arrays of equal length, pairs repeat."""
+    """Bytes by who sends, who receives and who passes on, or STRAIGHT. int64 arrays of equal length; pairs repeat."""
 
     source: np.ndarray
     destination: np.ndarray
@@ -51,7 +54,10 @@ class Routes(Protocol):
     def find(
         self, source: int | None = None, destination: int | None = None, via: int | None = None
     ) -> tuple[Transfer, ...]:
-        """Those with all of the ends that are given, at least one. Between two ends the order is always the same."""
+        """Those with all of the ends that are given, at least one. Between two ends the order is always the same.
+
+        `via` is who passes them on, or STRAIGHT.
+        """
         ...
 
     def flows(self) -> Flows: ...
@@ -70,7 +76,7 @@ class Listed:
         for transfer in self._transfers:
             found["source", transfer.source].append(transfer)
             found["destination", transfer.destination].append(transfer)
-            found["via", transfer.via].append(transfer)
+            found["via", STRAIGHT if transfer.via is None else transfer.via].append(transfer)
         return found
 
     def find(
@@ -83,7 +89,7 @@ class Listed:
             for transfer in min(of_ends, key=len)
             if source in (None, transfer.source)
             and destination in (None, transfer.destination)
-            and via in (None, transfer.via)
+            and via in (None, STRAIGHT if transfer.via is None else transfer.via)
         )
 
     def flows(self) -> Flows:
@@ -91,7 +97,7 @@ class Listed:
             (
                 transfer.source,
                 transfer.destination,
-                -1 if transfer.via is None else transfer.via,
+                STRAIGHT if transfer.via is None else transfer.via,
                 transfer.box.elements
                 * ITEM_BYTES[self._dtypes[transfer.destination][transfer.destination_placement.storage]],
             )
@@ -153,7 +159,9 @@ class Stamped:
             chosen &= segments.source == source
         if destination is not None:
             chosen &= np.isin(segments.group, segments.groups_with(destination))
-        if via is not None:
+        if via == STRAIGHT and destination is not None:
+            chosen &= segments.landing == destination
+        elif via is not None and via != STRAIGHT:
             chosen &= segments.landing == via
         rows = np.flatnonzero(chosen)
         if destination is not None:  # what comes straight before what others pass on
@@ -165,7 +173,10 @@ class Stamped:
         segments = self._segments
         bundle = self._bundles[segments.bundle[row]]
         source, landing = int(segments.source[row]), int(segments.landing[row])
-        members = segments.group_members(segments.group[row]).tolist() if destination is None else [destination]
+        if destination is not None:
+            members = [destination]
+        else:
+            members = [landing] if via == STRAIGHT else segments.group_members(segments.group[row]).tolist()
         boxes = list(bundle.boxes(int(segments.begin[row]), int(segments.end[row])))
         come = [self._sources.around(source, box)[0].part(box) for box in boxes]
         for member in members:
@@ -185,7 +196,7 @@ class Stamped:
         return Flows(
             np.repeat(segments.source, sizes),
             destination,
-            np.where(landing == destination, -1, landing),
+            np.where(landing == destination, STRAIGHT, landing),
             np.repeat(segments.end - segments.begin, sizes),
         )
 
