@@ -10,29 +10,20 @@ makes a new group of those who then take part.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megagrpo.errors import Problem, WeightSyncError
 from megagrpo.weights.executors.buckets import Piece, cut_into_buckets, pack_pieces
-from megagrpo.weights.executors.meeting import Meeting, Member, Sync
+from megagrpo.weights.executors.meeting import Meeting, Sync
 from megagrpo.weights.executors.process_group import ProcessGroup
-from megagrpo.weights.executors.staging import (
-    SLOTS,
-    Post,
-    finish_copies,
-    posted,
-    source_queue,
-    staged_buckets,
-    view_in,
-)
+from megagrpo.weights.executors.staged_buckets import staged_buckets
+from megagrpo.weights.executors.staging import SLOTS, Post, engine_queue, finish_copies, posted, source_queue, view_in
+from megagrpo.weights.executors.update_group import Broadcast, connect, group_name, naming_group
 from megagrpo.weights.executors.whole_tensors import loaded_together
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.views import box_view, stored_tensors
@@ -117,7 +108,7 @@ class BroadcastSender:
         self._connect_engines(sync)
         slot_bytes = max(bucket.bytes for bucket in buckets)
         slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=self._device) for _ in range(SLOTS)]
-        broadcast: _Broadcast | None = None
+        broadcast: Broadcast | None = None
         for number, bucket in enumerate(buckets):
             label = f"bucket {number + 1} of {len(buckets)} ({layout[number][0]})"
             views = {name: view_in(slots[number % SLOTS], begin, whole[name]) for name, begin in bucket.begins.items()}
@@ -142,10 +133,7 @@ class BroadcastSender:
             for engine in self._active(sync):
                 entries = [[name, whole[name].dtype, list(whole[name].shape)] for name in layout[number]]
                 self._member.push(engine_queue(engine), ["bucket", number, len(buckets), entries])
-            with naming_group(label):
-                broadcast = _Broadcast(
-                    self._engines.broadcast([slots[number % SLOTS][: bucket.bytes]], _from_first()), label
-                )
+            broadcast = Broadcast(self._engines, slots[number % SLOTS][: bucket.bytes], label)
         if broadcast is not None:
             broadcast.finish(self._member)
 
@@ -167,7 +155,7 @@ class BroadcastSender:
         def make() -> None:
             try:
                 with naming_group(f"{self._member.name}: update group with the engines"):
-                    made.append(_connect(sync, self._member.meeting.join(self._member.name), self._device))
+                    made.append(connect(sync, self._member.meeting.join(self._member.name), self._device))
             except WeightSyncError as error:
                 failed.append(error)
 
@@ -260,11 +248,11 @@ class BroadcastReceiver:
             "master_port": meeting.port,
             "rank_offset": 1 + ranks.index(self._first),
             "world_size": 1 + len(ranks),
-            "group_name": _group_name(meeting, sync),
+            "group_name": group_name(meeting, sync),
             "backend": self._backend,
         }
         posted(self._post, "/init_weights_update_group", body, where)
-        self._group, self._generation = _group_name(meeting, sync), sync.generation
+        self._group, self._generation = group_name(meeting, sync), sync.generation
 
     def _overdue(self, number: int) -> Problem:
         return Problem(
@@ -274,37 +262,6 @@ class BroadcastReceiver:
         )
 
 
-class _Broadcast:
-    """One under way."""
-
-    def __init__(self, work: Any, label: str) -> None:
-        self._work, self._label = work, label
-
-    def finish(self, member: Member) -> None:
-        overdue = Problem(
-            f"broadcast of {self._label}",
-            f"not taken by every engine within {member.meeting.timeout_seconds:g} s",
-            fix="look for the engine whose server stopped",
-        )
-        member.wait(lambda: True if self._work.is_completed() else None, lambda: overdue)
-        with naming_group(f"broadcast of {self._label}"):
-            self._work.wait()
-
-
-def engine_queue(engine: int) -> str:
-    return f"engine {engine}"
-
-
-@contextmanager
-def naming_group(where: str) -> Iterator[None]:
-    """torch's transports raise RuntimeError for a peer that died and for a timeout."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise WeightSyncError(Problem(where, reason, "every engine's server alive and connected")) from error
-
-
 def _training(sync: Sync) -> Sync:
     """As the training ranks' own group sees it: no engine rank is in it."""
     return replace(sync, destinations=frozenset())
@@ -312,27 +269,3 @@ def _training(sync: Sync) -> Sync:
 
 def _end(pieces: Sequence[Piece]) -> int:
     return pieces[-1].end if pieces else 0
-
-
-def _from_first() -> dist.BroadcastOptions:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    return options
-
-
-def _group_name(meeting: Meeting, sync: Sync) -> str:
-    return f"megagrpo-{meeting.run}-{sync.generation}"
-
-
-def _connect(sync: Sync, member: Member, device: torch.device) -> Any:
-    """Rank 0 of the group that sglang.srt.utils.init_custom_process_group makes on the servers: they meet in our store,
-    under the prefixes that it and torch's _new_process_group_helper give (torch 2.13)."""
-    name = _group_name(member.meeting, sync)
-    kind = "cuda" if device.type == "cuda" else "cpu"
-    store = dist.PrefixStore(f"{kind}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, member.store)))
-    ranks, timeout = 1 + len(sync.destinations), timedelta(seconds=member.meeting.timeout_seconds)
-    if kind == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, 0, ranks, options)
-    return dist.ProcessGroupGloo(store, 0, ranks, timeout)

@@ -7,7 +7,7 @@ staging.StagingSender.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -15,19 +15,17 @@ from megagrpo.errors import Problem, WeightSyncError
 from megagrpo.weights.boxes import Manifest, Storage
 from megagrpo.weights.executors import sglang_payloads as payloads
 from megagrpo.weights.executors.meeting import Meeting
-from megagrpo.weights.executors.staging import Post, Staging, posted, staged_buckets
+from megagrpo.weights.executors.staged_buckets import staged_buckets
+from megagrpo.weights.executors.staging import Post, Staging, posted
 from megagrpo.weights.plan import WeightPlan
-
-CPU = torch.device("cpu")
 
 
 class DirectReceiver:
     """Implements Receiver (ways.py) for all ranks of one engine, on its node and beside it.
 
-    `destinations` are the engine's ranks in the plan, in tensor rank order. `described` are the parameters of the
-    server's model on each of them, as the server itself says. `devices` are the ranks' own, if these are GPUs.
-
-    Raises WeightSyncError naming every parameter that the server has not, or has in another shape or dtype.
+    `destinations` are the engine's ranks in the plan, in tensor rank order, and `devices` theirs. `describe` asks the
+    server for the parameters of its model, rank by rank; the first `receive` compares them with the plan and raises
+    WeightSyncError naming every parameter that the server has not, or has in another shape or dtype.
     """
 
     def __init__(
@@ -38,22 +36,24 @@ class DirectReceiver:
         bucket_bytes: int,
         post: Post,
         name: str,
-        described: Sequence[Mapping[str, Storage]],
-        devices: Sequence[torch.device] | None = None,
+        describe: Callable[[], Sequence[Mapping[str, Storage]]],
+        devices: Sequence[torch.device],
     ) -> None:
-        manifests = [plan.destinations[index] for index in destinations]
-        if problems := description_problems(manifests, described):
-            raise WeightSyncError(problems)
-        self._post, self._ranks = post, len(destinations)
+        self._manifests = [plan.destinations[index] for index in destinations]
+        self._post, self._describe, self._described = post, describe, False
         self._member = meeting.join(name)
         # Ranks of an engine hold parameters of the same names and sizes: the first says how all are cut into buckets.
-        buckets = staged_buckets(manifests[0].storages.values(), bucket_bytes)
-        self._staging = Staging(plan, destinations, self._member, name, buckets, devices or [CPU] * self._ranks)
+        buckets = staged_buckets(self._manifests[0].storages.values(), bucket_bytes)
+        self._staging = Staging(plan, destinations, self._member, name, buckets, devices)
         self._member.announce()
 
     def receive(self, version: int) -> None:
         """Between the server's /begin_weight_update and /end_weight_update."""
         with self._member.attend(version):
+            if not self._described:
+                if problems := description_problems(self._manifests, self._describe()):
+                    raise WeightSyncError(problems)
+                self._described = True
             self._staging.run(self._load)
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class DirectReceiver:
     def _load(self, number: int) -> None:
         body = {
             "serialized_named_tensors": [
-                payloads.named_tensors(self._staging.shared(rank, number)) for rank in range(self._ranks)
+                payloads.named_tensors(self._staging.shared(rank, number)) for rank in range(len(self._manifests))
             ],
             "load_format": "direct",
             "flush_cache": False,

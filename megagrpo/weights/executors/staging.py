@@ -12,20 +12,19 @@ from __future__ import annotations
 import mmap
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 
 from megagrpo.errors import EngineError, Problem, WeightSyncError
-from megagrpo.weights.boxes import ITEM_BYTES, Storage
+from megagrpo.weights.boxes import Storage
 from megagrpo.weights.executors import sglang_payloads as payloads
-from megagrpo.weights.executors.buckets import ALIGNMENT
 from megagrpo.weights.executors.meeting import Meeting, Member
 from megagrpo.weights.executors.shared_memory import DIRECTORY, CudaArea, FileArea, map_cuda
+from megagrpo.weights.executors.staged_buckets import StagedBucket, storage_bytes
 from megagrpo.weights.plan import Transfer, WeightPlan
 from megagrpo.weights.views import box_view, stored_tensors, torch_dtype
 
@@ -35,56 +34,6 @@ BEFORE_SLOTS = mmap.PAGESIZE
 
 Post = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
 """post(path, body): one request to the engine's server; its answer. Raises EngineError, naming the engine."""
-
-
-@dataclass(frozen=True)
-class StagedBucket:
-    """Whole tensors that go to a server in one request: by name, the byte in the slot where each begins."""
-
-    begins: Mapping[str, int]
-    bytes: int
-
-
-def staged_buckets(
-    storages: Iterable[Storage],
-    bucket_bytes: int,
-    together: Callable[[str], str] = str,
-    alignment: int = ALIGNMENT,
-) -> tuple[StagedBucket, ...]:
-    """In their order, at most `bucket_bytes` at once, but whole: a larger tensor is a bucket of its own.
-
-    Tensors that follow one another and for which `together` gives the same text are not separated.
-    """
-    units: list[list[Storage]] = []
-    key = None
-    for storage in storages:
-        if not units or together(storage.name) != key:
-            units.append([])
-        key = together(storage.name)
-        units[-1].append(storage)
-    buckets: list[dict[str, int]] = []
-    end = 0
-    for unit in units:
-        unit_bytes = sum(_aligned(storage_bytes(storage), alignment) for storage in unit)
-        if not buckets or end + unit_bytes > bucket_bytes:
-            buckets.append({})
-            end = 0
-        for storage in unit:
-            buckets[-1][storage.name] = end
-            end += _aligned(storage_bytes(storage), alignment)
-    sizes = {storage.name: storage_bytes(storage) for unit in units for storage in unit}
-    return tuple(
-        StagedBucket(begins, max(at + _aligned(sizes[name], alignment) for name, at in begins.items()))
-        for begins in buckets
-    )
-
-
-def storage_bytes(storage: Storage) -> int:
-    return prod(storage.shape) * ITEM_BYTES[storage.dtype]
-
-
-def _aligned(size: int, alignment: int) -> int:
-    return -(-size // alignment) * alignment
 
 
 class StagingSender:
@@ -310,6 +259,10 @@ def posted(post: Post, path: str, body: Mapping[str, Any], label: str) -> Mappin
 
 def source_queue(source: int) -> str:
     return f"source {source}"
+
+
+def engine_queue(engine: int) -> str:
+    return f"engine {engine}"
 
 
 def view_in(flat: torch.Tensor, begin: int, storage: Storage) -> torch.Tensor:

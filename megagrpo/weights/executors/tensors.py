@@ -10,13 +10,8 @@ import torch
 
 from megagrpo.weights.executors import sglang_payloads as payloads
 from megagrpo.weights.executors.meeting import Meeting
-from megagrpo.weights.executors.staging import (
-    Post,
-    Staging,
-    posted,
-    staged_buckets,
-    storage_bytes,
-)
+from megagrpo.weights.executors.staged_buckets import staged_buckets, storage_bytes
+from megagrpo.weights.executors.staging import Post, Staging, posted
 from megagrpo.weights.executors.whole_tensors import loaded_together
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.views import torch_dtype
@@ -37,13 +32,13 @@ class TensorsReceiver:
         post: Post,
         name: str,
         ranks: int,
-        device: torch.device | None = None,
+        device: torch.device,
     ) -> None:
         self._post, self._ranks = post, ranks
         self._storages = plan.destinations[engine].storages
         self._member = meeting.join(name)
         buckets = staged_buckets(self._storages.values(), bucket_bytes, loaded_together)
-        self._staging = Staging(plan, [engine], self._member, name, buckets, [device or torch.device("cpu")])
+        self._staging = Staging(plan, [engine], self._member, name, buckets, [device])
         self._member.announce()
 
     def receive(self, version: int) -> None:

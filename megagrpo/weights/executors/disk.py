@@ -1,0 +1,157 @@
+"""A checkpoint on a file system that training ranks and engines share, loaded by the engine's server itself.
+
+Every training rank writes its boxes into the files of `directory/version_<n>`; nothing is gathered. The first of them
+lays the files out and gives the directory its name when all have written, so that nobody sees half a checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megagrpo.errors import CheckpointError, MegagrpoError, Problem, WeightSyncError
+from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.executors.checkpoint_export import FILE_BYTES, Export, finish_export, lay_out, write_part
+from megagrpo.weights.executors.meeting import Meeting, Sync
+from megagrpo.weights.executors.staging import Post, engine_queue, posted, source_queue
+from megagrpo.weights.executors.whole_tensors import whole_tensors
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.plan import WeightPlan, make_plan
+from megagrpo.weights.sides import checkpoint
+
+LEADER = 0
+"""The source that lays out the files and names the directory."""
+
+
+@dataclass(frozen=True)
+class DiskFiles:
+    """Where checkpoints go, and what is in them besides weights: config and tokenizer of `model_directory`."""
+
+    directory: Path
+    model_directory: Path
+    dtype: str
+
+    def version(self, version: int) -> Path:
+        return self.directory.absolute() / f"version_{version}"
+
+
+def plan_for_files(sources: Sequence[Manifest], destinations: Sequence[Manifest], arch: Architecture) -> WeightPlan:
+    """From training ranks to the files of a checkpoint, each tensor in the dtype that the engine ranks have it in."""
+    whole = whole_tensors(destinations, "checkpoint")
+    dtypes = {name: storage.dtype for name, storage in whole.storages.items()}
+    return make_plan(sources, checkpoint.new_files(arch, dtypes, FILE_BYTES))
+
+
+class DiskSender:
+    """Implements Sender (ways.py). `plan` is plan_for_files; an engine has `ranks_per_engine` tensor ranks."""
+
+    def __init__(
+        self, plan: WeightPlan, source: int, meeting: Meeting, files: DiskFiles, ranks_per_engine: int
+    ) -> None:
+        self._plan, self._source, self._files, self._ranks_per_engine = plan, source, files, ranks_per_engine
+        self._member = meeting.join(plan.sources[source].holder)
+        self._member.announce()
+
+    def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        directory = self._files.version(version)
+        partial_directory = directory.with_name(f".{directory.name}.partial")
+        export = Export(directory, partial_directory, self._plan.destinations)
+        with self._member.attend(version) as sync, _as_sync_error():
+            if self._source == LEADER:
+                self._lead(sync, export, tensors)
+            else:
+                self._next("the files to be laid out", {LEADER})
+                write_part(export, self._plan, self._source, tensors)
+                self._member.push(source_queue(LEADER), ["written", self._source])
+
+    def close(self) -> None:
+        """Nothing is kept between syncs."""
+
+    def _lead(self, sync: Sync, export: Export, tensors: Mapping[str, torch.Tensor]) -> None:
+        others = set(range(len(self._plan.sources))) - {LEADER}
+        try:
+            self._begin(export)
+            for source in sorted(others):
+                self._member.push(source_queue(source), ["laid out", LEADER])
+            write_part(export, self._plan, LEADER, tensors)
+            while others:
+                _, source = self._next("their parts of the files", others)
+                others.discard(source)
+            finish_export(export)
+        except MegagrpoError:
+            shutil.rmtree(export.partial, ignore_errors=True)  # a full disk is given its room back
+            raise
+        for engine in sorted({index // self._ranks_per_engine for index in sync.destinations}):
+            self._member.push(engine_queue(engine), ["ready", str(export.directory)])
+
+    def _begin(self, export: Export) -> None:
+        try:
+            shutil.rmtree(export.partial, ignore_errors=True)
+            export.partial.mkdir(parents=True)
+            lay_out(export.partial, export.files, self._files.model_directory, self._files.dtype)
+        except OSError as error:
+            raise CheckpointError(Problem(str(export.partial), error.strerror or str(error))) from error
+
+    def _next(self, what: str, awaited: Iterable[int]) -> list[Any]:
+        names = ", ".join(self._plan.sources[source].holder for source in sorted(awaited))
+        missing = Problem(
+            f"{self._member.name} waits for {what}",
+            f"nothing from {names} within {self._member.meeting.timeout_seconds:g} s",
+            fix="look for what stopped them; weights.timeout_seconds is the longest wait",
+        )
+        message: list[Any] = self._member.wait(partial(self._member.pop, source_queue(self._source)), lambda: missing)
+        return message
+
+
+class DiskReceiver:
+    """Implements Receiver (ways.py) for the `engine`-th engine, ours or managed elsewhere."""
+
+    def __init__(self, engine: int, meeting: Meeting, post: Post, name: str) -> None:
+        self._engine, self._post = engine, post
+        self._member = meeting.join(name)
+        self._member.announce()
+
+    def receive(self, version: int) -> None:
+        """The server may have an update open, or not."""
+        missing = Problem(
+            f"{self._member.name}: weights of version {version}",
+            f"no checkpoint by the training ranks within {self._member.meeting.timeout_seconds:g} s",
+            fix="look for what stopped them; weights.timeout_seconds is the longest wait",
+        )
+        with self._member.attend(version):
+            _, directory = self._member.wait(partial(self._member.pop, engine_queue(self._engine)), lambda: missing)
+            body = {"model_path": directory, "load_format": "auto", "flush_cache": False}
+            posted(self._post, "/update_weights_from_disk", body, f"{self._member.name}: {directory}")
+
+    def close(self) -> None:
+        """Nothing is kept between syncs."""
+
+
+def remove_older(directory: Path, version: int) -> None:
+    """Removes the checkpoints of weights before `version`, which every engine has committed, and broken-off ones.
+
+    What a slow file system does not let go of now goes with the next call.
+    """
+    for entry in directory.glob("*version_*"):
+        match = re.fullmatch(r"\.?version_(\d+)(\.partial|\.replaced)?", entry.name)
+        if match and (int(match[1]) < version or match[2]):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+@contextmanager
+def _as_sync_error() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        needed, fix = "room for one more checkpoint of the model", "free some, or set another weights.directory"
+        raise WeightSyncError(
+            [Problem(p.where, p.given, p.needed or needed, p.fix or fix) for p in error.problems]
+        ) from error
