@@ -23,7 +23,7 @@ from megagrpo.weights.executors.checkpoint_export import FILE_BYTES, Export, fin
 from megagrpo.weights.executors.meeting import Meeting, Sync
 from megagrpo.weights.executors.staging import Post, engine_queue, posted, source_queue
 from megagrpo.weights.executors.whole_tensors import whole_tensors
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import checkpoint
 
@@ -33,21 +33,22 @@ LEADER = 0
 
 @dataclass(frozen=True)
 class DiskFiles:
-    """Where checkpoints go, and what is in them besides weights: config and tokenizer of `model_directory`."""
+    """Where checkpoints go. Each is a whole model: its config and tokenizer are those of `model_directory`."""
 
     directory: Path
     model_directory: Path
     dtype: str
+    """What config.json says; each tensor has the dtype in which the engines hold it."""
 
     def version(self, version: int) -> Path:
         return self.directory.absolute() / f"version_{version}"
 
 
-def plan_for_files(sources: Sequence[Manifest], destinations: Sequence[Manifest], arch: Architecture) -> WeightPlan:
-    """From training ranks to the files of a checkpoint, each tensor in the dtype that the engine ranks have it in."""
+def plan_for_files(sources: Sequence[Manifest], destinations: Sequence[Manifest], files: DiskFiles) -> WeightPlan:
+    """From training ranks to the files of a checkpoint, each tensor in the dtype in which the engine ranks have it."""
     whole = whole_tensors(destinations, "checkpoint")
     dtypes = {name: storage.dtype for name, storage in whole.storages.items()}
-    return make_plan(sources, checkpoint.new_files(arch, dtypes, FILE_BYTES))
+    return make_plan(sources, checkpoint.new_files(read_architecture(files.model_directory), dtypes, FILE_BYTES))
 
 
 class DiskSender:

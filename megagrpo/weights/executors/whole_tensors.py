@@ -17,24 +17,15 @@ FUSED_WHEN_LOADED = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
 def plan_for_engines(
-    sources: Sequence[Manifest],
-    destinations: Sequence[Manifest],
-    ranks_per_engine: int,
-    topology: Topology | None = None,
+    sources: Sequence[Manifest], destinations: Sequence[Manifest], ranks_per_engine: int
 ) -> WeightPlan:
-    """From training ranks to one set of whole tensors for each engine, where its first rank is.
-
-    `destinations` are all engine ranks, engine by engine; `topology` says where they are.
-    """
-    first = range(0, len(destinations), ranks_per_engine)
+    """From training ranks to one set of whole tensors for each engine. `destinations` are all engine ranks, engine by
+    engine."""
     wholes = [
-        whole_tensors(destinations[index : index + ranks_per_engine], f"engine {engine}")
-        for engine, index in enumerate(first)
+        whole_tensors(destinations[first : first + ranks_per_engine], f"engine {first // ranks_per_engine}")
+        for first in range(0, len(destinations), ranks_per_engine)
     ]
-    places = None
-    if topology is not None:
-        places = Topology(topology.sources, tuple(topology.destinations[index] for index in first))
-    return make_plan(sources, wholes, places)
+    return make_plan(sources, wholes)
 
 
 def plan_for_source(sources: Sequence[Manifest], destinations: Sequence[Manifest], gatherer: int) -> WeightPlan:
