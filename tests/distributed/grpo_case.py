@@ -144,7 +144,8 @@ def transformers_step(directory: Path, model: torch.nn.Module, case: Case, recip
     parameters = dict(model.named_parameters())
     in_checkpoint = _in_checkpoint(directory)
     gradients = in_checkpoint({name: p.grad.clone() for name, p in parameters.items()})
-    before = in_checkpoint({name: p.detach().clone() for name, p in parameters.items()})
+    weights = parameters | dict(model.named_buffers())
+    before = in_checkpoint({name: weight.detach().clone() for name, weight in weights.items()})
     decay = [p for p in parameters.values() if p.dim() > 1]
     no_decay = [p for p in parameters.values() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
@@ -155,7 +156,7 @@ def transformers_step(directory: Path, model: torch.nn.Module, case: Case, recip
     )
     norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), settings.clip_grad)
     optimizer.step()
-    after = in_checkpoint({name: p.detach().clone() for name, p in parameters.items()})
+    after = in_checkpoint({name: weight.detach().clone() for name, weight in weights.items()})
     return StepResult(loss.item(), norm.item(), gradients, before, after)
 
 
@@ -163,8 +164,8 @@ def _in_checkpoint(directory: Path) -> Any:
     manifest = transformers_side.manifest(read_architecture(directory), "float64")
 
     def convert(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        parts = [(p.box, box_view(tensors[p.storage], p).contiguous().numpy()) for p in manifest.placements]
-        return assemble([parts])
+        held = [placement for placement in manifest.placements if placement.storage in tensors]
+        return assemble([[(p.box, box_view(tensors[p.storage], p).contiguous().numpy()) for p in held]])
 
     return convert
 

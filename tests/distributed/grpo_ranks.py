@@ -46,12 +46,13 @@ def call(function: str, recipe: Recipe, directory: str, store: str, *args: Any) 
 
 
 def boxes(rank: Any, tensors: dict[str, torch.Tensor]) -> Parts:
-    """Copies of this rank's placements in these tensors, by storage name."""
+    """Copies of this rank's placements in these tensors, by storage name; routers' biases have no gradients."""
     from megagrpo.weights.views import box_view
 
     return [
         (p.box, box_view(tensors[p.storage], p).detach().contiguous().clone().numpy())
         for p in rank.manifest().placements
+        if p.storage in tensors
     ]
 
 
@@ -82,6 +83,16 @@ def step(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, lr: fl
     gradients = boxes(rank, {name: p.main_grad for name, p in parameters_of(rank.chunks).items()})
     metrics = rank.update(advantages, lr)
     return RankStep(metrics, gradients, before, boxes(rank, rank.tensors()))
+
+
+def step_with_keys_of_own_heads(*args: Any) -> RankStep:
+    """The same with Megatron's own gradient of the rotary part of latent attention's keys."""
+    from unittest.mock import patch
+
+    from megagrpo.megatron.attention import PackedLatentAttention
+
+    with patch.object(PackedLatentAttention, "with_whole_gradient", lambda self, key: key):
+        return step(*args)
 
 
 def metrics_of_step(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) -> Any:

@@ -68,6 +68,15 @@ def test_experts_agree_with_transformers(
     check_families(list(WITH_EXPERTS), EXPERT_LAYOUTS[name], models, references)
 
 
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(tensor=2, data=2, expert=2)], ids=str)
+def test_plainer_kinds_of_deepseek_v3_agree_with_transformers(layout: ParallelLayout, tmp_path: Path) -> None:
+    """Queries without a latent, a rotary embedding without scaling, one group of experts."""
+    changes = {"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "n_group": 1}
+    directory = make_model("deepseek_v3", tmp_path / "plain", **changes, topk_group=1, first_k_dense_replace=0)
+    references = {"plain": reference_logits(directory, SEQUENCES)}
+    check_families(["plain"], layout, {"plain": directory}, references)
+
+
 def test_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(
     models: dict[str, Path], references: dict[str, list[torch.Tensor]]
 ) -> None:

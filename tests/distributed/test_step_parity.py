@@ -40,7 +40,12 @@ EXPERT_LAYOUTS = {
     "expert": ParallelLayout(data=2, expert=2),
     "all": ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2, context=2, expert=2, expert_tensor=2),
 }
-AGGREGATIONS = {"qwen2_tied": "sequence_mean", "qwen3_moe": "token_mean"}
+LATENT_LAYOUTS = {
+    "tensor": ParallelLayout(tensor=2),
+    "context": ParallelLayout(context=2),
+    "all": EXPERT_LAYOUTS["all"],
+}
+AGGREGATIONS = {"qwen2_tied": "sequence_mean", "qwen3_moe": "token_mean", "deepseek_v3": "token_mean"}
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,11 @@ def experts(tmp_path_factory) -> Family:
     return make_family("qwen3_moe", tmp_path_factory.mktemp("experts"))
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory) -> Family:
+    return make_family("deepseek_v3", tmp_path_factory.mktemp("latent"))
+
+
 def differences(got: StepResult, wanted: StepResult) -> dict[str, float]:
     """Of the loss; of any gradient, relative to its tensor's largest; of the whole change of weights, relative."""
     assert got.gradients.keys() == wanted.gradients.keys()
@@ -104,7 +114,7 @@ def assert_same_step(got: StepResult, wanted: StepResult) -> None:
     assert all(found[name] <= limit for name, limit in LIMITS.items()), found
 
 
-@pytest.mark.parametrize("name", ["dense", "experts"])
+@pytest.mark.parametrize("name", ["dense", "experts", "latent"])
 def test_one_rank_agrees_with_transformers_and_autograd(name, request):
     family = request.getfixturevalue(name)
     assert_same_step(family.alone, family.in_torch)
@@ -120,6 +130,21 @@ def test_every_layout_takes_the_same_step(name, dense):
 def test_every_layout_of_experts_takes_the_same_step(name, experts):
     recipe = experts.recipe(EXPERT_LAYOUTS[name])
     assert_same_step(run(experts, recipe, make_batches(recipe, experts.case.sequences)), experts.alone)
+
+
+@pytest.mark.parametrize("name", LATENT_LAYOUTS)
+def test_every_layout_of_latent_attention_takes_the_same_step(name, latent):
+    recipe = latent.recipe(LATENT_LAYOUTS[name])
+    assert_same_step(run(latent, recipe, make_batches(recipe, latent.case.sequences)), latent.alone)
+
+
+def test_megatrons_gradient_of_shared_keys_would_be_noticed(latent):
+    recipe = latent.recipe(LATENT_LAYOUTS["tensor"])
+    batches = make_batches(recipe, latent.case.sequences)
+    steps = on_ranks("step_with_keys_of_own_heads", recipe, latent.directory, batches, latent.case.advantages, LR)
+    found = differences(gather(steps), latent.alone)
+    assert found["loss"] <= LIMITS["loss"], found
+    assert found["gradient"] > 0.1, found
 
 
 def test_the_step_does_not_depend_on_packing(dense):
