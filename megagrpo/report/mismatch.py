@@ -78,8 +78,8 @@ def _token_row(step: int, token: WorstToken) -> list[str]:
     return [
         str(step),
         _number(token.difference),
-        _number(token.train_logprob),
-        _number(token.rollout_logprob),
+        _number(token.train_logprob, ".4f"),
+        _number(token.rollout_logprob, ".4f"),
         str(token.weight_version),
         token.prompt_id,
         str(token.sample),
@@ -101,8 +101,8 @@ def _sortable(difference: float) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def _number(value: float) -> str:
-    return "not finite" if math.isnan(value) else f"{value:.3g}"
+def _number(value: float, form: str = ".3g") -> str:
+    return "not finite" if math.isnan(value) else f"{value:{form}}"
 
 
 def _line(text: str) -> str:

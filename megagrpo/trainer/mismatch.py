@@ -9,17 +9,46 @@ from pathlib import Path
 from megagrpo.algorithm.mismatch import Mismatch, TokenMismatch
 from megagrpo.errors import Problem
 from megagrpo.recipe import schema
+from megagrpo.recipe.defaults import run_directory
 from megagrpo.track.mismatch import MismatchRecord, WorstToken
+from megagrpo.track.tracker import Tracker
 from megagrpo.types import Group, Prompt, Sample
 
 TOKENS_BEFORE = 16
 TOKENS_AFTER = 4
 
 
+def report_mismatch(
+    recipe: schema.Recipe,
+    step: int,
+    mismatch: Mismatch | None,
+    groups: Sequence[Group],
+    tracker: Tracker,
+    decode: Callable[[Sequence[int]], str],
+) -> Problem | None:
+    """Writes down the step's mismatch, if it trained on anything, and warns of one that is past the threshold.
+
+    Returns what is to end the run, if the recipe says that it does. `decode` turns token ids into text.
+    """
+    if mismatch is None:
+        return None
+    record = mismatch_record(step, mismatch, groups, decode)
+    tracker.mismatch(record)
+    settings = recipe.rollout.mismatch
+    excess = excess_mismatch(record, settings, run_directory(recipe))
+    if excess is None:
+        return None
+    if settings.then == "warn":
+        tracker.say(f"warning: {excess}")
+        return None
+    tracker.say(f"{excess.where}: saving this step, then stopping")
+    return excess
+
+
 def mismatch_record(
     step: int, mismatch: Mismatch, groups: Sequence[Group], decode: Callable[[Sequence[int]], str]
 ) -> MismatchRecord:
-    """The step's line of mismatch.jsonl. `decode` turns token ids into text."""
+    """The step's line of mismatch.jsonl."""
     samples = list(chain.from_iterable(((group.prompt, sample) for sample in group.samples) for group in groups))
     return MismatchRecord(
         step=step,

@@ -13,19 +13,19 @@ from megagrpo.cluster.policy import Policy
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
-from megagrpo.errors import MismatchError, Problem
+from megagrpo.errors import MismatchError
 from megagrpo.recipe.defaults import dtype_name, run_directory
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.clock import PhaseClock
 from megagrpo.trainer.evaluation import EarlyStopping, evaluation_metrics
-from megagrpo.trainer.mismatch import excess_mismatch, mismatch_record
+from megagrpo.trainer.mismatch import report_mismatch
 from megagrpo.trainer.preflight import Preflight
 from megagrpo.trainer.prompts import describe_mixture, read_mixture, read_tokenizer, total_steps
 from megagrpo.trainer.run_lock import only_process_of
 from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, open_store, recipe_values, save
-from megagrpo.trainer.step import Run, Step, grpo_step
+from megagrpo.trainer.step import Run, grpo_step
 from megagrpo.trainer.step_metrics import sequence_tokens
 from megagrpo.types import Prompt
 
@@ -135,7 +135,7 @@ def _run_steps(
             progress = _evaluate(run, progress, held_out)
             reason = progress.reason_to_stop
         tracker.rollouts(step, done.groups)
-        excess = _report_mismatch(recipe, step, done, tracker, decode)
+        excess = report_mismatch(recipe, step, done.mismatch, done.groups, tracker, decode)
         seconds = clock.take()
         speed = {"tokens_per_second": sequence_tokens(done.groups) / seconds["seconds/step"]}
         tracker.log(step, done.metrics | _evaluation_metrics(progress) | speed | seconds)
@@ -149,22 +149,6 @@ def _run_steps(
     if reason:
         tracker.say(f"stopped after step {progress.step}: {reason}")
     return progress.step
-
-
-def _report_mismatch(
-    recipe: Recipe, step: int, done: Step, tracker: Tracker, decode: Callable[[Sequence[int]], str]
-) -> Problem | None:
-    """Writes down how far the step's policy was from its rollouts. Returns what is to end the run, if anything is."""
-    if done.mismatch is None:
-        return None
-    record = mismatch_record(step, done.mismatch, done.groups, decode)
-    tracker.mismatch(record)
-    settings = recipe.rollout.mismatch
-    excess = excess_mismatch(record, settings, run_directory(recipe))
-    if excess is None:
-        return None
-    tracker.say(f"warning: {excess}" if settings.then == "warn" else f"{excess.where}: stopping")
-    return excess if settings.then == "stop" else None
 
 
 def _is_new_best(metric: str | None, evaluation: Mapping[str, float] | None, store: CheckpointStore) -> bool:

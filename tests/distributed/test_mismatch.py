@@ -1,0 +1,132 @@
+"""The train-versus-rollout mismatch of an update, in several layouts, is what transformers' logprobs say it is.
+
+Groups travel as in a step: one of them is skipped. Two tokens have planted rollout logprobs, in different sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megagrpo.batching.microbatch import RankBatch
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.trainer.mismatch import mismatch_record
+from megagrpo.trainer.sequences import group_of_row, train_sequences
+from megagrpo.types import Group, Prompt, Sample
+from tests.distributed.grpo_case import (
+    LR,
+    PROMPTS,
+    RESPONSES,
+    load_reference,
+    make_batches,
+    make_recipe,
+    response_logprobs,
+)
+from tests.distributed.grpo_ranks import on_ranks
+from tests.tiny_models import make_model
+
+TEMPERATURE = 0.8
+SAMPLES = 3
+SKIPPED = 1
+# (row, position in the response): by how much the engine's logprob is too low; elsewhere it is noise of 0.1.
+PLANTED = {(7, 40): 5.0, (11, 15): 3.5}
+ONE = {"kl": {"coefficient": 0.0}}
+SEVERAL = ONE | {"minibatches": 3, "epochs": 2}
+
+
+@dataclass(frozen=True)
+class Step:
+    directory: Path
+    groups: list[Group]
+    rows: np.ndarray  # bool [rows], those that are trained on
+    difference: np.ndarray  # float64, train - rollout logprob of every trained token, by transformers
+    train_logprob: dict[tuple[int, int], float]  # by transformers, of the planted tokens
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory) -> Step:
+    directory = make_model("qwen3", tmp_path_factory.mktemp("mismatch") / "qwen3", num_hidden_layers=2)
+    model = load_reference(directory)
+    random = np.random.default_rng(0)
+    groups, differences, planted = [], [], {}
+    for group in range(len(RESPONSES) // SAMPLES):
+        prompt = random.integers(0, model.config.vocab_size, PROMPTS[group])
+        samples = []
+        for row in range(group * SAMPLES, (group + 1) * SAMPLES):
+            response = random.integers(0, model.config.vocab_size, RESPONSES[row])
+            with torch.no_grad():
+                logprobs, _ = response_logprobs(model, np.concatenate([prompt, response]), TEMPERATURE)
+            train = logprobs.numpy()[len(prompt) - 1 :]
+            rollout = (train + random.normal(0, 0.1, len(train))).astype(np.float32)
+            for (at, position), lower in PLANTED.items():
+                if at == row:
+                    rollout[position] -= lower
+                    planted[at, position] = float(train[position])
+            if group != SKIPPED:
+                differences.append(train - rollout)
+            versions = np.full(len(response), 100 + row, np.int32)
+            samples.append(Sample(f"p{group}", row % SAMPLES, response.astype(np.int32), rollout, versions, "stop", ""))
+        groups.append(Group(Prompt(f"p{group}", tuple(prompt.tolist()), "random", ""), tuple(samples)))
+    rows = group_of_row(groups) != SKIPPED
+    return Step(directory, groups, rows, np.concatenate(differences), planted)
+
+
+def update(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, old: bool) -> Any:
+    rank.load_batch(batches[rank.where.data])
+    if old:
+        rank.compute_old_logprobs()
+    metrics = rank.update(advantages, LR)
+    return None if metrics is None else metrics.mismatch
+
+
+def letters(tokens: Sequence[int]) -> str:
+    return "".join(chr(0x4E00 + token) for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("layout", "algorithm"),
+    [
+        (ParallelLayout(), ONE),
+        (ParallelLayout(tensor=2, data=2), SEVERAL),
+        (ParallelLayout(pipeline=2, context=2), ONE),
+        (ParallelLayout(context=2, data=2), SEVERAL),
+        (ParallelLayout(tensor=2, pipeline=2, context=2), SEVERAL),
+    ],
+    ids=lambda value: "several updates" if value is SEVERAL else "one update" if value is ONE else str(value),
+)
+def test_every_layout_finds_what_transformers_finds(step, layout, algorithm):
+    recipe = make_recipe(layout, algorithm=algorithm)
+    batches = make_batches(recipe, train_sequences(step.groups, step.rows))
+    advantages = np.random.default_rng(0).normal(0, 1, len(step.rows)).astype(np.float32)
+    results = on_ranks(f"{__name__}:update", recipe, step.directory, batches, advantages, algorithm is SEVERAL)
+    (found,) = [result for result in results if result is not None]
+
+    d = step.difference
+    weights = np.exp(d)
+    assert found.tokens == len(d)
+    assert found.mean == pytest.approx(np.abs(d).mean(), abs=1e-5)
+    assert found.p99 == pytest.approx(np.quantile(np.abs(d), 0.99, method="inverted_cdf"), abs=1e-4)
+    assert found.max == pytest.approx(np.abs(d).max(), abs=1e-4)
+    assert found.k1 == pytest.approx((-d).mean(), abs=1e-5)
+    assert found.k3 == pytest.approx((weights - 1 - d).mean(), rel=1e-3)
+    assert found.ratio_mean == pytest.approx(weights.mean(), rel=1e-3)
+    assert found.effective_share == pytest.approx(weights.sum() ** 2 / (len(d) * (weights**2).sum()), rel=1e-3)
+
+    record = mismatch_record(1, found, step.groups, letters)
+    assert len(record.worst) == 8
+    np.testing.assert_allclose([token.difference for token in record.worst], np.sort(np.abs(d))[::-1][:8], atol=1e-4)
+    for ((row, position), lower), token in zip(PLANTED.items(), record.worst, strict=False):
+        group, sample = step.groups[row // SAMPLES], step.groups[row // SAMPLES].samples[row % SAMPLES]
+        assert (token.prompt_id, token.sample, token.position) == (group.prompt.id, sample.index, position)
+        assert (token.token, token.text) == (sample.tokens[position], letters([sample.tokens[position]]))
+        assert token.before + token.text + token.after in letters([*group.prompt.tokens, *sample.tokens])
+        assert token.weight_version == 100 + row
+        assert token.rollout_logprob == sample.logprobs[position]
+        assert token.train_logprob == pytest.approx(step.train_logprob[row, position], abs=1e-4)
+        assert token.difference == pytest.approx(lower, abs=0.5)

@@ -1,0 +1,209 @@
+"""`megagrpo report` on what a run has written, and the recipe's threshold."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megagrpo.algorithm.mismatch import Mismatch, TokenMismatch
+from megagrpo.cli import main
+from megagrpo.errors import EXIT_USER_ERROR
+from megagrpo.recipe import schema
+from megagrpo.recipe.schema import Recipe
+from megagrpo.report import mismatch as report
+from megagrpo.track.mismatch import MismatchRecord, MismatchTraces, WorstToken
+from megagrpo.track.sink import RunStart
+from megagrpo.track.tracker import Tracker
+from megagrpo.trainer.mismatch import excess_mismatch, mismatch_record, report_mismatch
+from megagrpo.types import Group, Prompt, Sample
+from tests.track_recipe import make_recipe
+
+TOKEN = WorstToken("sums/3", 2, 5, 11, "12+34=", "4", "6#", -0.25, -2.5, 6)
+RECORD = MismatchRecord(7, 640, 0.001, 0.02, 2.25, 0.003, 0.0004, 1.01, 0.98, (TOKEN, replace(TOKEN, position=6)))
+
+
+def write(directory: Path, *records: MismatchRecord, resumed_step: int = 0) -> None:
+    directory.mkdir(exist_ok=True)
+    traces = MismatchTraces(RunStart(make_recipe(directory), directory, 10, resumed_step))
+    for record in records:
+        traces.write(record)
+    traces.close()
+
+
+def records(steps: range) -> list[MismatchRecord]:
+    """Steps whose worst token is further off the later they are, and lies at the step's own position."""
+    return [
+        replace(RECORD, step=step, worst=(replace(TOKEN, position=step, rollout_logprob=-float(step)),))
+        for step in steps
+    ]
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    write(tmp_path, RECORD, replace(RECORD, step=8, worst=()))
+    assert report.read(tmp_path) == [RECORD, replace(RECORD, step=8, worst=())]
+
+
+def test_a_number_that_is_not_finite_is_null_and_comes_back_as_nan(tmp_path: Path) -> None:
+    write(tmp_path, replace(RECORD, mean=math.nan, max=math.inf, worst=(replace(TOKEN, rollout_logprob=-math.inf),)))
+    line = json.loads((tmp_path / "mismatch.jsonl").read_text())
+    assert (line["mean"], line["max"], line["worst"][0]["rollout_logprob"]) == (None, None, None)
+    (read,) = report.read(tmp_path)
+    assert math.isnan(read.max)
+    assert math.isnan(read.worst[0].rollout_logprob)
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    write(tmp_path, *records(range(1, 6)))
+    write(tmp_path, *records(range(4, 7)), resumed_step=3)
+    assert [record.step for record in report.read(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, RECORD)
+    with (tmp_path / "mismatch.jsonl").open("a") as file:
+        file.write('{"step": 8, "tok')
+    assert report.read(tmp_path) == [RECORD]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def columns(lines: list[str], heading: str) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of the table that has a column `heading`."""
+    start = next(number for number, line in enumerate(lines) if heading in line.split())
+    rows = [line.split() for line in lines[start:]]
+    end = rows.index([]) if [] in rows else len(rows)
+    return rows[0], rows[1:end]
+
+
+def test_the_report_shows_the_last_steps_and_the_worst_tokens_of_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, *records(range(30, 0, -1)))  # the earliest lines have the largest differences
+    assert main(["report", str(tmp_path), "--steps", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    headings, steps = columns(lines, "ratio_mean")
+    assert [row[0] for row in steps] == ["3", "2", "1"]
+    assert dict(zip(headings, steps[0], strict=True)) == {
+        "step": "3", "tokens": "640", "mean": "0.001", "p99": "0.02", "max": "2.25", "k1": "0.003", "k3": "0.0004",
+        "ratio_mean": "1.01", "effective_share": "0.98",
+    }  # fmt: skip
+    headings, tokens = columns(lines, "difference")
+    assert [row[headings.index("step")] for row in tokens] == [str(step) for step in range(30, 20, -1)]
+    first = dict(zip(headings, tokens[0], strict=True))
+    assert (first["prompt"], first["sample"], first["position"], first["version"]) == ("sums/3", "2", "30", "6")
+    assert (first["train"], first["rollout"], first["difference"]) == ("-0.2500", "-30.0000", "29.8")
+    assert first["text"] == "12+34=【4】6#"
+
+
+def test_a_token_is_shown_in_one_line_and_one_that_is_not_a_number_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = replace(TOKEN, before="a\nb", text="\x1b[31m", after="\t", rollout_logprob=math.nan)
+    write(tmp_path, *records(range(1, 3)), replace(RECORD, step=3, worst=(broken,)))
+    assert main(["report", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    worst = lines[next(number for number, line in enumerate(lines) if "difference" in line.split()) + 1]
+    assert "not finite" in worst
+    assert worst.endswith(r"a\nb【\x1b[31m】\t")
+
+
+def test_a_run_that_has_not_trained_yet_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "No step has trained" in capsys.readouterr().out
+
+
+def test_what_is_not_a_run_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "absent")]) == EXIT_USER_ERROR
+    assert "absent: no such directory" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == EXIT_USER_ERROR
+    assert "mismatch.jsonl: No such file" in capsys.readouterr().err
+    (tmp_path / "mismatch.jsonl").write_text('{"step": 1}\n')
+    assert main(["report", str(tmp_path)]) == EXIT_USER_ERROR
+    assert "mismatch.jsonl:1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path), "--steps", "0"])
+
+
+# --- from rows to text, and the threshold -----------------------------------------------------------------------------
+
+
+def test_a_row_and_a_position_become_the_token_with_its_text() -> None:
+    def sample(index: int, tokens: list[int], versions: list[int]) -> Sample:
+        count = len(tokens)
+        return Sample("b", index, np.array(tokens), np.full(count, -1.0), np.array(versions), "stop", "")
+
+    groups = [
+        Group(Prompt("a", (1, 2, 3), "x", ""), (sample(0, [9], [0]), sample(1, [], []))),
+        Group(Prompt("b", (4, 5), "x", ""), (sample(0, [9, 9], [0, 0]), sample(1, [6, 7, 8], [3, 4, 4]))),
+    ]
+    found = Mismatch(9, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, (TokenMismatch(3, 3, -1.5, -2.0),))
+    record = mismatch_record(5, found, groups, lambda tokens: "".join(map(str, tokens)))
+    (token,) = record.worst
+    assert token == WorstToken("b", 1, 1, 7, "456", "7", "8", -1.5, -2.0, 4)
+    assert (record.step, record.tokens, record.k3, record.effective_share) == (5, 9, 0.5, 0.7)
+
+
+@pytest.mark.parametrize(("metric", "value"), [("mean", 0.001), ("p99", 0.02), ("max", 2.25), ("k3", 0.0004)])
+def test_the_threshold_is_of_the_recipes_metric(metric: str, value: float) -> None:
+    def excess(above: float | None) -> object:
+        return excess_mismatch(RECORD, schema.Mismatch(metric=metric, above=above), Path("runs/x"))
+
+    assert excess(None) is None
+    assert excess(value) is None
+    said = str(excess(value * 0.99))
+    assert f"step 7: logprob_difference/{metric} is {value:.4g}" in said
+    assert "'4' after '12+34=', position 5 of sample 2 of prompt sums/3" in said
+    assert "train logprob -0.25, rollout logprob -2.5, sampled by weight version 6" in said
+    assert f"{value * 0.99:g} (rollout.mismatch.above)" in said
+    assert "megagrpo report runs/x" in said
+
+
+def run_of(directory: Path, **mismatch: Any) -> Recipe:
+    values = make_recipe(directory, console="lines").model_dump()
+    values["rollout"]["mismatch"] |= {"metric": "max"} | mismatch
+    return Recipe.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ends", "said"),
+    [
+        ({"above": None}, False, ""),
+        ({"above": 0.5}, False, ""),
+        ({"above": 0.25, "then": "warn"}, False, "warning: step 5: logprob_difference/max is 0.3"),
+        ({"above": 0.25, "then": "stop"}, True, "step 5: logprob_difference/max is 0.3: saving this step"),
+    ],
+    ids=["no threshold", "below", "warn", "stop"],
+)
+def test_past_the_threshold_a_run_is_warned_or_ended_and_otherwise_nothing_is_said(
+    settings: dict[str, Any], ends: bool, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = run_of(tmp_path, **settings)
+    sample = Sample("a", 0, np.array([4]), np.array([-2.0]), np.array([4]), "stop", "")
+    groups = [Group(Prompt("a", (1, 2, 3), "x", ""), (sample,))]
+    found = Mismatch(9, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, (TokenMismatch(0, 3, -1.7, -2.0),))
+    with Tracker(recipe, 10) as tracker:
+        tracker.start()
+        problem = report_mismatch(recipe, 5, found, groups, tracker, str)
+        printed = capsys.readouterr().out
+        assert report_mismatch(recipe, 6, None, groups, tracker, str) is None
+        assert capsys.readouterr().out == ""
+    assert (problem is not None) == ends
+    assert said in printed
+    assert bool(printed) == bool(said)
+    assert [record.step for record in report.read(tmp_path / "runs" / "adder")] == [5]
+
+
+def test_a_figure_that_is_not_a_number_is_above_every_threshold() -> None:
+    settings = schema.Mismatch(metric="mean", above=1e9)
+    assert excess_mismatch(replace(RECORD, mean=math.nan), settings, Path("runs/x")) is not None
