@@ -70,7 +70,10 @@ class MeetingHost:
         self._opened = 0
 
     def open(self, version: int, destinations: Iterable[int]) -> Sync:
-        """Begins an attempt. Whoever still waits in the one before ends with WeightSyncError."""
+        """Begins an attempt. Whoever still waits in the one before ends with WeightSyncError.
+
+        If the one before failed in a way that nobody in it can have noticed, such as a death, call `abort` first.
+        """
         before, wanted, opened = self._sync, frozenset(destinations), self._store.add("opened", 0)
         failed = self._store.check([f"abort/{before.attempt}"])
         if not failed:

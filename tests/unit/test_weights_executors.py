@@ -1,0 +1,419 @@
+"""Exact shards on their way: which buckets there are, both ends of every way in threads, and all that can go wrong."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.errors import ModelError, Problem, WeightSyncError
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.weights.boxes import ITEM_BYTES
+from megagrpo.weights.digest import digests
+from megagrpo.weights.executors import shared_memory, streams
+from megagrpo.weights.executors.flow import FlowReceiver, FlowSender
+from megagrpo.weights.executors.meeting import Meeting, MeetingHost
+from megagrpo.weights.executors.shared_memory import DIRECTORY, FileArea, SharedMemory, remove_left_over
+from megagrpo.weights.executors.ways import Receiver, Sender, Way, open_receiver, open_sender
+from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.verification import (
+    arrived_bucket_digests,
+    bucket_problems,
+    digest_problems,
+    expected_digests,
+    sent_bucket_digests,
+    sent_digests,
+)
+from tests.weight_streams import Case, at_once, empty, sync
+from tests.weights_oracle import Tensors, architecture, moe_architecture, random_checkpoint
+
+IN_PLACE = [Way.SHARED_MEMORY, Way.PROCESS_GROUP]
+SMALL = Case(architecture(heads=4, query_groups=2), ParallelLayout(tensor=2, pipeline=2), tensor=2, engines=2)
+
+
+@pytest.fixture
+def host() -> MeetingHost:
+    return MeetingHost("127.0.0.1", timeout_seconds=30.0)
+
+
+@pytest.fixture
+def impatient() -> MeetingHost:
+    return MeetingHost("127.0.0.1", timeout_seconds=0.5)
+
+
+# --- streams: no process, no bytes ------------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    tensor, pipeline = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    moe = draw(st.booleans())
+    arch = moe_architecture(heads=4, query_groups=2) if moe else architecture(tied_embeddings=draw(st.booleans()))
+    expert = draw(st.sampled_from([1, tensor])) if moe else 1
+    layout = ParallelLayout(tensor=tensor, pipeline=pipeline, data=draw(st.sampled_from([1, 2])), expert=expert)
+    ranks = draw(st.sampled_from([1, 2]))
+    return Case(
+        arch,
+        layout,
+        tensor=ranks,
+        engines=draw(st.integers(1, 3)),
+        expert=draw(st.sampled_from([1, ranks])) if moe else 1,
+        dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+        one_node=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(case=cases(), bucket_bytes=st.sampled_from([97, 4001, 1 << 20]), data=st.data())
+def test_both_ends_see_the_same_buckets_and_every_element_travels_once(
+    case: Case, bucket_bytes: int, data: st.DataObject
+) -> None:
+    """Each end from its own part of the plan, with any of the engine ranks taking part."""
+    plan = case.plan()
+    everyone = range(len(plan.destinations))
+    active = frozenset(data.draw(st.sets(st.sampled_from(everyone), min_size=1)))
+    sent: dict[int, dict[tuple[int, int], streams.Parcel]] = defaultdict(dict)
+    parties = [(source, plan.part_for_source(source)) for source in range(len(plan.sources))]
+    parties += [(len(plan.sources) + index, plan.part_for_destination(index)) for index in sorted(active)]
+    for party, part in parties:
+        for parcel in streams.outgoing(part, party, active, bucket_bytes):
+            assert parcel.sender == party
+            assert parcel.bytes <= max(bucket_bytes, ITEM_BYTES[case.dtype])
+            assert (party, parcel.number) not in sent[parcel.receiver]
+            sent[parcel.receiver][party, parcel.number] = parcel
+    for index in active:
+        party = streams.destination_party(plan, index)
+        part = plan.part_for_destination(index)
+        awaited = {(p.sender, p.number): p for p in streams.incoming(part, index, active, bucket_bytes)}
+        assert awaited.keys() == sent[party].keys()
+        written = 0
+        for key, parcel in awaited.items():
+            ours, theirs = parcel.pieces, sent[party][key].pieces
+            assert [(p.destination, p.begin, p.end) for p in ours] == [(p.destination, p.begin, p.end) for p in theirs]
+            assert all(one.end <= other.begin for one, other in pairwise(ours))
+            assert streams.label(part, parcel) == streams.label(plan, sent[party][key])
+            written += sum(piece.destination.box.elements for piece in ours)
+        assert written == sum(placement.box.elements for placement in plan.destinations[index].placements)
+
+
+def test_a_relay_that_takes_no_part_is_bypassed() -> None:
+    plan = SMALL.plan()
+    via = next(index for index in range(4) if plan.relays_of(index))
+    other = plan.relays_of(via)[0]
+    relay = streams.destination_party(plan, via)
+    everyone = streams.incoming(plan, other, frozenset(range(4)), 1000)
+    assert relay in {parcel.sender for parcel in everyone}
+    alone = list(streams.incoming(plan, other, frozenset({other}), 1000))
+    assert all(parcel.sender < len(plan.sources) for parcel in alone)
+
+
+# --- the meeting ------------------------------------------------------------------------------------------------------
+
+
+def test_an_abort_ends_every_wait_with_its_reason(host: MeetingHost) -> None:
+    host.open(1, [0])
+    one, other = host.meeting.join("one"), host.meeting.join("other")
+
+    def wait() -> None:
+        with one.attend(1):
+            one.wait(lambda: one.pop("1"), lambda: Problem("too late"))
+
+    def fail() -> None:
+        with other.attend(1):
+            time.sleep(0.2)
+            raise WeightSyncError(Problem("other: its disk is full"))
+
+    begun = time.monotonic()
+    waited, failed = at_once([wait, fail])
+    assert "its disk is full" in str(waited)
+    assert "its disk is full" in str(failed)
+    assert time.monotonic() - begun < 10
+
+
+def test_a_deadline_says_what_was_awaited_and_is_kept(impatient: MeetingHost) -> None:
+    impatient.open(1, [0])
+    member = impatient.meeting.join("one")
+    begun = time.monotonic()
+    with pytest.raises(WeightSyncError, match="nobody came"), member.attend(1):
+        member.wait(lambda: member.pop("1"), lambda: Problem("nobody came"))
+    assert 0.5 <= time.monotonic() - begun < 5
+
+
+def test_messages_of_a_failed_attempt_are_not_seen_in_the_next(host: MeetingHost) -> None:
+    member = host.meeting.join("one")
+    first = host.open(1, [0])
+    with member.attend(1):
+        member.push("1", ["sent", 0])
+    host.abort([Problem("somebody died")])
+    second = host.open(1, [0])
+    assert (second.attempt, second.generation) == (first.attempt + 1, first.generation + 1)
+    with member.attend(1):
+        assert member.pop("1") is None
+
+
+def test_a_generation_lasts_until_somebody_fails_or_is_replaced(host: MeetingHost) -> None:
+    generations = [host.open(version, [0, 1]).generation for version in (1, 2, 3)]
+    host.meeting.join("engine 0 rank 1").announce()
+    generations.append(host.open(4, [0, 1]).generation)
+    host.abort([Problem("failed")])
+    generations.append(host.open(5, [0, 1]).generation)
+    generations.append(host.open(5, [1]).generation)
+    assert [after - before for before, after in pairwise(generations)] == [0, 0, 1, 1, 1]
+
+
+def test_another_version_than_the_open_one_is_refused_for_all(host: MeetingHost) -> None:
+    host.open(7, [0])
+    one, other = host.meeting.join("one"), host.meeting.join("other")
+    with pytest.raises(WeightSyncError, match="version 7"), one.attend(6):
+        pass
+    with pytest.raises(WeightSyncError, match="version 7"), other.attend(7):
+        other.wait(lambda: other.pop("1"), lambda: Problem("too late"))
+
+
+def test_a_driver_that_is_gone_is_named() -> None:
+    meeting = Meeting("127.0.0.1", 9, "run", 0.5)
+    with pytest.raises(WeightSyncError, match=r"train rank 3: the driver's meeting at 127\.0\.0\.1:9"):
+        meeting.join("train rank 3")
+
+
+# --- both ways, both ends ---------------------------------------------------------------------------------------------
+
+
+class Ends:
+    """Senders and receivers of a case, and what the engine ranks hold."""
+
+    def __init__(self, case: Case, way: Way, host: MeetingHost, bucket_bytes: int = 1500) -> None:
+        self.case, self.way, self.host, self.bucket_bytes = case, way, host, bucket_bytes
+        self.plan = case.plan()
+        self.arrived = [empty(manifest) for manifest in self.plan.destinations]
+        self.senders: list[Sender] = [self.sender(source) for source in range(len(self.plan.sources))]
+        self.receivers: list[Receiver] = [self.receiver(index) for index in range(len(self.arrived))]
+
+    def sender(self, source: int) -> Sender:
+        return open_sender(self.way, self.plan, source, self.host.meeting, self.bucket_bytes)
+
+    def receiver(self, index: int) -> Receiver:
+        return open_receiver(self.way, self.plan, index, self.arrived[index], self.host.meeting, self.bucket_bytes)
+
+    def sync(self, version: int, checkpoint: Tensors, destinations: list[int] | None = None) -> list[Any]:
+        held = self.case.held(checkpoint)
+        return sync(self.host, version, self.senders, held, self.receivers, destinations)
+
+    def wrong(self, checkpoint: Tensors) -> list[Problem]:
+        """What verification says of every engine rank."""
+        held = self.case.held(checkpoint)
+        expected = expected_digests(sent_digests(self.plan, index, tensors) for index, tensors in enumerate(held))
+        return [
+            problem
+            for index, manifest in enumerate(self.plan.destinations)
+            for problem in digest_problems(
+                manifest.holder, expected[index], digests(self.arrived[index], manifest.placements)
+            )
+        ]
+
+    def close(self) -> None:
+        for end in (*self.senders, *self.receivers):
+            end.close()
+
+
+@pytest.fixture
+def ends(request: pytest.FixtureRequest, host: MeetingHost) -> Iterator[Ends]:
+    made = Ends(SMALL, request.param, host)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("ends", IN_PLACE, indirect=True)
+def test_ten_syncs_with_relays_leave_what_each_rank_must_hold(ends: Ends) -> None:
+    assert any(ends.plan.relays_of(index) for index in range(4))
+    for version in range(10):
+        checkpoint = random_checkpoint(ends.case.arch, seed=version)
+        assert not ends.sync(version, checkpoint)
+        assert not ends.wrong(checkpoint)
+    assert ends.wrong(random_checkpoint(ends.case.arch, seed=8))
+    assert not any(tensor.isnan().any() for tensors in ends.arrived for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_experts_and_a_cast_arrive(way: Way, host: MeetingHost) -> None:
+    arch = moe_architecture(heads=4, query_groups=2)
+    ends = Ends(Case(arch, ParallelLayout(tensor=2, data=2, expert=2), 2, 1, 2, "bfloat16"), way, host)
+    checkpoint = random_checkpoint(arch)
+    assert not ends.sync(1, checkpoint)
+    assert not ends.wrong(checkpoint)
+    ends.close()
+
+
+@pytest.mark.parametrize("ends", IN_PLACE, indirect=True)
+def test_a_replaced_engine_rank_is_brought_up_to_date_alone_and_then_takes_part(ends: Ends) -> None:
+    arch = ends.case.arch
+    checkpoint = random_checkpoint(arch, seed=1)
+    assert not ends.sync(1, checkpoint)
+    for index in (2, 3):
+        ends.arrived[index] = empty(ends.plan.destinations[index])
+        ends.receivers[index].close()
+        ends.receivers[index] = ends.receiver(index)
+    assert not ends.sync(1, checkpoint, destinations=[2, 3])
+    assert not ends.wrong(checkpoint)
+    assert not ends.sync(2, random_checkpoint(arch, seed=2))
+    assert not ends.wrong(random_checkpoint(arch, seed=2))
+
+
+@pytest.mark.parametrize("ends", IN_PLACE, indirect=True)
+def test_after_an_aborted_sync_the_same_ends_go_on(ends: Ends) -> None:
+    checkpoint = random_checkpoint(ends.case.arch)
+    held = ends.case.held(checkpoint)
+    held[1] = {**held[1], "chunk0.embedding.word_embeddings.weight": torch.zeros(1, 1)}
+    errors = sync(ends.host, 1, ends.senders, held, ends.receivers)
+    assert len(errors) == 8  # one raised, all others hear of it
+    assert all("train rank 1: chunk0.embedding.word_embeddings.weight" in str(error) for error in errors)
+    assert not ends.sync(1, checkpoint)
+    assert not ends.wrong(checkpoint)
+
+
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_who_never_comes_is_named_with_the_bucket(way: Way, impatient: MeetingHost) -> None:
+    case = Case(architecture(), ParallelLayout(tensor=2), tensor=1)
+    ends = Ends(case, way, impatient)
+    held = case.held(random_checkpoint(case.arch))
+    impatient.open(1, [0])
+    (without_receiver,) = at_once([lambda: ends.senders[0].send(1, held[0])])
+    impatient.open(2, [0])
+    receives = [lambda: ends.senders[0].send(2, held[0]), lambda: ends.receivers[0].receive(2)]
+    without_sender = at_once(receives)[1]
+    ends.close()
+    if way is Way.PROCESS_GROUP:
+        assert "train rank 1 did not join within 0.5 s" in str(without_receiver)
+        assert "train rank 1 did not join within 0.5 s" in str(without_sender)
+    else:
+        assert "no acknowledgement by engine 0 rank 0 within 0.5 s" in str(without_receiver)
+        assert "bucket 1 of " in str(without_receiver)
+        assert "(lm_head.weight)" in str(without_receiver)
+        assert "from train rank 1 to engine 0 rank 0" in str(without_sender)
+        assert "nothing came from train rank 1" in str(without_sender)
+
+
+def test_a_wrong_shape_or_name_is_refused_before_anything_moves(host: MeetingHost) -> None:
+    plan = SMALL.plan()
+    tensors = empty(plan.destinations[1])
+    tensors["model.norm.weight"] = torch.zeros(3)
+    tensors["extra.weight"] = torch.zeros(3)
+    with pytest.raises(ModelError) as caught:
+        open_receiver(Way.SHARED_MEMORY, plan, 1, tensors, host.meeting, 1000)
+    assert [problem.where for problem in caught.value.problems] == [
+        "engine 0 rank 1: extra.weight",
+        "engine 0 rank 1: model.norm.weight",
+    ]
+
+
+# --- shared memory ----------------------------------------------------------------------------------------------------
+
+
+class Corrupting(SharedMemory):
+    """Flips one bit of the `nth` bucket that it hands over, where it lies in the file."""
+
+    def __init__(self, run: str, nth: int) -> None:
+        super().__init__(run)
+        self._before = nth
+
+    def hand_over(self, index: int, parcel_bytes: int, receiver: int) -> Any:
+        name, begin = super().hand_over(index, parcel_bytes, receiver)
+        if self._before == 0:
+            with (DIRECTORY / name).open("r+b") as file:
+                file.seek(begin + parcel_bytes // 2)
+                byte = file.read(1)[0]
+                file.seek(begin + parcel_bytes // 2)
+                file.write(bytes([byte ^ 4]))
+        self._before -= 1
+        return [name, begin]
+
+
+def test_a_byte_that_changes_in_shared_memory_is_found_and_its_bucket_named(host: MeetingHost) -> None:
+    case = Case(architecture(), ParallelLayout(tensor=2), tensor=2, dtype="bfloat16")
+    ends = Ends(case, Way.SHARED_MEMORY, host)
+    plan, active = ends.plan, frozenset({0, 1})
+    carrier = Corrupting(host.meeting.run, nth=3)
+    ends.senders[1] = FlowSender(plan, 1, host.meeting, 1500, carrier)
+    checkpoint = random_checkpoint(case.arch)
+    assert not ends.sync(1, checkpoint)
+    (problem,) = ends.wrong(checkpoint)
+    tensor, rank = problem.where.split(" on ")[0], int("rank 1 after" in problem.where)
+    held = case.held(checkpoint)
+    sent: dict[str, int] = {}
+    for source in range(2):
+        sent |= sent_bucket_digests(plan.part_for_source(source), source, held[source], tensor, active, 1500)
+    arrived = arrived_bucket_digests(plan, rank, ends.arrived[rank], tensor, active, 1500)
+    (found,) = bucket_problems(tensor, sent, arrived)
+    fourth = list(streams.outgoing(plan, 1, active, 1500))[3]
+    assert found.where == f"{tensor}: {streams.label(plan, fourth)}"
+    ends.close()
+
+
+def test_files_are_private_reused_and_removed(host: MeetingHost) -> None:
+    case = Case(architecture(), ParallelLayout(tensor=2), tensor=2, one_node=False)
+    ends = Ends(case, Way.SHARED_MEMORY, host)
+    seen = []
+    for version in range(3):
+        assert not ends.sync(version, random_checkpoint(case.arch, seed=version))
+        seen.append(sorted(DIRECTORY.glob(f"megagrpo-{host.meeting.run}-*")))
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) == 2  # one for each sender
+    assert {stat.S_IMODE(file.stat().st_mode) for file in seen[0]} == {0o600}
+    assert {file.stat().st_size for file in seen[0]} == {2 * shared_memory.mmap.PAGESIZE}
+    ends.senders[0].close()
+    assert not seen[0][0].exists() or not seen[0][1].exists()
+    remove_left_over(host.meeting.run)
+    assert not any(file.exists() for file in seen[0])
+    ends.close()
+
+
+def test_a_full_shared_memory_is_named_and_nothing_is_left(host: MeetingHost) -> None:
+    room = os.statvfs(DIRECTORY)
+    with pytest.raises(WeightSyncError, match=r"No space left on device") as caught:
+        FileArea(f"megagrpo-{host.meeting.run}-full", room.f_blocks * room.f_frsize + (1 << 20))
+    assert "weights.bucket_bytes" in str(caught.value)
+    assert not list(DIRECTORY.glob(f"megagrpo-{host.meeting.run}-*"))
+
+
+def test_only_files_of_the_run_are_mapped(host: MeetingHost) -> None:
+    stem = f"megagrpo-{host.meeting.run}-"
+    with pytest.raises(WeightSyncError, match="a file of this run"):
+        shared_memory.map_file(stem, "../etc/passwd", "bucket 1")
+    with pytest.raises(WeightSyncError, match="No such file"):
+        shared_memory.map_file(stem, f"{stem}gone", "bucket 1")
+
+
+def test_a_bucket_that_comes_twice_is_refused(host: MeetingHost) -> None:
+    case = Case(architecture(), ParallelLayout(), tensor=1)
+    plan = case.plan()
+    arrived = empty(plan.destinations[0])
+    receiver = FlowReceiver(plan, 0, arrived, host.meeting, 1500, SharedMemory(host.meeting.run))
+    host.open(1, [0])
+    area = FileArea(f"megagrpo-{host.meeting.run}-twice", 4096)
+    stranger = host.meeting.join("train rank 0")
+
+    def send_twice() -> None:
+        with stranger.attend(1):
+            for _ in range(2):
+                stranger.push("1", ["sent", 0, 0, 0, [area.ticket(0), 0]])
+
+    errors = at_once([send_twice, lambda: receiver.receive(1)])
+    area.close()
+    assert "bucket 1 from train rank 0" in str(errors[1])
+    assert "it came twice" in str(errors[1])
+
+
+def test_the_plan_is_the_same_for_parts_and_whole() -> None:
+    plan: WeightPlan = SMALL.plan()
+    part = plan.part_for_destination(0)
+    active = frozenset(range(4))
+    assert list(streams.incoming(part, 0, active, 999)) == list(streams.incoming(plan, 0, active, 999))
