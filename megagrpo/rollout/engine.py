@@ -12,41 +12,52 @@ from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest
 
 if TYPE_CHECKING:
-    from megagrpo.weights.executors.buckets import Bucket
+    from megagrpo.weights.executors.meeting import Meeting
+    from megagrpo.weights.executors.ways import Way
     from megagrpo.weights.plan import WeightPlan
 
 
 class Engine(Protocol):
-    """One holder of the policy that samples from it.
+    """One holder of the policy that samples from it, on one or several engine ranks.
 
     Weights come in four steps, and no token is sampled between the first and the last:
 
         engine.begin_update(version)
-        engine.receive(buckets, plan, destination_index)      # any number of times
-        arrived = engine.end_update(version)                  # compared with the trainer's digests by the caller
-        engine.commit_update(version)                         # only if they agree; otherwise begin again
+        engine.receive(version)                 # while the training ranks send
+        arrived = engine.end_update(version)    # compared with the training ranks' digests by the caller
+        engine.commit_update(version)           # only if they agree; otherwise begin again
 
-    Every method raises EngineError when called out of turn.
+    Every method raises EngineError when called out of turn, or when the engine fails.
     """
 
-    def manifest(self) -> Manifest:
-        """What it holds and where: the destination of a weight plan."""
+    def manifests(self) -> list[Manifest]:
+        """What each engine rank holds and where: destinations of a weight plan, in rank order."""
+        ...
+
+    def connect(
+        self, plan: WeightPlan, destinations: Sequence[int], way: Way, meeting: Meeting, bucket_bytes: int
+    ) -> None:
+        """Opens the receiving end of every engine rank; `destinations` are the plan's indices of them, in rank order.
+
+        Called once, and again with another plan or after a restart. Raises WeightSyncError if the engine does not hold
+        what its manifests say.
+        """
         ...
 
     def begin_update(self, version: int) -> None:
-        """Opens an update to `version`. Also how an update that failed is begun again, from its start."""
+        """Pauses generation and opens an update. Also how an update that failed is begun again, from its start."""
         ...
 
-    def receive(self, buckets: Sequence[Bucket], plan: WeightPlan, destination_index: int) -> None:
-        """Writes weights in place; `destination_index` is this engine's place in `plan`."""
+    def receive(self, version: int) -> None:
+        """Writes the weights in place as they arrive. Raises WeightSyncError if they do not."""
         ...
 
-    def end_update(self, version: int) -> Mapping[str, int]:
-        """Closes the transfer and returns the digest of every checkpoint tensor as it now lies here."""
+    def end_update(self, version: int) -> list[Mapping[str, int]]:
+        """Closes the transfer and returns, by engine rank, the digest of what lies there of every checkpoint tensor."""
         ...
 
     def commit_update(self, version: int) -> None:
-        """The digests agree: tokens sampled from now on carry `version`."""
+        """The digests agree: generation goes on, and tokens sampled from now on carry `version`."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
@@ -54,7 +65,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees the weights. May be called in any state, and twice."""
+        """Ends the engine and frees its weights. May be called in any state, and twice."""
         ...
 
 
@@ -68,7 +79,8 @@ class EngineState(Enum):
     """An update is open: its weights are a mixture of two versions until end_update."""
 
     UNVERIFIED = "holding unverified weights"
-    """All weights arrived, their digests not yet compared. commit_update says they agree, begin_update starts over."""
+    """Nobody has compared its weights' digests: an update has ended, or the weights were never ours or are gone.
+    commit_update says that those of an update agree, begin_update starts over."""
 
     CLOSED = "closed"
     """Its weights are freed. Nothing but close is possible."""
@@ -101,10 +113,18 @@ class UpdateProtocol:
         )
         self.state = EngineState.UNVERIFIED
 
-    def commit(self, version: int) -> None:
+    def check_commit(self, version: int) -> None:
         self._require(self.state is EngineState.UNVERIFIED, f"commit_update({version})", "end_update first")
         self._require(version == self.incoming, f"commit_update({version})", f"the version received, {self.incoming}")
+
+    def commit(self, version: int) -> None:
+        self.check_commit(version)
         self.state, self.version, self.incoming = EngineState.SERVING, version, None
+
+    def lose_weights(self) -> None:
+        """What it holds is not, or no longer, the version that it last committed."""
+        self._require(self.state is not EngineState.CLOSED, "lose_weights", "an engine that is not closed")
+        self.state, self.incoming = EngineState.UNVERIFIED, None
 
     def check_serving(self) -> None:
         self._require(self.state is EngineState.SERVING, "generate", "weights whose update was committed")

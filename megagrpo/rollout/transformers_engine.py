@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import EngineError, ModelError, Problem
 from megagrpo.rollout.decoding import Response, decode
 from megagrpo.rollout.engine import UpdateProtocol
-from megagrpo.types import Request, Sample, SamplingParams
+from megagrpo.rollout.text import load_tokenizer, response_texts
+from megagrpo.types import FinishReason, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
-from megagrpo.weights.executors.buckets import Bucket, unpack
+from megagrpo.weights.executors.meeting import Meeting
+from megagrpo.weights.executors.ways import Receiver, Way, open_receiver
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import transformers as transformers_side
@@ -43,26 +45,35 @@ class TransformersEngine:
         name: str = "transformers engine",
     ) -> None:
         torch.set_num_threads(threads)
-        self._manifest = transformers_side.manifest(read_architecture(model_directory), dtype, holder=name)
+        self._manifest = transformers_side.manifest(read_architecture(model_directory), dtype, holder=f"{name} rank 0")
         self._model: Any = _load_model(model_directory, device, dtype)
-        self._tokenizer: Any = _load_tokenizer(tokenizer_directory or model_directory)
+        self._tokenizer: Any = load_tokenizer(tokenizer_directory or model_directory)
         self._requests_at_once = requests_at_once
         self._protocol = UpdateProtocol(name)
+        self._receiver: Receiver | None = None
 
-    def manifest(self) -> Manifest:
-        return self._manifest
+    def manifests(self) -> list[Manifest]:
+        return [self._manifest]
+
+    def connect(
+        self, plan: WeightPlan, destinations: Sequence[int], way: Way, meeting: Meeting, bucket_bytes: int
+    ) -> None:
+        self._disconnect()
+        (destination,) = destinations
+        self._receiver = open_receiver(way, plan, destination, self._tensors(), meeting, bucket_bytes)
 
     def begin_update(self, version: int) -> None:
         self._protocol.begin(version)
 
-    def receive(self, buckets: Sequence[Bucket], plan: WeightPlan, destination_index: int) -> None:
+    def receive(self, version: int) -> None:
         self._protocol.check_receiving()
-        for bucket in buckets:
-            unpack(bucket, plan, destination_index, self._tensors())
+        if self._receiver is None:
+            raise EngineError(Problem(f"{self._protocol.name}: receive", given="no connection", needed="connect first"))
+        self._receiver.receive(version)
 
-    def end_update(self, version: int) -> Mapping[str, int]:
+    def end_update(self, version: int) -> list[Mapping[str, int]]:
         self._protocol.end(version)
-        return digests(self._tensors(), self._manifest.placements)
+        return [digests(self._tensors(), self._manifest.placements)]
 
     def commit_update(self, version: int) -> None:
         self._protocol.commit(version)
@@ -88,7 +99,13 @@ class TransformersEngine:
 
     def close(self) -> None:
         self._protocol.close()
+        self._disconnect()
         self._model = None
+
+    def _disconnect(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: parameter.data for name, parameter in self._model.named_parameters()}
@@ -113,8 +130,9 @@ class TransformersEngine:
         return frozenset(sampling.stop_tokens) | frozenset([own] if isinstance(own, int) else own or ())
 
     def _samples(self, requests: Sequence[Request], responses: Sequence[Response]) -> list[Sample]:
-        bodies = [response.tokens[: len(response.tokens) - response.stopped].tolist() for response in responses]
-        texts = self._tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        finishes: list[FinishReason] = ["stop" if response.stopped else "length" for response in responses]
+        ended = zip(responses, finishes, strict=True)
+        texts = response_texts(self._tokenizer, [(response.tokens, finish) for response, finish in ended])
         return [
             Sample(
                 prompt_id=request.prompt_id,
@@ -122,10 +140,10 @@ class TransformersEngine:
                 tokens=response.tokens,
                 logprobs=response.logprobs,
                 versions=np.full(len(response.tokens), self._protocol.version, dtype=np.int32),
-                finish="stop" if response.stopped else "length",
+                finish=finish,
                 text=text,
             )
-            for request, response, text in zip(requests, responses, texts, strict=True)
+            for request, response, finish, text in zip(requests, responses, finishes, texts, strict=True)
         ]
 
 
@@ -159,15 +177,3 @@ def _load_model(directory: str, device: str, dtype: str) -> Any:
             )
         )
     return model.to(device).eval().requires_grad_(False)
-
-
-def _load_tokenizer(directory: str) -> Any:
-    fix = "check model.path, or set model.tokenizer"
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise ModelError(Problem(f"{directory}: no usable tokenizer", given=str(error), fix=fix)) from error
-    # Without tokenizer files, transformers makes up an empty tokenizer for a model type that it knows.
-    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
-        raise ModelError(Problem(f"{directory}: the tokenizer has no vocabulary", needed="tokenizer files", fix=fix))
-    return tokenizer

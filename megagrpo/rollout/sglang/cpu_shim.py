@@ -1,11 +1,12 @@
 """What SGLang 0.5 lacks on a machine without GPUs and without its own CPU kernels, replaced in plain PyTorch.
 
-Two modules that it imports there and never uses; and sampling by seed, which it has for GPU attention only, needs a hash.
-Nothing here changes how a model computes.
+Two modules that it imports there and never uses; and sampling by seed, which it has for GPU attention only and which
+needs a hash. Nothing here changes how a model computes.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from types import ModuleType
@@ -35,7 +36,7 @@ def _import_without_torchvision() -> None:
     transforms = _stand_in("torchvision.transforms", "InterpolationMode")
     functional = _stand_in("torchvision.transforms.functional", "InterpolationMode")
     package.__dict__["transforms"], transforms.__dict__["functional"] = transforms, functional
-    import sglang.srt.configs
+    importlib.import_module("sglang.srt.configs")
 
     del sys.modules["torchvision"]
 

@@ -1,4 +1,4 @@
-"""Runs one SGLang server. Started by server.py with the interpreter that has SGLang, which may be of another environment.
+"""Runs one SGLang server. Started by server.py, with an interpreter that may be of another environment.
 
     python launch.py < settings         settings: JSON, {"owner": pid, "directory": ..., "arguments": {...}}
 

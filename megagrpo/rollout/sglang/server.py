@@ -1,4 +1,4 @@
-"""One SGLang server of our own: started in a process group, waited for until it generates, ended with all it started."""
+"""One SGLang server of our own: started in a process group, waited for until it generates, ended with all of it."""
 
 from __future__ import annotations
 

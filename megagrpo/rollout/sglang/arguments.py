@@ -1,0 +1,165 @@
+"""The arguments of a server: those that megagrpo gives, and others in `rollout.sglang`, checked before a run starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megagrpo.errors import EngineError, Problem
+from megagrpo.recipe.schema import EngineLayout, Sglang
+
+CHECK = Path(__file__).with_name("check_arguments.py")
+CHECK_SECONDS = 120.0  # it imports part of SGLang, in an environment that may lie on a slow file system
+LOADER = "megagrpo.weights.executors.sglang_loader.load"
+WATCHDOG_SECONDS = 300.0  # SGLang's own default
+CPU_CACHE_TOKENS = 65536
+
+# Arguments that follow from another key of the recipe, or that would break what we rely on.
+_SERVER = "nothing: megagrpo starts the server and chooses it"
+_WEIGHTS = "nothing: weights travel into unquantised models, as rollout.layout splits them"
+_SAMPLING = "nothing: every request says how it is sampled"
+OWNED = (
+    {
+        "model_path": "model.path",
+        "tokenizer_path": "model.tokenizer",
+        "revision": "model.revision",
+        "dtype": "model.dtype",
+        "device": "cluster.device",
+        "tp_size": "rollout.layout.tensor",
+        "ep_size": "rollout.layout.expert",
+    }
+    | dict.fromkeys(
+        (
+            "host", "port", "api_key", "admin_api_key", "fastapi_root_path", "tokenizer_worker_num", "grpc_port",
+            "grpc_mode", "smg_grpc_mode", "use_ray", "nnodes", "node_rank", "dist_init_addr", "ssl_keyfile",
+            "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password", "enable_ssl_refresh", "skip_tokenizer_init",
+            "disaggregation_mode", "encoder_only", "is_embedding", "base_gpu_id", "gpu_id_step",
+        ),
+        _SERVER,
+    )
+    | dict.fromkeys(
+        (
+            "load_format", "quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile", "pp_size",
+            "dp_size", "attn_dp_size", "attn_cp_size", "moe_dp_size", "dcp_size", "enable_dp_attention",
+            "enable_dp_lm_head", "enable_eplb", "ep_num_redundant_experts", "init_expert_location",
+            "custom_weight_loader", "weight_version", "weight_cache_mode", "enable_lora", "lora_paths",
+            "cpu_offload_gb",
+        ),
+        _WEIGHTS,
+    )
+    | dict.fromkeys(("preferred_sampling_params", "stream_interval", "incremental_streaming_output"), _SAMPLING)
+)  # fmt: skip
+
+
+def sglang_problems(settings: Sglang) -> list[Problem]:
+    """What is wrong with `rollout.sglang`: arguments of ours, and what the installed SGLang says of the others.
+
+    Asks the interpreter named, once, in a process of its own: SGLang may be of another environment.
+    """
+    options = dict(settings.model_extra or {})
+    problems = [
+        Problem(
+            f"rollout.sglang.{name}",
+            given=repr(options[name]),
+            needed=owner if owner.startswith("nothing") else "not set here: another key of the recipe decides it",
+            fix="remove it" if owner.startswith("nothing") else f"set {owner}",
+        )
+        for name, owner in OWNED.items()
+        if name in options
+    ]
+    free = {name: value for name, value in options.items() if name not in OWNED}
+    return problems + [Problem(**found) for found in _asked(settings.python, free)]
+
+
+def _asked(python: str | None, options: Mapping[str, Any]) -> list[dict[str, str]]:
+    interpreter = python or sys.executable
+    where = "rollout.engine" if python is None else "rollout.sglang.python"
+    try:
+        asked = subprocess.run(
+            [interpreter, "-c", CHECK.read_text()],  # not as a file: its neighbours would hide other modules
+            input=json.dumps(options),
+            capture_output=True,
+            text=True,
+            timeout=CHECK_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [{"where": where, "given": f"{interpreter}: {error}", "needed": "a Python interpreter with SGLang"}]
+    if asked.returncode != 0:
+        given = f"{interpreter} failed: {asked.stderr.strip().splitlines()[-1:] or ['without a word']}"
+        return [{"where": where, "given": given, "needed": "a Python interpreter with SGLang"}]
+    answer = json.loads(asked.stdout.splitlines()[-1])
+    if answer["environment"]:
+        fix = "make sglang-cpu on a CPU machine, pip install megagrpo[sglang] on GPUs, or set rollout.sglang.python"
+        return [{"where": where, "given": answer["environment"], "needed": answer["needed"], "fix": fix}]
+    return list(answer["problems"])
+
+
+def server_arguments(
+    *,
+    model_directory: str,
+    layout: EngineLayout,
+    dtype: str,
+    device: str,
+    requests_at_once: int,
+    tokens_per_request: int,
+    longest_pause_seconds: float,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Fields of ServerArgs for one engine; `options` (rollout.sglang without `python`) win over our defaults.
+
+    `tokens_per_request` is the longest prompt plus response. `longest_pause_seconds` is how long a weight update may
+    take: a scheduler that does nothing for longer than SGLang's watchdog allows would be ended by it.
+
+    Raises: EngineError if an option is one of ours.
+    """
+    if ours := sorted(options.keys() & OWNED.keys()):
+        raise EngineError(Problem(f"rollout.sglang.{ours[0]}", given="set", needed="not set: megagrpo sets it"))
+    defaults: dict[str, Any] = {"watchdog_timeout": longest_pause_seconds + WATCHDOG_SECONDS}
+    if device == "cpu":
+        cache_tokens = min(requests_at_once * tokens_per_request, CPU_CACHE_TOKENS)
+        defaults |= {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "enable_deterministic_inference": True,  # for its seeds
+            "max_total_tokens": max(cache_tokens, 2 * tokens_per_request),  # or it takes what memory there is
+            "max_running_requests": requests_at_once,
+            "skip_server_warmup": True,
+            "sleep_on_idle": True,  # or an idle scheduler takes a core
+        }
+    return {
+        **defaults,
+        **options,
+        "model_path": model_directory,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "dtype": dtype,
+        "device": device,
+        "tp_size": layout.tensor,
+        "ep_size": layout.expert,
+        "weight_version": "0",
+        "custom_weight_loader": [LOADER],
+    }
+
+
+def server_environment(device: str, tensor: int, threads: int) -> dict[str, str]:
+    """Environment variables of a server, besides those of this process. On CPUs its ranks have `threads` together."""
+    if device != "cpu":
+        return {}
+    each = max(1, threads // tensor)
+    common = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCHDYNAMO_DISABLE": "1",  # compiling for a CPU gains nothing
+        "OMP_NUM_THREADS": str(each),
+    }
+    if tensor == 1:
+        return common
+    # SGLang wants to be told cores by rank where there are fewer memory nodes than ranks.
+    cores = sorted(os.sched_getaffinity(0))
+    blocks = [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(tensor)]
+    bind = "|".join(",".join(map(str, block)) for block in blocks)
+    return common | {"SGLANG_CPU_OMP_THREADS_BIND": bind}

@@ -1,0 +1,19 @@
+"""Servers shared by all tests of a session."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.sglang.servers import Served, serve
+
+
+@pytest.fixture(scope="session")
+def tied_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Tensor 1, tied embeddings."""
+    yield from serve("qwen2_tied", 1, tmp_path_factory.mktemp("tied"))
+
+
+@pytest.fixture(scope="session")
+def split_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Tensor 2, with a head of its own and padding in the vocabulary and in feed-forward layers."""
+    yield from serve("qwen3", 2, tmp_path_factory.mktemp("split"))

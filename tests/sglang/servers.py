@@ -1,0 +1,148 @@
+"""Real SGLang servers for tests, few and shared: starting one takes as long as a hundred tests on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from megagrpo.recipe.schema import EngineLayout
+from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
+from megagrpo.rollout.sglang.client import Endpoint, SglangClient
+from megagrpo.rollout.sglang.engine import SglangEngine
+from megagrpo.rollout.sglang.server import Server
+from megagrpo.weights.executors.meeting import MeetingHost
+from megagrpo.weights.executors.ways import Way, open_sender
+from megagrpo.weights.plan import make_plan
+from megagrpo.weights.sides import checkpoint
+from megagrpo.weights.verification import expected_digests, sent_digests
+from tests.rollout_engines import model_directory
+
+START_SECONDS = 240.0
+WAIT_SECONDS = 60.0
+AT_ONCE = 16
+TOKENS = 240
+BUCKET_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that tests share, the directory of its model, and an engine over it that owns it."""
+
+    server: Server
+    directory: Path
+    layout: EngineLayout
+    engine: SglangEngine
+
+    @contextmanager
+    def external(self, **changes: Any) -> Iterator[SglangEngine]:
+        """An engine over the same server that does not end it. Afterwards the server has its first weights again."""
+        endpoint = Endpoint(self.server.url, self.server.api_key)
+        engine = SglangEngine(endpoint, **(settings(self.directory, self.layout) | changes))
+        try:
+            yield engine
+        finally:
+            engine.close()
+            self.reset()
+
+    def reset(self) -> None:
+        client = SglangClient(
+            Endpoint(self.server.url, self.server.api_key),
+            failure=lambda asked, given: self.server.problem(asked, given),
+            timeout_seconds=WAIT_SECONDS,
+        )
+        try:
+            client.post("/pause_generation", {"mode": "abort"})
+            client.post("/update_weights_from_disk", {"model_path": str(self.directory), "weight_version": "0"})
+            client.post("/continue_generation", {})
+        finally:
+            client.close()
+
+
+def settings(directory: Path, layout: EngineLayout) -> dict[str, Any]:
+    """Keyword arguments of an SglangEngine."""
+    return {
+        "name": "engine 0",
+        "engine": 0,
+        "model_directory": str(directory),
+        "layout": layout,
+        "dtype": "float32",
+        "device": "cpu",
+        "requests_at_once": AT_ONCE,
+        "timeout_seconds": WAIT_SECONDS,
+        "control_timeout_seconds": WAIT_SECONDS,
+    }
+
+
+def start_server(
+    directory: Path, layout: EngineLayout, log: Path, options: Mapping[str, Any] | None = None, name: str = "engine 0"
+) -> Server:
+    """Started, not yet ready."""
+    return Server(
+        server_arguments(
+            model_directory=str(directory),
+            layout=layout,
+            dtype="float32",
+            device="cpu",
+            requests_at_once=AT_ONCE,
+            tokens_per_request=TOKENS,
+            longest_pause_seconds=WAIT_SECONDS,
+            options=options or {},
+        ),
+        name=name,
+        log=log,
+        environment=server_environment("cpu", layout.tensor, threads=layout.tensor),
+    )
+
+
+def serve(family: str, tensor: int, root: Path) -> Iterator[Served]:
+    """For fixtures: a started server of a tiny model, ended afterwards."""
+    layout = EngineLayout(tensor=tensor)
+    directory = model_directory(family, root / family)
+    server = start_server(directory, layout, root / f"{family}.log")
+    try:
+        server.wait_until_ready(START_SECONDS)
+        engine = SglangEngine(server, **settings(directory, layout))
+        yield Served(server, directory, layout, engine)
+        engine.close()
+    finally:
+        server.close()
+
+
+class Trainer:
+    """One training rank's part: sends the weights of a checkpoint to one engine, and says what must have arrived."""
+
+    def __init__(self, engine: SglangEngine, directory: Path, way: Way = Way.SHARED_MEMORY) -> None:
+        self._host = MeetingHost("127.0.0.1", WAIT_SECONDS)
+        (source,) = checkpoint.manifests(directory)
+        self._engine, self._source = engine, source
+        self._plan = make_plan([source], engine.manifests())
+        self._sender = open_sender(way, self._plan, 0, self._host.meeting, BUCKET_BYTES)
+        ranks = range(len(self._plan.destinations))
+        engine.connect(self._plan, ranks, way, self._host.meeting, BUCKET_BYTES)
+        self._ranks = ranks
+
+    def send(self, version: int, directory: Path) -> None:
+        """Between begin_update and commit_update: every tensor of `directory` into the engine, and compared."""
+        tensors = load_file(directory / "model.safetensors")
+        self._host.open(version, self._ranks)
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(self._sender.send, version, tensors)
+            self._engine.receive(version)
+            sending.result(WAIT_SECONDS)
+        expected = expected_digests([sent_digests(self._plan, 0, tensors)])
+        arrived = self._engine.end_update(version)
+        assert arrived == [expected[rank] for rank in self._ranks]
+
+    def sync(self, version: int, directory: Path) -> None:
+        self._engine.begin_update(version)
+        self.send(version, directory)
+        self._engine.commit_update(version)
+
+    def close(self) -> None:
+        self._sender.close()
