@@ -18,6 +18,7 @@ from megagrpo.weights.executors import checkpoint_files
 from megagrpo.weights.executors.checkpoint_files import load
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides import megatron_local
+from megagrpo.weights.sides.checkpoint import extra_tensors
 from megagrpo.weights.views import torch_dtype
 from tests.tiny_models import FAMILIES, make_model
 from tests.weights_oracle import rank_tensors
@@ -122,6 +123,72 @@ def test_all_missing_tensors_and_wrong_shapes_and_dtypes_are_named(model: Path) 
         load_one(model)
     assert len(caught.value.problems) == 4
     for text in ("model.norm.weight", "experts.3.up_proj", "[130, 48]", "[131, 48] by config.json", "dtype I8"):
+        assert text in str(caught.value)
+
+
+def in_fp8(directory: Path, source: Path) -> dict[str, torch.Tensor]:
+    """Writes `source` as DeepSeek publishes its models, scales in a file of their own; returns what it stands for."""
+    stands_for, stored, scales = {}, {}, {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if not name.endswith("proj.weight") and "kv_a_proj" not in name:
+            stands_for[name] = stored[name] = weight if name.endswith("bias") else weight.bfloat16()
+            continue
+        quantized, real = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight).bfloat16()
+        scale = torch.empty(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
+        for i in range(scale.shape[0]):
+            for j in range(scale.shape[1]):
+                block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+                scale[i, j] = weight[block].abs().max() / 448
+                quantized[block] = (weight[block] / scale[i, j]).to(torch.float8_e4m3fn)
+                real[block] = (quantized[block].float() * scale[i, j]).bfloat16()
+        stands_for[name], stored[name], scales[name + "_scale_inv"] = real, quantized, scale
+    # A layer that predicts further tokens, with the name of the one after the last.
+    stored["model.layers.4.eh_proj.weight"] = torch.zeros(2, 2).to(torch.float8_e4m3fn)
+    scales["model.layers.4.eh_proj.weight_scale_inv"] = torch.zeros(1, 1)
+    directory.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    weight_map = {}
+    for file, tensors in (("a.safetensors", stored), ("b.safetensors", scales)):
+        save_file(tensors, directory / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return stands_for
+
+
+LARGE = {"hidden_size": 160, "intermediate_size": 300, "kv_lora_rank": 132, "moe_intermediate_size": 136}
+
+
+def test_weights_in_fp8_are_read_as_what_they_stand_for(models: Path, tmp_path: Path) -> None:
+    stands_for = in_fp8(tmp_path / "fp8", make_model("deepseek_v3", models / "deepseek_v3_large", **LARGE))
+    arch = read_architecture(tmp_path / "fp8")
+    for layout in (ParallelLayout(), ParallelLayout(tensor=2, pipeline=2, data=2, expert=2, expert_tensor=2)):
+        for where in rank_grid(layout):
+            manifest = megatron_local.manifest(arch, layout, where, "bfloat16")
+            assert {name for name, s in manifest.storages.items() if s.dtype == "float32"} == {
+                name for name in manifest.storages if name.endswith("expert_bias")
+            }
+            tensors = empty(manifest)
+            load(tmp_path / "fp8", manifest, tensors)
+            expected = rank_tensors(arch, layout, where, stands_for)
+            assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert extra_tensors(tmp_path / "fp8") == [
+        "model.layers.4.eh_proj.weight",
+        "model.layers.4.eh_proj.weight_scale_inv",
+    ]
+
+
+def test_fp8_without_its_scales_is_refused(models: Path, tmp_path: Path) -> None:
+    in_fp8(tmp_path / "fp8", make_model("deepseek_v3", models / "deepseek_v3_large", **LARGE))
+    scales = load_file(tmp_path / "fp8" / "b.safetensors")
+    lost = scales.pop("model.layers.0.self_attn.o_proj.weight_scale_inv")
+    scales["model.layers.1.self_attn.o_proj.weight_scale_inv"] = lost[:1, :1].repeat(1, 9)
+    save_file(scales, tmp_path / "fp8" / "b.safetensors")
+    with pytest.raises(ModelError) as caught:
+        load_one(tmp_path / "fp8")
+    assert len(caught.value.problems) == 2
+    for text in ("layers.0.self_attn.o_proj.weight", "fp8 without scales", "F32 [1, 9]", "F32 [2, 1]"):
         assert text in str(caught.value)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from megagrpo.errors import ModelError, WeightPlanError
-from megagrpo.weights.boxes import Manifest
+from megagrpo.weights import fp8_blocks
+from megagrpo.weights.boxes import Manifest, Placement
+from megagrpo.weights.fp8_blocks import SCALE_SUFFIX
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import box_view, fill_padding, stored_tensors
@@ -18,6 +22,8 @@ from megagrpo.weights.views import box_view, fill_padding, stored_tensors
 @torch.no_grad()
 def load(directory: str | Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fills `tensors` (by storage name, as in the manifest) from the model in `directory`, cast to their dtype.
+
+    Weights in fp8 with scales are read as the bfloat16 that they stand for.
 
     Raises: ModelError listing everything that is missing or has another shape; nothing has been written then.
     """
@@ -28,6 +34,7 @@ def load(directory: str | Path, manifest: Manifest, tensors: Mapping[str, torch.
         plan = make_plan(files, [manifest])
     except WeightPlanError as error:
         raise ModelError(error.problems) from error
+    scales = _Scales(directory)
     for index, file in enumerate(files):
         transfers = plan.between(index, 0)
         if not transfers:
@@ -35,10 +42,37 @@ def load(directory: str | Path, manifest: Manifest, tensors: Mapping[str, torch.
         with safe_open(directory / file.holder, framework="pt") as opened:
             for transfer in transfers:
                 come = transfer.source_placement
-                part = opened.get_slice(come.storage)[
-                    tuple(slice(start, start + size) for start, size in zip(come.at, come.local_shape, strict=True))
-                ]
+                part = _region(opened, come.storage, come.at, come.local_shape)
+                if part.dtype == torch.float8_e4m3fn:
+                    part = fp8_blocks.dequantized(part, come.at, scales.of(come, opened, file.holder))
                 read = part if None not in come.axes else part.reshape(come.box.shape)
                 into = transfer.destination_placement
                 box_view(storages[into.storage], into).copy_(read)
     fill_padding(manifest, storages)
+
+
+def _region(opened: Any, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    region: torch.Tensor = opened.get_slice(name)[
+        tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))
+    ]
+    return region
+
+
+class _Scales:
+    """The scales of weights in fp8. They may lie in another file than the weight."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @cached_property
+    def _files(self) -> dict[str, tuple[Path, checkpoint.Entry]]:
+        return checkpoint.fp8_scales(self._directory)
+
+    def of(self, part: Placement, opened: Any, holder: str) -> torch.Tensor:
+        """Those that a part of a weight in the file `opened` needs."""
+        path, _ = self._files[part.storage]
+        name, region = part.storage + SCALE_SUFFIX, fp8_blocks.scale_region(part.at, part.local_shape)
+        if path.name == holder:
+            return _region(opened, name, *region)
+        with safe_open(path, framework="pt") as other:
+            return _region(other, name, *region)

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import ModelError, Problem
+from megagrpo.weights import fp8_blocks
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
+from megagrpo.weights.fp8_blocks import SCALE_SUFFIX
 from megagrpo.weights.sides import transformers
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FP8 = "F8_E4M3"
 LARGEST_HEADER_BYTES = 100_000_000
 
 
@@ -34,39 +37,31 @@ class Entry:
 def manifests(directory: str | Path) -> tuple[Manifest, ...]:
     """One manifest per safetensors file of the model; the holder is the file's name.
 
-    Experts may be stored one by one, or stacked as transformers 5 holds them. Tensors that are not of the model are
-    left out.
+    Experts may be stored one by one, or stacked as transformers 5 holds them. Weights in fp8 with scales have the dtype
+    of what they stand for (fp8_blocks.py). Tensors that are not of the model are left out: see `extra_tensors`.
 
     Raises: ModelError listing every missing tensor, wrong shape, unknown dtype and unreadable file.
     """
     directory = Path(directory)
     arch = read_architecture(directory)
     tensors = tensors_of(arch)
-    stacked = transformers.manifest(arch, "float32")
-    parts: dict[str, list[Placement]] = {name: [] for name in stacked.storages}
-    for placement in stacked.placements:
-        parts[placement.storage].append(placement)
-    shapes = {name: storage.shape for name, storage in stacked.storages.items()}
-    for tensor in tensors:
-        parts[tensor.name] = [_whole(tensor)]
-        shapes[tensor.name] = tensor.shape
-
+    parts, shapes = _known(arch)
+    headers = [(path, read_header(path)) for path in weight_files(directory)]
+    scales = {name: entry for _, entries in headers for name, entry in entries.items() if name.endswith(SCALE_SUFFIX)}
     problems, found = [], []
     held: set[str] = set()
-    for path in weight_files(directory):
+    for path, entries in headers:
         storages, placements = {}, []
-        for name, entry in read_header(path).items():
+        for name, entry in entries.items():
             if name not in parts:
                 continue
             held.update(placement.box.tensor for placement in parts[name])
-            if entry.shape != shapes[name]:
-                problems.append(
-                    Problem(f"{path.name}: {name}", str(list(entry.shape)), f"{list(shapes[name])} by config.json")
-                )
-            elif entry.dtype not in DTYPES:
-                problems.append(Problem(f"{path.name}: {name}", f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}"))
+            problem = _entry_problem(entry, shapes[name], scales.get(name + SCALE_SUFFIX))
+            if problem is not None:
+                problems.append(Problem(f"{path.name}: {name}", *problem))
             else:
-                storages[name] = Storage(name, entry.shape, DTYPES[entry.dtype])
+                dtype = fp8_blocks.DTYPE if entry.dtype == FP8 else DTYPES[entry.dtype]
+                storages[name] = Storage(name, entry.shape, dtype)
                 placements += parts[name]
         found.append(Manifest(path.name, storages, tuple(placements)))
     problems += [
@@ -77,6 +72,54 @@ def manifests(directory: str | Path) -> tuple[Manifest, ...]:
     if problems:
         raise ModelError(problems)
     return tuple(found)
+
+
+def extra_tensors(directory: str | Path) -> list[str]:
+    """Names in the model's files that no side holds: layers that predict further tokens, for one.
+
+    Raises: ModelError as `manifests` does for the files and the config.
+    """
+    directory = Path(directory)
+    parts, _ = _known(read_architecture(directory))
+    names = {name for path in weight_files(directory) for name in read_header(path)}
+    return sorted(name for name in names if name not in parts and name.removesuffix(SCALE_SUFFIX) not in parts)
+
+
+def fp8_scales(directory: str | Path) -> dict[str, tuple[Path, Entry]]:
+    """For each weight in fp8, the file and the entry of its scales. Empty for other checkpoints."""
+    return {
+        name.removesuffix(SCALE_SUFFIX): (path, entry)
+        for path in weight_files(Path(directory))
+        for name, entry in read_header(path).items()
+        if name.endswith(SCALE_SUFFIX)
+    }
+
+
+def _known(arch: Architecture) -> tuple[dict[str, list[Placement]], dict[str, tuple[int, ...]]]:
+    """By name that a file may have for it: what lies in a tensor of the model, and its shape."""
+    stacked = transformers.manifest(arch, "float32")
+    parts: dict[str, list[Placement]] = {name: [] for name in stacked.storages}
+    for placement in stacked.placements:
+        parts[placement.storage].append(placement)
+    shapes = {name: storage.shape for name, storage in stacked.storages.items()}
+    for tensor in tensors_of(arch):
+        parts[tensor.name] = [_whole(tensor)]
+        shapes[tensor.name] = tensor.shape
+    return parts, shapes
+
+
+def _entry_problem(entry: Entry, shape: tuple[int, ...], scale: Entry | None) -> tuple[str, str] | None:
+    """What is wrong with a tensor of the model, and what is needed. `scale` belongs to it if it is in fp8."""
+    if entry.shape != shape:
+        return str(list(entry.shape)), f"{list(shape)} by config.json"
+    if entry.dtype != FP8:
+        return None if entry.dtype in DTYPES else (f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}")
+    wanted = list(fp8_blocks.scale_shape(shape))
+    if scale is None or len(shape) != 2:
+        return "a tensor in fp8 without scales", f"a matrix with {SCALE_SUFFIX} F32 {wanted}"
+    if scale.dtype != "F32" or list(scale.shape) != wanted:
+        return f"{SCALE_SUFFIX} {scale.dtype} {list(scale.shape)}", f"{SCALE_SUFFIX} F32 {wanted}"
+    return None
 
 
 def _whole(tensor: Tensor) -> Placement:
