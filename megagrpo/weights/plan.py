@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from megagrpo.errors import Problem, WeightPlanError
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage
-from megagrpo.weights.bundles import bundles_of, classes_of
+from megagrpo.weights.bundles import HolderClass, bundles_of, classes_of
 from megagrpo.weights.coverage import Located, Region, describe, storage_problems, tiling_error
 from megagrpo.weights.delivery import deliver
 from megagrpo.weights.routes import STRAIGHT, Flows, Listed, Routes, Stamped, Transfer
@@ -18,13 +19,16 @@ from megagrpo.weights.topology import Topology
 
 __all__ = ["Listed", "Transfer", "WeightPlan", "make_plan", "plan_problems"]
 
+CHECKED_PLACEMENTS = 100_000
+"""About five seconds' work."""
+
 
 @dataclass(frozen=True, eq=False)
 class WeightPlan:
     """Transfers between holders; `source` and `destination` of a transfer are indices into the manifests.
 
-    Both ends see the transfers between them in the same order. A plan pickles, but a rank needs only its own part of
-    it. Transfers are written out when they are asked for: take a part first if you ask often.
+    Both ends see the transfers between them in the same order. A plan pickles, and every rank takes its own part of it.
+    Transfers of the whole are written out anew whenever they are asked for; those of a part are kept.
     """
 
     sources: tuple[Manifest, ...]
@@ -93,7 +97,9 @@ class WeightPlan:
         return self._part(self.outgoing(source), source=source)
 
     def part_for_destination(self, destination: int) -> WeightPlan:
-        """Likewise what a destination receives, and what it passes on."""
+        """Likewise what a destination receives, and what it passes on. Raises WeightPlanError if it is not sound."""
+        if problems := plan_problems(self, [destination]):
+            raise WeightPlanError(problems)
         return self._part((*self.incoming(destination), *self.passed_on(destination)), destination=destination)
 
     def _part(
@@ -127,9 +133,18 @@ def make_plan(
     bundles = bundles_of(*classes)
     routes = Stamped(bundles, deliver(bundles, topology), *classes)
     plan = WeightPlan(tuple(sources), tuple(destinations), topology, routes)
-    if problems := plan_problems(plan, [min(of_class.members) for of_class in classes[1]]):
+    if problems := plan_problems(plan, _to_check(classes[1])):
         raise WeightPlanError(problems)
     return plan
+
+
+def _to_check(destinations: Sequence[HolderClass]) -> Iterator[int]:
+    """One destination of each class, as long as that takes seconds; the rest is checked when they take their parts."""
+    placements = accumulate(len(of_class.manifest.placements) for of_class in destinations)
+    for upto, of_class in zip(placements, destinations, strict=True):
+        yield of_class.members[0]
+        if upto >= CHECKED_PLACEMENTS:
+            break
 
 
 def _touched(manifests: Sequence[Manifest], used: set[tuple[int, str]], whole: int | None) -> tuple[Manifest, ...]:

@@ -1,0 +1,195 @@
+"""What a plan costs before it runs: bytes by rank, device and link, buckets, and expected seconds beside other ways.
+
+The seconds are predictions: every link runs at the speed given for it, all kinds of link work at the same time, and a
+sync lasts as long as the busiest of them. Packing, digests, set-up and congestion inside the network are not in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from megagrpo.weights.boxes import ITEM_BYTES, Box
+from megagrpo.weights.bundles import classes_of
+from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.routes import STRAIGHT, Flows
+from megagrpo.weights.topology import Link, Place
+
+
+@dataclass(frozen=True)
+class LinkSpeeds:
+    """Bytes per second of each device, in each direction. The defaults: H100, NVLink, one 400 Gb/s NIC per device."""
+
+    device: float = 1.5e12  # a copy within HBM3: half its bandwidth to read, half to write
+    node: float = 450e9
+    network: float = 50e9
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Bytes over one kind of link: int64 [sources], [destinations], [destinations], and [devices] out and in.
+
+    A device's are its training rank's and its engine rank's together, where both are on it.
+    """
+
+    sent: np.ndarray
+    passed_on: np.ndarray
+    received: np.ndarray
+    device_out: np.ndarray
+    device_in: np.ndarray
+
+    @property
+    def total(self) -> int:
+        return int(self.received.sum())
+
+    @property
+    def busiest(self) -> int:
+        """The most bytes out of or into any device."""
+        return int(max(self.device_out.max(initial=0), self.device_in.max(initial=0)))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The cost of a plan.
+
+    `buckets` are all of the plan's, `most_buckets` those of the rank that fills the most. `node_network_bytes` are by
+    node, out and in. `least_seconds`: every node takes in what crosses the network to it, which a plan keeps at the
+    fewest bytes, evenly over its devices; and all devices with training ranks send all of it, evenly.
+    """
+
+    links: Mapping[Link, LinkBytes]
+    node_network_bytes: Mapping[str, tuple[int, int]]
+    buckets: int
+    most_buckets: int
+    seconds: float
+    least_seconds: float
+
+
+@dataclass(frozen=True)
+class GatherEverything:
+    """The way without a plan: every training rank gathers every tensor, and every engine rank is sent every tensor.
+
+    Counted in its favour: what is on a node is never sent to it again, all NICs of a node take equal parts of a gather,
+    and an engine rank on a training rank's device takes the tensors from there. An engine rank elsewhere gets them by a
+    broadcast, which leaves through one NIC and enters each node once.
+    """
+
+    network_bytes: int
+    seconds: float
+
+
+def traffic_of(plan: WeightPlan, speeds: LinkSpeeds, bucket_bytes: int) -> Traffic:
+    flows, topology = plan.flows(), plan.topology
+    nodes, devices = _Numbers(), _Numbers()
+    source_node, source_device = _numbered(topology.sources, "source", nodes, devices)
+    other_node, other_device = _numbered(topology.destinations, "destination", nodes, devices)
+    straight = flows.via == STRAIGHT
+    sender_device = np.where(straight, source_device[flows.source], other_device[flows.via])
+    sender_node = np.where(straight, source_node[flows.source], other_node[flows.via])
+    receiver_device, receiver_node = other_device[flows.destination], other_node[flows.destination]
+    same_node, same_device = sender_node == receiver_node, sender_device == receiver_device
+    kinds: dict[Link, np.ndarray] = {"device": same_device, "node": same_node & ~same_device, "network": ~same_node}
+
+    def sums(chosen: np.ndarray, of: np.ndarray, count: int) -> np.ndarray:
+        totals = np.zeros(count, np.int64)
+        np.add.at(totals, of[chosen], flows.bytes[chosen])
+        return totals
+
+    links = {
+        link: LinkBytes(
+            sent=sums(chosen & straight, flows.source, len(plan.sources)),
+            passed_on=sums(chosen & ~straight, flows.via, len(plan.destinations)),
+            received=sums(chosen, flows.destination, len(plan.destinations)),
+            device_out=sums(chosen, sender_device, len(devices)),
+            device_in=sums(chosen, receiver_device, len(devices)),
+        )
+        for link, chosen in kinds.items()
+    }
+    node_out, node_in = (sums(~same_node, of, len(nodes)) for of in (sender_node, receiver_node))
+    of_node = np.unique(np.stack([other_node, other_device]), axis=1)[0]
+    into_nodes = node_in / np.maximum(np.bincount(of_node, minlength=len(nodes)), 1)
+    out_of_sources = links["network"].total / max(1, len(np.unique(source_device)))
+    buckets = _buckets(flows, bucket_bytes, len(plan.sources))
+    return Traffic(
+        links=links,
+        node_network_bytes={name: (int(node_out[node]), int(node_in[node])) for name, node in nodes.items()},
+        buckets=int(buckets.sum()),
+        most_buckets=int(buckets.max(initial=0)),
+        seconds=max(
+            links["device"].busiest / speeds.device,
+            links["node"].busiest / speeds.node,
+            links["network"].busiest / speeds.network,
+        ),
+        least_seconds=max(float(into_nodes.max(initial=0.0)), out_of_sources) / speeds.network,
+    )
+
+
+def gather_everything(plan: WeightPlan, speeds: LinkSpeeds) -> GatherEverything:
+    """What it would cost between the same ranks, in the dtype in which the destinations hold each tensor."""
+    item_bytes = {
+        placement.box.tensor: ITEM_BYTES[of_class.manifest.storages[placement.storage].dtype]
+        for of_class in classes_of(plan.destinations)
+        for placement in of_class.manifest.placements
+    }
+    ends: dict[str, tuple[int, ...]] = {}
+    held: dict[int, dict[Box, int]] = {}
+    for of_class in classes_of(plan.sources):
+        boxes = {placement.box for placement in of_class.manifest.placements if placement.box.tensor in item_bytes}
+        for box in boxes:
+            end = tuple(start + size for start, size in zip(box.start, box.shape, strict=True))
+            ends[box.tensor] = tuple(map(max, ends.get(box.tensor, end), end))
+        sizes = {box: box.elements * item_bytes[box.tensor] for box in boxes}
+        held |= dict.fromkeys(of_class.members, sizes)
+    model_bytes = sum(prod(end) * item_bytes[tensor] for tensor, end in ends.items())
+
+    nodes, devices = _Numbers(), _Numbers()
+    source_node, source_device = _numbered(plan.topology.sources, "source", nodes, devices)
+    other_node, other_device = _numbered(plan.topology.destinations, "destination", nodes, devices)
+    gathered, missing_on_busiest = 0, 0.0
+    for node in np.unique(source_node):
+        ranks = np.flatnonzero(source_node == node)
+        there: dict[Box, int] = {}
+        for sizes in {id(held[rank]): held[rank] for rank in ranks.tolist()}.values():
+            there |= sizes
+        missing = model_bytes - sum(there.values())
+        gathered += missing
+        missing_on_busiest = max(missing_on_busiest, missing / len(np.unique(source_device[ranks])))
+    least_held = min(sum(sizes.values()) for sizes in held.values())
+    elsewhere = np.unique(other_node[~np.isin(other_device, source_device)])
+    seconds = max(missing_on_busiest / speeds.network, (model_bytes - least_held) / speeds.node)
+    seconds += model_bytes / speeds.device
+    if len(elsewhere):
+        seconds += model_bytes / speeds.network
+    return GatherEverything(gathered + model_bytes * len(elsewhere), seconds)
+
+
+class _Numbers(dict[Any, int]):
+    """Things numbered in the order in which they are first asked for."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = len(self)
+        return self[key]
+
+
+def _numbered(places: Sequence[Place], role: str, nodes: _Numbers, devices: _Numbers) -> tuple[np.ndarray, np.ndarray]:
+    """The nodes and the devices of places, as numbers. Without a device, a holder has one of its own."""
+    on = [(place.node, (role, index) if place.device is None else place.device) for index, place in enumerate(places)]
+    return np.array([nodes[node] for node, _ in on], np.int64), np.array([devices[device] for device in on], np.int64)
+
+
+def _buckets(flows: Flows, bucket_bytes: int, sources: int) -> np.ndarray:
+    """By source, how many buckets it fills, if each is for one destination and as full as can be; then, by their order,
+    likewise those that destinations pass on.
+    """
+    sender = np.where(flows.via == STRAIGHT, flows.source, sources + flows.via)
+    receivers = int(flows.destination.max(initial=0)) + 1
+    pairs, pair = np.unique(sender * receivers + flows.destination, return_inverse=True)
+    of_pair = np.zeros(len(pairs), np.int64)
+    np.add.at(of_pair, pair, flows.bytes)
+    buckets = np.zeros(sources + receivers, np.int64)
+    np.add.at(buckets, pairs // receivers, -(-of_pair // bucket_bytes))
+    return buckets
