@@ -19,7 +19,7 @@ from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import megatron_local, megatron_te
 from tests.tiny_models import FAMILIES, make_model
-from tests.unit.test_weights_load import LAYOUTS, empty
+from tests.unit.test_weights_load import LARGE, LAYOUTS, empty, in_fp8
 
 SIDES = {"local": megatron_local.manifest, "te": megatron_te.manifest}
 
@@ -90,6 +90,25 @@ def test_an_export_can_be_in_another_dtype(models: Path, tmp_path: Path) -> None
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_a_model_in_fp8_is_exported_in_bfloat16_as_what_it_stands_for(models: Path, tmp_path: Path) -> None:
+    stands_for = in_fp8(tmp_path / "fp8", make_model("deepseek_v3", models / "deepseek_v3_large", **LARGE))
+    arch, layout = read_architecture(tmp_path / "fp8"), ParallelLayout(tensor=2, pipeline=2)
+    manifests = [megatron_te.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
+    export = begin_export(tmp_path / "out", tmp_path / "fp8", arch, "bfloat16")
+    plan = make_plan(manifests, export.files)
+    for rank, manifest in enumerate(manifests):
+        tensors = empty(manifest)
+        load(tmp_path / "fp8", manifest, tensors)
+        write_part(export, plan, rank, tensors)
+    finish_export(export)
+    exported = saved(tmp_path / "out")
+    assert {name: tensor.dtype for name, tensor in exported.items()} == {n: t.dtype for n, t in stands_for.items()}
+    assert all(torch.equal(exported[name], tensor) for name, tensor in stands_for.items())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    assert model.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32
 
 
 def test_a_second_export_replaces_the_first_and_leftovers(models: Path, tmp_path: Path) -> None:

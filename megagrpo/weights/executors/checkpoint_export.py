@@ -161,8 +161,9 @@ def _index(files: tuple[Manifest, ...]) -> dict[str, Any]:
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """transformers 4 calls it torch_dtype, transformers 5 dtype."""
-    return config | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
+    """The config of the model in `dtype`, not quantized. transformers 4 calls it torch_dtype, transformers 5 dtype."""
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    return plain | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
