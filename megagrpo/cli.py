@@ -12,9 +12,12 @@ from megagrpo import __version__
 from megagrpo.errors import MegagrpoError
 
 if TYPE_CHECKING:
+    from megagrpo.convert.convert import Converted
     from megagrpo.data.prepared import Prepared
 
+EXIT_DIFFERENT = 1
 EXIT_INTERRUPTED = 130
+DIFFERENCES_SHOWN = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,6 +104,44 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def convert_to_megatron(asked: argparse.Namespace) -> int:
+    from megagrpo.convert.convert import to_megatron
+
+    done = to_megatron(asked.source, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite)
+    return _report_converted(done)
+
+
+def convert_to_hugging_face(asked: argparse.Namespace) -> int:
+    from megagrpo.convert.convert import to_hugging_face
+
+    done = to_hugging_face(asked.source, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite)
+    return _report_converted(done)
+
+
+def verify(asked: argparse.Namespace) -> int:
+    from megagrpo.convert.verify import verify as compare
+
+    found = compare(asked.first, asked.second, model=asked.model, dtype=asked.dtype)
+    for directory, names in found.left_out:
+        print(f"not compared, in {directory} only: {', '.join(names)}")
+    if not found.differences:
+        print(f"the same: {found.tensors} tensors, {found.bytes / 1e9:.3f} GB")
+        return 0
+    for difference in found.differences[:DIFFERENCES_SHOWN]:
+        print(difference)
+    if (more := len(found.differences) - DIFFERENCES_SHOWN) > 0:
+        print(f"and {more} more")
+    print(f"{len(found.differences)} tensors differ; values by at most {found.largest:.3g}", file=sys.stderr)
+    return EXIT_DIFFERENT
+
+
+def _report_converted(done: Converted) -> int:
+    if done.left_out:
+        print(f"not converted, not of the model: {', '.join(done.left_out)}", file=sys.stderr)
+    print(f"{done.tensors} tensors, {done.bytes / 1e9:.3f} GB, in {done.directory}")
+    return 0
+
+
 def _report(prepared: Prepared) -> int:
     print(f"{prepared.train_rows} rows in {prepared.train}")
     if prepared.test is not None:
@@ -161,7 +202,37 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, required=True, metavar="DIR", help="for model/, train.parquet and test.parquet"
     )
     adder.set_defaults(command=prepare_adder)
+
+    _add_convert(commands)
     return parser
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "change the format of a checkpoint, or compare two"
+    converters = commands.add_parser("convert", help=text, description=text, allow_abbrev=False).add_subparsers(
+        title="conversions", required=True, metavar="CONVERSION"
+    )
+    dtypes = ("float32", "bfloat16", "float16")
+    source = "Hugging Face model, Megatron-LM's torch_dist, or a training checkpoint of ours"
+    model = "Hugging Face model whose config and tokenizer belong to a checkpoint that has none"
+    for name, command, text in (
+        ("hf-to-megatron", convert_to_megatron, "write torch_dist, which Megatron-LM loads in any layout"),
+        ("megatron-to-hf", convert_to_hugging_face, "write a Hugging Face model directory"),
+    ):
+        added = converters.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added.add_argument("--source", type=Path, required=True, metavar="DIR", help=source)
+        added.add_argument("--output", type=Path, required=True, metavar="DIR", help="appears when it is complete")
+        added.add_argument("--model", type=Path, metavar="DIR", help=model)
+        added.add_argument("--dtype", choices=dtypes, help="default: as stored")
+        added.add_argument("--overwrite", action="store_true", help="replace an output that exists, at the very end")
+        added.set_defaults(command=command)
+    text = "compare two checkpoints bit by bit, of whatever format each is; exits with 1 if they differ"
+    verifier = converters.add_parser("verify", help=text, description=text, allow_abbrev=False)
+    verifier.add_argument("first", type=Path, metavar="FIRST", help=source)
+    verifier.add_argument("second", type=Path, metavar="SECOND", help="likewise")
+    verifier.add_argument("--model", type=Path, metavar="DIR", help=model)
+    verifier.add_argument("--dtype", choices=dtypes, help="compare after a cast to this; default: as stored")
+    verifier.set_defaults(command=verify)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import torch
 from megagrpo.convert.hugging_face import HuggingFaceTarget
 from megagrpo.convert.job import Target, run
 from megagrpo.convert.megatron import MegatronTarget
-from megagrpo.convert.source import Source, fingerprint, open_source
+from megagrpo.convert.opening import CONFIG, open_source
+from megagrpo.convert.source import Source, fingerprint
 from megagrpo.weights.executors.checkpoint_export import FILE_BYTES
 
 FORMAT = 1
@@ -70,7 +71,7 @@ def _convert(
     source = open_source(path, model)
     target = target_of(source)
     output = output.absolute()
-    config = (source.model_directory / "config.json").read_text(encoding="utf-8")
+    config = (source.model_directory / CONFIG).read_text(encoding="utf-8")
     identity = json.dumps([FORMAT, options, fingerprint(source), config])
     continued = run(target, output, identity, overwrite, f"{path.name} to {output.name}")
     total = sum(unit.bytes for unit in target.units)

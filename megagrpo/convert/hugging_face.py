@@ -20,7 +20,7 @@ from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import torch_dtype
 
-PIECE_BYTES = 64 * 1024**2
+PIECE_BYTES = 8 * 1024**2
 """Read, cast and written at once."""
 
 

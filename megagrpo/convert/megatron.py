@@ -19,8 +19,9 @@ import torch
 
 from megagrpo.convert.job import Unit
 from megagrpo.convert.megatron_arguments import arguments
+from megagrpo.convert.opening import COMPANION_MODEL, TRACKER
 from megagrpo.convert.progress import Advance
-from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, pieces
+from megagrpo.convert.source import Source, pieces
 from megagrpo.convert.torch_writer import TorchFile, Written, write_metadata
 from megagrpo.weights.boxes import ITEM_BYTES, Placement
 from megagrpo.weights.executors.checkpoint_export import lay_out
@@ -31,7 +32,7 @@ from megagrpo.weights.views import box_view, torch_dtype
 ITERATION = "iter_0000000"
 CHUNK_BYTES = 256 * 1024**2
 """A larger parameter is stored in several chunks."""
-PIECE_BYTES = 64 * 1024**2
+PIECE_BYTES = 8 * 1024**2
 """Read at once."""
 FORMAT = {
     "sharded_backend": "torch_dist",

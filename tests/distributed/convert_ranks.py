@@ -53,7 +53,7 @@ def loaded(directory: Path, iteration: Path, layout: ParallelLayout) -> list[tor
     config = transformer_config(arch, Train(layout=Layout(**vars(layout))), torch.float32, "cpu")
     if arch.experts is not None and not arch.experts.dense_layers:
         config.moe_layer_freq = (
-            1  # Megatron-LM's default; with a list, layers that are all alike have keys of their own
+            1  # Megatron-LM's default; with a list, each layer has keys of its own
         )
     chunks = model.build_chunks(arch, config, layout)
     with torch.no_grad():
