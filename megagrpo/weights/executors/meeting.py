@@ -53,6 +53,9 @@ class Sync:
     destinations: frozenset[int]
 
 
+NO_SYNC = Sync(0, -1, 0, frozenset())
+
+
 class MeetingHost:
     """The driver's end: it owns the store and says which sync is open. Listens on the address of `host` alone.
 
@@ -66,7 +69,7 @@ class MeetingHost:
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
             )
         self.meeting = Meeting(host, port, secrets.token_hex(8), timeout_seconds)
-        self._sync = Sync(0, -1, 0, frozenset())
+        self._sync = NO_SYNC
         self._opened = 0
 
     def open(self, version: int, destinations: Iterable[int]) -> Sync:
@@ -76,7 +79,7 @@ class MeetingHost:
         """
         before, wanted, opened = self._sync, frozenset(destinations), self._store.add("opened", 0)
         failed = self._store.check([f"abort/{before.attempt}"])
-        if not failed:
+        if before.attempt and not failed:
             self.abort([Problem(f"weight sync to version {before.version}", "given up: another one has begun")])
         changed = failed or opened != self._opened or wanted != before.destinations
         self._sync = Sync(before.attempt + 1, version, before.generation + changed, wanted)
@@ -97,7 +100,7 @@ class Member:
 
     def __init__(self, meeting: Meeting, name: str) -> None:
         self.meeting, self.name = meeting, name
-        self._sync = Sync(0, -1, 0, frozenset())
+        self._sync = NO_SYNC
         self._deadline = time.monotonic() + meeting.timeout_seconds
         with self._reaching():
             self._store = dist.TCPStore(
@@ -130,6 +133,8 @@ class Member:
             with self._reaching():
                 _abort(self._store, attempt, error.problems)
             raise
+        finally:
+            self._sync = NO_SYNC
 
     def announce(self) -> None:
         """Says that a sender or a receiver begins its life here, in place of whatever was connected before."""
@@ -187,6 +192,8 @@ class Member:
         return max(0.0, self._deadline - time.monotonic())
 
     def _check_abort(self) -> None:
+        if self._sync is NO_SYNC:
+            return
         key = f"abort/{self._sync.attempt}"
         with self._reaching():
             if self._store.check([key]):

@@ -1,0 +1,152 @@
+"""Megatron ranks in processes of their own send to engine ranks here, by each way of exact shards; and faults."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megagrpo.errors import MegagrpoError, Problem
+from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.weights.digest import digests
+from megagrpo.weights.executors import checkpoint_files
+from megagrpo.weights.executors.meeting import MeetingHost
+from megagrpo.weights.executors.shared_memory import DIRECTORY, remove_left_over
+from megagrpo.weights.executors.ways import Way, open_receiver, open_sender
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.plan import make_plan
+from megagrpo.weights.sides import megatron_local, sglang
+from megagrpo.weights.verification import expected_digests
+from megagrpo.weights.views import fill_padding
+from tests.rank_group import RankGroupError, run_ranks
+from tests.tiny_models import make_model
+from tests.weight_streams import Case, at_once, empty
+from tests.weights_oracle import architecture, random_checkpoint
+
+RANKS = "tests.distributed.weight_ranks"
+WAYS = [Way.SHARED_MEMORY, Way.PROCESS_GROUP]
+BUCKET_BYTES = 20_000
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "engines", "tensor", "expert"),
+    [
+        ("qwen2", ParallelLayout(tensor=2), 1, 2, 1),
+        ("qwen2_tied", ParallelLayout(pipeline=2), 2, 1, 1),
+        ("qwen3", ParallelLayout(tensor=2, pipeline=2), 1, 2, 1),
+        ("qwen3_moe", ParallelLayout(tensor=2, expert=2), 1, 2, 2),
+        ("qwen3_moe", ParallelLayout(data=2, expert=2), 1, 2, 1),
+        ("llama", ParallelLayout(data=2), 1, 1, 1),
+    ],
+    ids=["tensor2", "pipeline2_tied", "2x2", "tensor2_expert2", "data2_expert2", "data2"],
+)
+def test_megatron_ranks_fill_engine_ranks_each_way(
+    family: str, layout: ParallelLayout, engines: int, tensor: int, expert: int, tmp_path: Path
+) -> None:
+    directory = make_model(family, tmp_path)
+    arch = read_architecture(directory)
+    sources = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
+    sizes = SimpleNamespace(tensor=tensor, expert=expert)
+    destinations = [
+        sglang.manifest(arch, sizes, rank, "float32", "cpu", engine)
+        for engine in range(engines)
+        for rank in range(tensor)
+    ]
+    plan = make_plan(sources, destinations)
+    host = MeetingHost("127.0.0.1", timeout_seconds=60.0)
+    arrived = [empty(manifest) for manifest in destinations]
+    driver = host.meeting.join("driver")
+    errors: list[MegagrpoError | None] = []
+
+    def receive() -> None:
+        for version, way in enumerate(WAYS):
+            for tensors in arrived:
+                for storage in tensors.values():
+                    storage.fill_(torch.nan)
+            receivers = [
+                open_receiver(way, plan, index, tensors, host.meeting, BUCKET_BYTES)
+                for index, tensors in enumerate(arrived)
+            ]
+            host.open(version, range(len(arrived)))
+            driver.say(f"go {version}", True)
+            errors.extend(at_once([partial(end.receive, version) for end in receivers]))
+            for end in receivers:
+                end.close()
+            for manifest, tensors in zip(destinations, arrived, strict=True):
+                expected = empty(manifest)
+                checkpoint_files.load(directory, manifest, expected)
+                for storage in expected.values():
+                    storage.mul_(2.0 ** (version + 1))
+                fill_padding(manifest, expected)
+                wrong = [name for name in expected if not torch.equal(expected[name], tensors[name])]
+                if wrong:
+                    errors.append(AssertionError(f"{way}: {manifest.holder}: {wrong}"))
+
+    receiving = threading.Thread(target=receive, daemon=True)
+    receiving.start()
+    sent = run_ranks(
+        layout.ranks, f"{RANKS}:send_model", directory, layout, plan, host.meeting, WAYS, BUCKET_BYTES, timeout=90.0
+    )
+    receiving.join(60.0)
+    assert [str(error) for error in errors if error is not None] == []
+    assert len(errors) == 2 * len(arrived)
+    expected = expected_digests(sent)
+    for index, manifest in enumerate(destinations):
+        assert digests(arrived[index], manifest.placements) == expected[index]
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+CASE = Case(architecture(), ParallelLayout(tensor=2), tensor=1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sender_that_is_killed_ends_everybody_with_a_name(way: Way) -> None:
+    plan, held = CASE.plan(), CASE.held(random_checkpoint(CASE.arch))
+    host = MeetingHost("127.0.0.1", timeout_seconds=60.0)
+    receiver = open_receiver(way, plan, 0, empty(plan.destinations[0]), host.meeting, 1500)
+    host.open(0, [0])
+    ended: list[MegagrpoError | None] = []
+    receiving = threading.Thread(target=lambda: ended.extend(at_once([lambda: receiver.receive(0)])), daemon=True)
+    receiving.start()
+    begun = time.monotonic()
+    with pytest.raises(RankGroupError, match="died without a traceback"):
+        run_ranks(2, f"{RANKS}:send_and_die", plan, host.meeting, way, held, 1500, timeout=60.0)
+    host.abort([Problem("train rank 1 was killed")])
+    receiving.join(30.0)
+    assert time.monotonic() - begun < 45
+    (error,) = ended
+    if way is Way.PROCESS_GROUP:  # it was waiting for bytes of a bucket whose sender closed the connection
+        assert "bucket 3 of " in str(error)
+        assert "from train rank 1 to engine 0 rank 0" in str(error)
+    else:
+        assert "train rank 1 was killed" in str(error)
+        assert list(DIRECTORY.glob(f"megagrpo-{host.meeting.run}-*"))
+    remove_left_over(host.meeting.run)
+    assert not list(DIRECTORY.glob(f"megagrpo-{host.meeting.run}-*"))
+    receiver.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_acknowledgement_that_never_comes_ends_at_the_deadline(way: Way) -> None:
+    case = Case(architecture(), ParallelLayout(), tensor=1)
+    plan, held = case.plan(), case.held(random_checkpoint(case.arch))
+    host = MeetingHost("127.0.0.1", timeout_seconds=3.0)
+    sender = open_sender(way, plan, 0, host.meeting, 1500)
+    host.open(0, [0])
+    ended: list[MegagrpoError | None] = []
+    sending = threading.Thread(target=lambda: ended.extend(at_once([lambda: sender.send(0, held[0])])), daemon=True)
+    sending.start()
+    with pytest.raises(RankGroupError):
+        run_ranks(1, f"{RANKS}:receive_and_stop", plan, host.meeting, way, 1500, timeout=4.0)
+    sending.join(10.0)
+    (error,) = ended
+    assert "bucket 1 of " in str(error)
+    assert "from train rank 0 to engine 0 rank 0" in str(error)
+    assert "no acknowledgement by engine 0 rank 0 within 3 s" in str(error)
+    sender.close()
