@@ -44,6 +44,9 @@ def latent_architecture(**changes: object) -> Architecture:
     return architecture(**(given | changes))
 
 
+ARCHITECTURES = {"dense": architecture, "experts": moe_architecture, "latent": latent_architecture}
+
+
 def random_checkpoint(arch: Architecture, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     values = {tensor.name: torch.randn(tensor.shape, generator=generator) for tensor in tensors_of(arch)}

@@ -4,13 +4,15 @@
 
 transformer-engine needs a GPU to be built, so its modules are stood in for by classes that only allocate their
 parameters, under the names and shapes of transformer_engine.pytorch 2.8 (weight, bias, layer_norm_weight, weight{i}).
-All the rest is megatron-core's own code: which module is used where, prefixes, sizes per rank, and the sharding, which
-is read from sharded_state_dict(). Ranks are taken one after another over torch's fake process group.
+All the rest is megatron-core's own code, in a model as megagrpo builds it: which module is used where, prefixes, sizes
+per rank, and the sharding, which is read from sharded_state_dict(). Ranks are taken one after another over torch's fake
+process group.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -140,47 +142,19 @@ class Finder(MetaPathFinder, Loader):
 
 
 def record(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each rank of a case, its parameters by name in the manifest."""
+    """For each rank of a case, its weights by name in the manifest."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megagrpo.layout.parallel import ParallelLayout
-    from tests.weights_oracle import architecture, moe_architecture
+    from megagrpo.megatron.config import transformer_config
+    from megagrpo.megatron.model import build_chunks
+    from megagrpo.recipe.schema import Layout, Train
+    from tests.weights_oracle import ARCHITECTURES
 
-    arch = (moe_architecture if case["experts"] else architecture)(**case["architecture"])
+    arch = ARCHITECTURES[case["kind"]](**case["architecture"])
     layout = ParallelLayout(**case["layout"])
-    experts: dict[str, Any] = {}
-    if arch.experts is not None:
-        experts = {
-            "num_moe_experts": arch.experts.count,
-            "moe_ffn_hidden_size": arch.experts.ffn,
-            "moe_router_topk": arch.experts.per_token,
-            "moe_grouped_gemm": True,
-            "moe_token_dispatcher_type": "alltoall",
-        }
-    config = TransformerConfig(
-        num_layers=arch.layers,
-        hidden_size=arch.hidden,
-        num_attention_heads=arch.heads,
-        num_query_groups=arch.query_groups,
-        kv_channels=arch.head_dim,
-        ffn_hidden_size=arch.ffn,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=arch.qkv_bias,
-        qk_layernorm=arch.qk_norm,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        sequence_parallel=layout.sequence_parallel,
-        pipeline_dtype=torch.float32,
-        **experts,
-    )
+    train = Train(layout=Layout(**vars(layout)), layer_spec="transformer_engine")
     ranks = []
     for rank in range(layout.ranks):
         dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
@@ -192,60 +166,56 @@ def record(case: dict[str, Any]) -> list[dict[str, Any]]:
             create_gloo_process_groups=False,
         )
         model_parallel_cuda_manual_seed(0, force_reset_rng=True)
-        ranks.append(record_rank(arch, config))
+        (model,) = build_chunks(arch, transformer_config(arch, train, torch.float32, "cuda"), layout)
+        ranks.append(record_rank(model))
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     return ranks
 
 
-def record_rank(arch: Any, config: Any) -> dict[str, Any]:
+def record_rank(model: Any) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=bool(config.num_moe_experts),
-        qk_layernorm=config.qk_layernorm,
-    )
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=arch.vocab,
-        max_sequence_length=arch.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=arch.tied_embeddings,
-        position_embedding_type="rope",
-    )
+    from megagrpo.megatron.model import named_tensors
+
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sharded = model.sharded_state_dict(metadata={"dp_cp_group": group})
     held = {}
-    for name, parameter in model.named_parameters():
-        found = sharded[name]
+    for name, tensor in named_tensors([model]).items():
+        found = sharded[name.removeprefix("chunk0.")]
         parts = found.build() if isinstance(found, ShardedTensorFactory) else found
         tensors = [part for part in (parts if isinstance(parts, list) else [parts]) if isinstance(part, ShardedTensor)]
         before = tensors[0].prepend_axis_num
-        held[f"chunk0.{name}"] = {
-            "shape": list(parameter.shape),
+        # Layers that differ are not stacked: their keys have their number.
+        in_key = [int(number) for number in re.findall(r"layers\.(\d+)\.", tensors[0].key)]
+        held[name] = {
+            "shape": list(tensor.shape),
             # where it lies in the same parameter of an unsharded model: [start, shape]
             "parts": [[list(part.global_offset[before:]), list(part.local_shape)] for part in tensors],
-            # its index on the axes that Megatron puts in front: the layer, then the expert
-            "index": list(tensors[0].global_offset[:before]),
+            # its layer, then its expert: indices on the axes that Megatron puts in front
+            "index": in_key + list(tensors[0].global_offset[:before]),
         }
     return held
 
 
 CASES: list[dict[str, Any]] = [
-    {"name": name, "experts": experts, "architecture": {"vocab": 32, "layers": 2, **changes}, "layout": layout}
-    for name, experts, changes, layout in (
-        ("qwen2, tensor 2 x pipeline 2", False, {}, {"tensor": 2, "pipeline": 2}),
-        ("qwen2 tied, pipeline 2", False, {"tied_embeddings": True}, {"pipeline": 2}),
-        ("qwen2 tied, tensor 4 (more than query groups)", False, {"tied_embeddings": True}, {"tensor": 4}),
-        ("qwen3, tensor 2", False, {"family": "qwen3", "qkv_bias": False, "qk_norm": True}, {"tensor": 2}),
-        ("qwen3_moe, expert 2", True, {}, {"data": 2, "expert": 2}),
-        ("qwen3_moe, expert 2 x expert_tensor 2", True, {}, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}),
+    {"name": name, "kind": kind, "architecture": {"vocab": 32, "layers": 2, **changes}, "layout": layout}
+    for name, kind, changes, layout in (
+        ("qwen2, tensor 2 x pipeline 2", "dense", {}, {"tensor": 2, "pipeline": 2}),
+        ("qwen2 tied, pipeline 2", "dense", {"tied_embeddings": True}, {"pipeline": 2}),
+        ("qwen2 tied, tensor 4 (more than query groups)", "dense", {"tied_embeddings": True}, {"tensor": 4}),
+        ("qwen3, tensor 2", "dense", {"family": "qwen3", "qkv_bias": False, "qk_norm": True}, {"tensor": 2}),
+        ("qwen3_moe, expert 2", "experts", {}, {"data": 2, "expert": 2}),
+        (
+            "qwen3_moe, expert 2 x expert_tensor 2",
+            "experts",
+            {},
+            {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2},
+        ),
+        ("mixtral, tensor 2", "experts", {"family": "mixtral", "qk_norm": False}, {"tensor": 2, "expert_tensor": 2}),
+        ("deepseek_v3, tensor 2", "latent", {"layers": 4}, {"tensor": 2, "expert_tensor": 2}),
+        ("deepseek_v3, pipeline 2 x expert 2", "latent", {"layers": 4}, {"pipeline": 2, "data": 2, "expert": 2}),
     )
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from megagrpo.weights.boxes import Box, Placement
 from megagrpo.weights.coverage import Region, tiling_error
 from megagrpo.weights.sides import megatron_te
 from megagrpo.weights.views import box_view
-from tests.weights_oracle import architecture, moe_architecture, random_checkpoint, rank_tensors
+from tests.weights_oracle import ARCHITECTURES, random_checkpoint, rank_tensors
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "te_manifest.json").read_text())[
     "cases"
@@ -23,7 +23,7 @@ CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" /
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_names_shapes_and_sharding_are_megatrons(case: dict[str, Any]) -> None:
-    arch = (moe_architecture if case["experts"] else architecture)(**case["architecture"])
+    arch = ARCHITECTURES[case["kind"]](**case["architecture"])
     layout = ParallelLayout(**case["layout"])
     one = ParallelLayout()
     unsharded: dict[Box, Placement] = {}
@@ -59,7 +59,7 @@ def by_part(part: Region, regions: list[Region]) -> list[Region]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_values_are_the_oracles(case: dict[str, Any]) -> None:
-    arch = (moe_architecture if case["experts"] else architecture)(**case["architecture"])
+    arch = ARCHITECTURES[case["kind"]](**case["architecture"])
     checkpoint = random_checkpoint(arch)
     layout = ParallelLayout(**case["layout"])
     for where in rank_grid(layout):
