@@ -43,8 +43,10 @@ def _pipeline(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProble
 def _tensor(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]:
     tensor, groups = recipe.train.layout.tensor, architecture.query_groups
     divided = {"attention heads (num_attention_heads)": architecture.heads}
-    if architecture.experts is None:
+    if architecture.has_dense_layers:
         divided["MLP columns (intermediate_size)"] = architecture.ffn
+    if architecture.experts is not None and architecture.experts.shared_ffn:
+        divided["columns of the shared experts"] = architecture.experts.shared_ffn
     fitting = [
         size
         for size in divisors(architecture.heads)

@@ -136,6 +136,12 @@ def test_all_broken_rules_are_found_at_once() -> None:
     assert [problem.where for problem in found] == ["rollout.top_p", "train.total_steps", "cluster.trainer_devices"]
 
 
+LATENT: dict[str, Any] = {
+    "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "v_head_dim": 5,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 6, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
 MODEL_CASES: list[tuple[list[str], dict[str, Any], str, str]] = [
     (["train.layout.pipeline=3"], {}, "train.layout.pipeline", "pipeline of 1, 2 or 4"),
     (["train.layout.pipeline=2", "train.layout.virtual_pipeline=4"], {}, "train.layout.virtual_pipeline", "of 1 or 2"),
@@ -146,6 +152,13 @@ MODEL_CASES: list[tuple[list[str], dict[str, Any], str, str]] = [
     (["train.layout.tensor=2", "train.layout.expert_tensor=1"], {}, "train.layout.expert_tensor", "has no experts"),
     (["train.layout.expert=3", "train.layout.data=3"], EXPERTS, "train.layout.expert", "divides 4"),
     (["train.layout.tensor=4"], EXPERTS, "train.layout.expert_tensor", "each expert has 6 columns"),
+    (["train.layout.tensor=4", "train.layout.expert_tensor=1"], LATENT, "train.layout.tensor", "of the shared experts"),
+    (
+        ["train.layout.tensor=2", "train.layout.expert_tensor=1"],
+        LATENT | {"intermediate_size": 27},
+        "train.layout.tensor",
+        "27 MLP columns",
+    ),
     (["rollout.response_tokens_max=49"], {}, "rollout.response_tokens_max", "at most 64"),
     ([EVAL, "eval.response_tokens_max=49"], {}, "eval.response_tokens_max", "16 + 49 = 65"),
     (["rollout.stop_token_ids=[5, 31]"], {}, "rollout.stop_token_ids", "ids below 31"),
