@@ -5,16 +5,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Made last: without it the environment is not complete.
 INSTALLED := $(VENV)/installed
+SGLANG_INSTALLED := $(VENV)/sglang-installed
 ADDER := .cache/adder
 
 # Tests run on CPUs everywhere. The ranks together use every core, so each has one thread; nothing is compiled or fetched.
 TEST_ENVIRONMENT := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
 
-.PHONY: demo test test-long lint benchmark-step clean help
+.PHONY: demo demo-sglang sglang-cpu test test-long lint benchmark-step clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       prepare a small model and train it (OVERRIDES=\"train.layout.tensor=1 train.layout.pipeline=2\")"
+	@echo "make demo-sglang  the same on a real SGLang server"
+	@echo "make sglang-cpu install SGLang for CPUs beside megagrpo (2 GB, once; the tests need it)"
 	@echo "make test       lint, and every test that is not long (ARGS=\"-k name\")"
 	@echo "make test-long  demo trainings, kills and resumes"
 	@echo "make lint       ruff, mypy and the rules of who imports whom"
@@ -30,6 +33,14 @@ $(INSTALLED): requirements/cpu.txt setup.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# Every package that SGLang needs here is pinned there; what it declares is for GPUs.
+$(SGLANG_INSTALLED): requirements/sglang_cpu.txt $(INSTALLED)
+	@echo "Installing SGLang for CPUs into $(VENV): a minute or two, once"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang_cpu.txt
+	@touch $@
+
+sglang-cpu: $(SGLANG_INSTALLED)
+
 demo: $(INSTALLED)
 	@echo "Preparing the demo's model and data in $(ADDER) (a minute, once)"
 	$(BIN)/megagrpo prepare adder --output $(ADDER)
@@ -37,10 +48,17 @@ demo: $(INSTALLED)
 	@echo "Asking the exported model, with plain transformers:"
 	@$(BIN)/python -m megagrpo.demo.ask runs/adder_cpu/hugging_face 37+45=
 
-test: lint
+demo-sglang: $(SGLANG_INSTALLED)
+	@echo "Preparing the demo's model and data in $(ADDER) (a minute, once)"
+	$(BIN)/megagrpo prepare adder --output $(ADDER)
+	$(BIN)/megagrpo train yaml_recipes/adder_sglang_cpu.yaml $(OVERRIDES)
+	@echo "Asking the exported model, with plain transformers:"
+	@$(BIN)/python -m megagrpo.demo.ask runs/adder_sglang_cpu/hugging_face 37+45=
+
+test: lint $(SGLANG_INSTALLED)
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not long" $(ARGS)
 
-test-long: $(INSTALLED)
+test-long: $(SGLANG_INSTALLED)
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(INSTALLED)

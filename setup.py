@@ -26,11 +26,12 @@ setup(
         "rich>=13",
         "math-verify>=0.8",
         "numpy>=1.26",
+        "aiohttp>=3.10",
         "psutil>=6",
         "einops>=0.8",
     ],
     extras_require={
-        "sglang": ["sglang>=0.5.17"],
+        "sglang": ["sglang>=0.5.23,<0.6"],
         "te": ["transformer-engine[pytorch]>=2.4"],
         "wandb": ["wandb>=0.18"],
         "tensorboard": ["tensorboard>=2.18"],
