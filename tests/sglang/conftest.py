@@ -17,3 +17,9 @@ def tied_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def split_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Tensor 2, with a head of its own and padding in the vocabulary and in feed-forward layers."""
     yield from serve("qwen3", 2, tmp_path_factory.mktemp("split"))
+
+
+@pytest.fixture(scope="session")
+def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Tensor 2, experts cut over both ranks."""
+    yield from serve("qwen3_moe", 2, tmp_path_factory.mktemp("moe"))

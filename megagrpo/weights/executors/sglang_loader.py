@@ -23,9 +23,10 @@ from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
 from megagrpo.weights.executors import streams
 from megagrpo.weights.executors.meeting import Meeting, Member
-from megagrpo.weights.executors.ways import Receiver, Way, open_receiver
+from megagrpo.weights.executors.ways import IN_PLACE, Receiver, Way, open_receiver
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.verification import arrived_bucket_digests, sent_bucket_digests
+from megagrpo.weights.views import stored_tensors
 
 LOAD_FORMAT = "megagrpo.weights.executors.sglang_loader.load"
 COMMAND = "megagrpo command"
@@ -84,12 +85,14 @@ def named_storages(model: torch.nn.Module, manifest: Manifest) -> dict[str, torc
     return found | {name: buffer for name, buffer in model.named_buffers() if name in manifest.storages}
 
 
-def check_loadable(model: torch.nn.Module) -> None:
-    """Raises ModelError for a model from whose weights SGLang derives others, which nobody would bring up to date."""
+def check_loadable(model: torch.nn.Module, way: Way) -> None:
+    """Raises ModelError for exact shards into a model from whose weights SGLang derives others, which would stay old."""
+    if way not in (*IN_PLACE, Way.DIRECT):
+        return
     if hasattr(model, "post_load_weights"):
         raise ModelError(
             Problem(
-                f"exact shards into {type(model).__name__}",
+                f"weights.transfer: {way} into {type(model).__name__}",
                 "SGLang derives further weights from these (its post_load_weights; latent attention's w_kc and w_vc)",
                 "a model whose parameters are all that it computes with",
                 "weights.transfer: tensors, broadcast or disk, which go through SGLang's own loader",
@@ -118,7 +121,7 @@ class _Loader:
                 self.connection = _connect(self.model, self.meeting, command)
                 return None
             case "receive":
-                return self._connected().receiver.receive(command["version"])
+                return self._connected().receive(command["version"])
             case "digest":
                 connection = self._connected()
                 manifest = connection.plan.destinations[connection.destination]
@@ -130,24 +133,46 @@ class _Loader:
 
     def close(self) -> None:
         if self.connection is not None:
-            self.connection.receiver.close()
+            self.connection.close()
         self.connection = None
 
     def _connected(self) -> _Connection:
         if self.connection is None:
             raise ModelError(Problem(self.member.name, "no weight plan", "one, before weights come"))
+        self.connection.check_in_place(self.model)
         return self.connection
 
 
 @dataclass(frozen=True)
 class _Connection:
-    """This rank's part of a plan, and the end of the way that carries it."""
+    """This rank's part of a plan, and the end of the way that carries it: none for ways that end outside this process,
+    where the plan only says what must lie where.
+    """
 
     plan: WeightPlan
     destination: int
     tensors: Mapping[str, torch.Tensor]
     bucket_bytes: int
-    receiver: Receiver
+    receiver: Receiver | None
+
+    def check_in_place(self, model: torch.nn.Module) -> None:
+        """Raises ModelError if the model computes with other memory than what is written and digested here."""
+        manifest = self.plan.destinations[self.destination]
+        used = named_storages(model, manifest)
+        moved = [name for name, tensor in self.tensors.items() if used[name].data_ptr() != tensor.data_ptr()]
+        if moved:
+            raise ModelError(
+                Problem(f"{manifest.holder}: {moved[0]}", "SGLang has put it elsewhere since", "the same memory always")
+            )
+
+    def receive(self, version: int) -> None:
+        if self.receiver is None:
+            raise ModelError(Problem("receive in the engine's process", "a way that ends outside of it"))
+        self.receiver.receive(version)
+
+    def close(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
 
     def bucket_digests(self, tensor: str, active: frozenset[int]) -> dict[str, dict[str, int]]:
         party = streams.destination_party(self.plan, self.destination)
@@ -160,11 +185,15 @@ class _Connection:
 
 
 def _connect(model: torch.nn.Module, meeting: Meeting, command: Mapping[str, Any]) -> _Connection:
-    check_loadable(model)
+    way = Way(command["way"])
+    check_loadable(model, way)
     plan = read_plan(base64.b64decode(command["plan"]))
     destination, bucket_bytes = command["destination"], command["bucket_bytes"]
-    tensors = named_storages(model, plan.destinations[destination])
-    receiver = open_receiver(Way(command["way"]), plan, destination, tensors, meeting, bucket_bytes)
+    manifest = plan.destinations[destination]
+    tensors = stored_tensors(manifest, named_storages(model, manifest))
+    receiver = None
+    if way in IN_PLACE:
+        receiver = open_receiver(way, plan, destination, tensors, meeting, bucket_bytes)
     return _Connection(plan, destination, tensors, bucket_bytes, receiver)
 
 

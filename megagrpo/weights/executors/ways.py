@@ -51,6 +51,10 @@ class Way(StrEnum):
     """A checkpoint on a file system that both ends reach."""
 
 
+IN_PLACE = (Way.SHARED_MEMORY, Way.PROCESS_GROUP)
+"""Ways whose receiver runs in the engine rank's own process."""
+
+
 class Sender(Protocol):
     """One training rank's end. Kept from sync to sync."""
 
