@@ -108,7 +108,10 @@ class TransformersEngine:
         self._receiver = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+        """The parameters, and the buffers that are weights too: routers' biases."""
+        parameters = {name: parameter.data for name, parameter in self._model.named_parameters()}
+        storages = self._manifest.storages
+        return parameters | {name: buffer for name, buffer in self._model.named_buffers() if name in storages}
 
     def _decode(self, requests: Sequence[Request]) -> list[Response]:
         """One batch of requests with the same sampling parameters."""
