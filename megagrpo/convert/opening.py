@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from megagrpo.convert.safetensors_file import read_region
 from megagrpo.convert.source import RegionReader, Source, make_source, whole
 from megagrpo.convert.torch_checkpoint import METADATA, TorchCheckpoint
 from megagrpo.errors import CheckpointError, ModelError, Problem
+from megagrpo.weights import fp8_blocks
 from megagrpo.weights.boxes import Manifest, Placement
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.sides import checkpoint, torch_dist
+from megagrpo.weights.sides.checkpoint import Entry
 
 CONFIG = "config.json"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -58,27 +61,33 @@ def open_source(path: Path, model: Path | None = None, *, otherwise: Path | None
 
 @dataclass(frozen=True)
 class _SafetensorsFiles:
+    """The weights of a Hugging Face model, and for those in fp8 where their scales are."""
+
     directory: Path
     manifests: tuple[Manifest, ...]
-    headers: dict[str, dict[str, checkpoint.Entry]]
+    entries: Mapping[str, tuple[Path, Entry]]
+    scales: Mapping[str, tuple[Path, Entry]]
 
     @property
     def paths(self) -> list[Path]:
         return [self.directory / file.holder for file in self.manifests]
 
-    @property
-    def left_out(self) -> list[str]:
-        used = {name for file in self.manifests for name in file.storages}
-        return [name for header in self.headers.values() for name in header if name not in used]
-
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        file = next(file for file, header in self.headers.items() if name in header)
-        return read_region(self.directory / file, self.headers[file][name], start, shape)
+        values = read_region(*self.entries[name], start, shape)
+        if values.dtype != torch.float8_e4m3fn:
+            return values
+        scales = read_region(*self.scales[name], *fp8_blocks.scale_region(start, shape))
+        return fp8_blocks.dequantized(values, start, scales)
 
 
 def _safetensors_files(path: Path) -> _SafetensorsFiles:
     files = checkpoint.manifests(path)
-    return _SafetensorsFiles(path, files, {file.holder: checkpoint.read_header(path / file.holder) for file in files})
+    entries = {
+        name: (path / file.holder, entry)
+        for file in files
+        for name, entry in checkpoint.read_header(path / file.holder).items()
+    }
+    return _SafetensorsFiles(path, files, entries, checkpoint.fp8_scales(path))
 
 
 def _hugging_face_source(path: Path, model: Path | None) -> Source:
@@ -88,7 +97,8 @@ def _hugging_face_source(path: Path, model: Path | None) -> Source:
     files = _safetensors_files(path)
     held = [(file, files.read) for file in files.manifests]
     arch = read_architecture(path)
-    return make_source("hugging face", path, path, arch, held, files.left_out, files.paths, lambda: None)
+    left_out = checkpoint.extra_tensors(path)
+    return make_source("hugging face", path, path, arch, held, left_out, files.paths, lambda: None)
 
 
 def _torch_source(path: Path, root: Path, model: Path | None, otherwise: Path | None) -> Source:

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from megagrpo.errors import CheckpointError, Problem
-from megagrpo.weights.sides.checkpoint import DTYPES, Entry
+from megagrpo.weights.sides.checkpoint import DTYPES, FP8, Entry
 from megagrpo.weights.views import torch_dtype
 
 
 def read_region(path: Path, entry: Entry, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    """Elements start[i] .. start[i] + shape[i] of the tensor. Raises CheckpointError if they cannot be read."""
-    values = torch.empty(shape, dtype=torch_dtype(DTYPES[entry.dtype]))
+    """Elements start[i] .. start[i] + shape[i] of the tensor, fp8 as such. Raises CheckpointError if it fails."""
+    dtype = torch.float8_e4m3fn if entry.dtype == FP8 else torch_dtype(DTYPES[entry.dtype])
+    values = torch.empty(shape, dtype=dtype)
     data = memoryview(values.view(-1).view(torch.uint8).numpy())
     try:
         with path.open("rb", buffering=0) as file:

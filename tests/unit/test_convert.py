@@ -1,0 +1,220 @@
+"""Conversions of every family and kind of checkpoint: bit-identical there and back, and what is not of the model."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from megagrpo.convert.convert import to_hugging_face, to_megatron
+from megagrpo.convert.opening import open_source
+from megagrpo.convert.source import whole
+from megagrpo.convert.torch_checkpoint import TorchCheckpoint
+from megagrpo.convert.torch_writer import TorchFile, write_metadata
+from megagrpo.errors import CheckpointError, ModelError
+from megagrpo.weights.boxes import Box, Storage
+from tests.safetensors_files import assert_same_files, saved
+from tests.tiny_models import FAMILIES, make_model, reference_logits
+from tests.unit.test_weights_load import LARGE, in_fp8
+
+SEQUENCES = [[1, 17, 40, 3], [130, 0, 5]]
+BFLOAT16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_gives_the_same_bits_which_transformers_loads(family: str, models: Path, tmp_path: Path) -> None:
+    model = make_model(family, models / family)
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "generation_config.json").write_text('{"eos_token_id": 3}')
+    done = to_megatron(model, tmp_path / "megatron")
+    assert not done.left_out
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back", file_bytes=150_000)
+    assert_same_files(model, tmp_path / "back")
+    assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 1
+    assert (tmp_path / "back" / "tokenizer_config.json").exists()
+    for ours, theirs in zip(
+        reference_logits(tmp_path / "back", SEQUENCES), reference_logits(model, SEQUENCES), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "back").eos_token_id == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "megatron"]
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "deepseek_v3"])
+def test_a_dtype_may_be_asked_for(family: str, models: Path, tmp_path: Path) -> None:
+    model = make_model(family, models / family)
+    to_megatron(model, tmp_path / "megatron", dtype="bfloat16")
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    to_hugging_face(model, tmp_path / "at_once", dtype="bfloat16")
+    assert_same_files(tmp_path / "at_once", tmp_path / "back")
+    for name, tensor in saved(model).items():
+        wanted = tensor if name.endswith("e_score_correction_bias") else tensor.to(BFLOAT16)
+        found = saved(tmp_path / "back")[name]
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted), name
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+
+
+def test_tensors_keep_their_own_dtypes(models: Path, tmp_path: Path) -> None:
+    model = make_model("qwen3", models / "qwen3")
+    mixed = other_weights(
+        model,
+        tmp_path / "mixed",
+        {name: tensor if "norm" in name else tensor.to(BFLOAT16) for name, tensor in saved(model).items()},
+    )
+    to_megatron(mixed, tmp_path / "megatron")
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    assert_same_files(mixed, tmp_path / "back")
+
+
+def test_stacked_experts_are_converted_like_single_ones(models: Path, tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", models / "qwen3_moe")
+    stacked = dict(saved(model))
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gates, ups, downs = (
+            torch.stack([stacked.pop(f"{prefix}{expert}.{kind}_proj.weight") for expert in range(4)])
+            for kind in ("gate", "up", "down")
+        )
+        stacked |= {f"{prefix}gate_up_proj": torch.cat([gates, ups], 1), f"{prefix}down_proj": downs}
+    other_weights(model, tmp_path / "stacked", stacked)
+    to_megatron(tmp_path / "stacked", tmp_path / "megatron")
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    assert_same_files(model, tmp_path / "back")
+
+
+def test_weights_in_fp8_are_converted_as_what_they_stand_for(models: Path, tmp_path: Path) -> None:
+    stands_for = in_fp8(tmp_path / "fp8", make_model("deepseek_v3", models / "deepseek_v3_large", **LARGE))
+    done = to_megatron(tmp_path / "fp8", tmp_path / "megatron")
+    assert any("eh_proj" in name for name in done.left_out)
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    found = saved(tmp_path / "back")
+    assert found.keys() == stands_for.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in stands_for.items())
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def test_a_part_of_a_tensor_is_the_same_wherever_it_is_read(models: Path, tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", models / "qwen3_moe")
+    to_megatron(model, tmp_path / "megatron")
+    files, megatron = open_source(model), open_source(tmp_path / "megatron")
+    for tensor in files.tensors:
+        box = whole(tensor)
+        start = tuple(size // 3 for size in box.shape)
+        part = Box(tensor.name, start, tuple(size - size // 3 - 1 for size in box.shape))
+        assert torch.equal(files.read(part), megatron.read(part)), tensor.name
+
+
+def test_tensors_that_are_not_of_the_model_are_listed(models: Path, tmp_path: Path) -> None:
+    model = make_model("qwen2", models / "qwen2")
+    extra = {"model.layers.4.eh_proj.weight": torch.ones(3), "rotary.inv_freq": torch.ones(2)}
+    other_weights(model, tmp_path / "more", saved(model) | extra)
+    assert to_megatron(tmp_path / "more", tmp_path / "megatron").left_out == tuple(sorted(extra))
+    more = {"mtp.layers.0.eh_proj.weight": Storage("mtp.layers.0.eh_proj.weight", (3,), "float32")}
+    add_tensors(tmp_path / "megatron" / "iter_0000000", more)
+    assert to_hugging_face(tmp_path / "megatron", tmp_path / "back").left_out == tuple(more)
+
+
+def test_padding_of_the_vocabulary_is_dropped(models: Path, tmp_path: Path) -> None:
+    model = make_model("qwen2", models / "qwen2")
+    to_megatron(model, tmp_path / "megatron")
+    larger = {
+        key: Storage(key, (256, 48), "float32") for key in ("embedding.word_embeddings.weight", "output_layer.weight")
+    }
+    embedding, head = (saved(model)[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    padding = torch.full((256 - 131, 48), 7.0)
+    add_tensors(
+        tmp_path / "megatron" / "iter_0000000",
+        larger,
+        [torch.cat([embedding, padding]), torch.cat([head, padding])],
+    )
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    assert_same_files(model, tmp_path / "back")
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(models: Path, tmp_path: Path) -> None:
+    model = make_model("qwen2", models / "qwen2")
+    to_megatron(model, tmp_path / "megatron")
+    wider = make_model("qwen2", models / "wider", vocab_size=140, intermediate_size=96)
+    with pytest.raises(ModelError) as raised:
+        to_hugging_face(tmp_path / "megatron", tmp_path / "back", model=wider)
+    for text in ("embedding.word_embeddings.weight", "[131, 48]", "linear_fc1.weight", "[4, 192, 48] by config.json"):
+        assert text in str(raised.value)
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_is_not_a_checkpoint_is_refused(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        to_hugging_face(tmp_path / "nothing", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="none of them"):
+        to_hugging_face(tmp_path / "empty", tmp_path / "out")
+    model = make_model("qwen2", models / "qwen2")
+    to_megatron(model, tmp_path / "megatron")
+    with pytest.raises(ModelError, match="--model DIR"):
+        to_hugging_face(tmp_path / "megatron" / "iter_0000000", tmp_path / "out", model=tmp_path / "empty")
+    (tmp_path / "megatron" / "hugging_face" / "config.json").unlink()
+    with pytest.raises(ModelError, match="has no config of its own"):
+        to_hugging_face(tmp_path / "megatron", tmp_path / "out")
+    assert to_hugging_face(tmp_path / "megatron", tmp_path / "out", model=model).tensors == 51
+
+
+def test_a_file_that_is_cut_short_or_missing_is_named(models: Path, tmp_path: Path) -> None:
+    iteration = to_megatron(make_model("qwen2", models / "qwen2"), tmp_path / "megatron").directory / "iter_0000000"
+    file = iteration / "__2_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    (iteration / "__3_0.distcp").unlink()
+    with pytest.raises(CheckpointError) as raised:
+        to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    assert f"{len(content)} bytes" in str(raised.value)
+    assert "__3_0.distcp" in str(raised.value)
+
+
+def test_a_list_of_contents_cannot_run_code(tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return Path.touch, (tmp_path / "attacked",)  # type: ignore[return-value]
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(CheckpointError, match=r"file of torch\.distributed\.checkpoint"):
+        TorchCheckpoint(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04exit\x85R.")
+    with pytest.raises(CheckpointError):
+        TorchCheckpoint(tmp_path)
+    assert not (tmp_path / "attacked").exists()
+
+
+def other_weights(model: Path, directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """The model with other files: two of them, with an index."""
+    directory.mkdir()
+    (directory / "config.json").write_text((model / "config.json").read_text())
+    names = sorted(tensors)
+    index = {}
+    for file, some in (("a.safetensors", names[::2]), ("b.safetensors", names[1::2])):
+        save_file({name: tensors[name].contiguous() for name in some}, directory / file)
+        index |= dict.fromkeys(some, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return directory
+
+
+def add_tensors(iteration: Path, stored: dict[str, Storage], values: list[torch.Tensor] | None = None) -> None:
+    """Adds tensors to a torch_dist directory, or replaces them."""
+    old = TorchCheckpoint(iteration)
+    tensors = {key: old.read(key, (0,) * len(held.shape), held.shape) for key, held in old.tensors.items()}
+    given = values or [torch.ones(held.shape) for held in stored.values()]
+    tensors |= dict(zip(stored, given, strict=True))
+    with TorchFile(iteration / "__100_0.distcp") as file:
+        written = [file.add(key, (0,) * tensor.dim(), tensor) for key, tensor in tensors.items()]
+    write_metadata(iteration, old.tensors | stored, written)
