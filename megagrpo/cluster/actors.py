@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from megagrpo.recipe.defaults import dtype_name
+from megagrpo.recipe.defaults import dtype_name, sync_directory
 from megagrpo.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from megagrpo.weights.boxes import Box, Placement
-    from megagrpo.weights.executors.buckets import Bucket
+    from megagrpo.cluster.engines import EngineSpec
+    from megagrpo.weights.boxes import Box
+    from megagrpo.weights.executors.meeting import Meeting
+    from megagrpo.weights.executors.ways import Way
     from megagrpo.weights.plan import WeightPlan
 
 
@@ -27,7 +30,7 @@ def hide_gpus() -> None:
 
 @ray.remote(max_restarts=0)
 class RankActor:
-    """One training rank in its own process. It keeps its part of the weight plan, which every sync reuses."""
+    """One training rank in its own process. It keeps its end of the weight sync, which every sync reuses."""
 
     def free_address(self) -> str:
         """tcp://host:port on this node, reachable by the other ranks, with a port that is free now."""
@@ -41,21 +44,38 @@ class RankActor:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused kernels: compiling them for a CPU gains nothing
         from megagrpo.megatron.rank import TrainRank
 
+        self.recipe, self.model_directory = recipe, model_directory
         self.rank = TrainRank(recipe, rank, init_method, model_directory, device)
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.rank, method)(*arguments)
 
-    def set_plan(self, plan: WeightPlan, source: int, primary: Sequence[Sequence[Placement]]) -> None:
-        """`primary[source]` are the placements whose digests this rank contributes."""
-        self.plan, self.source, self.primary = plan, source, primary[source]
+    def connect(self, plan: WeightPlan, source: int, way: Way, meeting: Meeting, ranks_per_engine: int) -> None:
+        """Opens this rank's end of the weight sync: it is the plan's `source`-th."""
+        from megagrpo.weights.executors.disk import DiskFiles
+        from megagrpo.weights.executors.weight_sender import WeightSender
 
-    def pack_weights(self, engines: int) -> list[Bucket] | list[list[Bucket]]:
-        """What each engine gets: one return value for each, so that no engine fetches another's bytes."""
-        buckets = self.rank.pack_weights(self.plan, self.source)
-        if engines == 1:
-            return buckets
-        return [[bucket for bucket in buckets if bucket.destination == engine] for engine in range(engines)]
+        directory = sync_directory(self.recipe).absolute()
+        self.sender = WeightSender(
+            way,
+            plan,
+            source,
+            meeting,
+            self.recipe.weights.bucket_bytes,
+            ranks_per_engine=ranks_per_engine,
+            device=self.rank.device,
+            files=DiskFiles(directory, Path(self.model_directory), dtype_name(self.recipe, self.rank.device.type)),
+        )
+
+    def send_weights(self, version: int, destinations: Sequence[int]) -> Mapping[int, Mapping[str, int]]:
+        """Sends what the open sync wants of this rank; its part of what must then lie at each destination."""
+        return self.sender.send(version, self.rank.tensors(), destinations)
+
+    def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> Mapping[str, int]:
+        return self.sender.bucket_digests(self.rank.tensors(), tensor, destinations)
+
+    def disconnect(self) -> None:
+        self.sender.close()
 
     def replica_digests(self) -> Mapping[Box, int]:
         """The digest of every box that this rank holds."""
@@ -64,40 +84,28 @@ class RankActor:
             for placement in self.rank.manifest().placements
         }
 
-    def weight_digests(self) -> Mapping[str, int]:
-        return self.rank.weight_digests(self.primary)
-
 
 @ray.remote(max_restarts=0)
 class EngineActor:
-    """One embedded engine in its own process."""
+    """One engine in its own process, or the process that speaks to its server."""
 
-    def start(
-        self, recipe: Recipe, engine: int, model_directory: str, tokenizer_directory: str, device: str, threads: int
-    ) -> None:
-        if device == "cpu":
+    def start(self, spec: EngineSpec) -> None:
+        if spec.device == "cpu":
             hide_gpus()
-        from megagrpo.rollout.transformers_engine import TransformersEngine
+        from megagrpo.cluster.engines import make_engine
 
-        self.engine = TransformersEngine(
-            model_directory,
-            device=device,
-            dtype=dtype_name(recipe, device),
-            requests_at_once=recipe.rollout.requests_at_once,
-            threads=threads,
-            tokenizer_directory=tokenizer_directory,
-            name=f"engine {engine}",
-        )
+        self.engine = make_engine(spec)
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.engine, method)(*arguments)
 
-    def set_plan(self, plan: WeightPlan, destination: int) -> None:
-        self.plan, self.destination = plan, destination
+    def connect(
+        self, plan: WeightPlan, destinations: Sequence[int], way: Way, meeting: Meeting, bucket_bytes: int
+    ) -> None:
+        self.engine.connect(plan, destinations, way, meeting, bucket_bytes)
 
-    def update(self, version: int, *buckets: list[Bucket]) -> Mapping[str, int]:
-        """Receives a whole update; the digests of what arrived. Uncommitted until the driver has compared them."""
+    def update(self, version: int) -> Sequence[Mapping[str, int]]:
+        """Receives a whole update; the digests of what arrived, by engine rank. Uncommitted until the driver agrees."""
         self.engine.begin_update(version)
-        for received in buckets:
-            self.engine.receive(received, self.plan, self.destination)
+        self.engine.receive(version)
         return self.engine.end_update(version)

@@ -18,6 +18,7 @@ from megagrpo.errors import RankError
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.topology import Place
 
 if TYPE_CHECKING:
     from megagrpo.megatron.results import StepMetrics
@@ -31,10 +32,11 @@ class Policy:
     def __init__(self, runtime: Runtime, recipe: Recipe, model_directory: Path) -> None:
         self._timeout = recipe.cluster.step_timeout_seconds
         self._offload = list(recipe.train.offload)
+        self._released = False
         self._data_rank = {f"train rank {at.rank}": at.data for at in rank_grid(recipe.train.layout.parallel())}
+        self._places = tuple(runtime.place_of_rank(rank) for rank in range(len(self._data_rank)))
         self.actors: dict[str, Any] = {
-            name: runtime.start_actor(RankActor, bundle, runtime.devices.rank_share)
-            for name, bundle in zip(self._data_rank, runtime.devices.bundle_of_rank, strict=True)
+            name: runtime.start_rank(RankActor, rank) for rank, name in enumerate(self._data_rank)
         }
         first = next(iter(self.actors))
         address = wait_for(
@@ -66,6 +68,9 @@ class Policy:
 
     def manifests(self) -> list[Manifest]:
         return self.call("manifest")
+
+    def places(self) -> tuple[Place, ...]:
+        return self._places
 
     def write_export(self, export: Export, plan: WeightPlan) -> None:
         """Every rank writes its boxes into a Hugging Face export's files. `plan`'s sources are the ranks, in order."""
@@ -116,9 +121,22 @@ class Policy:
     @contextmanager
     def released(self) -> Iterator[None]:
         """Inside it, the parts named in train.offload are in host memory: engines on the same devices have room."""
-        parts = self._offload
-        if parts:
-            self.call("release", parts)
+        self._move("release")
+        self._released = True
         yield
-        if parts:
-            self.call("restore", parts)
+        self._move("restore")
+        self._released = False
+
+    @contextmanager
+    def needed(self) -> Iterator[None]:
+        """Inside it, everything is where it can be used, also while `released`."""
+        released = self._released
+        if released:
+            self._move("restore")
+        yield
+        if released:
+            self._move("release")
+
+    def _move(self, method: str) -> None:
+        if self._offload:
+            self.call(method, self._offload)

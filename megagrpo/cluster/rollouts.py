@@ -3,61 +3,68 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from megagrpo.cluster.actors import EngineActor
+from megagrpo.cluster.engines import EngineSpec
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import call_all, wait_for
+from megagrpo.cluster.waiting import call_all, settle, wait_for
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.generate import evaluation_sampling, groups_of, requests_for, rollout_sampling
 from megagrpo.rollout.spread import assign
-from megagrpo.types import Group, Prompt, Sample, SamplingParams
+from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.topology import Place
+
+END_SECONDS = 30.0
 
 
 class Rollouts:
     """One actor per engine. Created at once, ready after `wait_until_ready`."""
 
     def __init__(self, runtime: Runtime, recipe: Recipe, model_directory: Path, tokenizer_directory: Path) -> None:
-        self._recipe = recipe
-        engines = range(recipe.rollout.engines)
-        self.actors: dict[str, Any] = {
-            f"engine {index}": runtime.start_actor(
-                EngineActor, runtime.devices.bundle_of_engine[index], runtime.devices.engine_share
-            )
-            for index in engines
-        }
-        threads = max(1, (os.cpu_count() or 1) // len(engines))
-        self._starting = {
-            name: actor.start.remote(
-                recipe, index, str(model_directory), str(tokenizer_directory), runtime.device, threads
-            )
-            for index, (name, actor) in enumerate(self.actors.items())
-        }
+        self._runtime, self._recipe = runtime, recipe
+        self._directories = model_directory, tokenizer_directory
+        self._index = {f"engine {index}": index for index in range(recipe.rollout.engines)}
+        self.actors: dict[str, Any] = {}
+        self._starting = self._start(self._index)
+        self.bring_back: Callable[[Sequence[str]], None] | None = None
+        """Restarts engines with the weights that the others have. Set by whoever has these weights."""
+
+    @property
+    def external(self) -> bool:
+        """Whether somebody else runs the engines."""
+        return self._recipe.rollout.engine == "external"
 
     def wait_until_ready(self) -> None:
         """Raises EngineError naming the engines that did not start in `cluster.start_timeout_seconds`."""
-        wait_for(
-            self._starting,
-            doing="starting",
-            timeout_seconds=self._recipe.cluster.start_timeout_seconds,
-            error=EngineError,
-        )
-
-    def manifests(self) -> list[Manifest]:
         timeout = self._recipe.cluster.start_timeout_seconds
-        return list(
-            call_all(
-                self.actors,
-                lambda a: a.call.remote("manifest"),
-                doing="manifest",
-                timeout_seconds=timeout,
-                error=EngineError,
-            ).values()
-        )
+        wait_for(self._starting, doing="starting", timeout_seconds=timeout, error=EngineError)
+
+    def restart(self, engines: Iterable[str]) -> None:
+        """Ends these engines, whatever they do, and starts new ones in their place. Raises EngineError."""
+        for name in engines:
+            ray.kill(self.actors.pop(name))
+        self._starting = self._start(engines)
+        self.wait_until_ready()
+        self.actors = {name: self.actors[name] for name in self._index}
+
+    def manifests(self) -> dict[str, list[Manifest]]:
+        """What the ranks of each engine hold."""
+        return self._call("manifests")
+
+    def places(self) -> tuple[Place, ...]:
+        """Of every rank of every engine, in the order of `manifests`."""
+        found: list[Place] = []
+        for name, manifests in self.manifests().items():
+            own = self._runtime.places_of_engine(self._index[name])
+            found += own or [Place(name)] * len(manifests)
+        return tuple(found)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Training rollouts of step `step`, in the order of the prompts."""
@@ -67,22 +74,84 @@ class Rollouts:
         """Evaluation responses. The seeds are the same at every evaluation, so that only the weights differ."""
         return self._generate(prompts, self._recipe.eval.samples_per_prompt, evaluation_sampling(self._recipe), step=0)
 
+    def release_memory(self) -> None:
+        """Gives the devices' memory to training until `resume_memory`, where the engines can."""
+        self._call("release_memory")
+
+    def resume_memory(self) -> None:
+        self._call("resume_memory")
+
+    def close(self) -> None:
+        """Ends the engines, and the servers that they started."""
+        settle(
+            {name: actor.call.remote("close") for name, actor in self.actors.items()},
+            doing="ending",
+            timeout_seconds=END_SECONDS,
+            error=EngineError,
+            at_first_failure=lambda text: None,
+            grace_seconds=0.0,
+        )
+
     def _generate(self, prompts: Sequence[Prompt], per_prompt: int, sampling: SamplingParams, step: int) -> list[Group]:
         requests = requests_for(
             prompts, samples_per_prompt=per_prompt, sampling=sampling, recipe_seed=self._recipe.seed, step=step
         )
-        shares = assign(requests, len(self.actors))
-        answers = wait_for(
-            {
-                name: actor.call.remote("generate", [requests[i] for i in share])
-                for (name, actor), share in zip(self.actors.items(), shares, strict=True)
-                if share
-            },
-            doing="rollout",
-            timeout_seconds=self._recipe.rollout.timeout_seconds,
+        shares = dict(zip(self.actors, assign(requests, len(self.actors)), strict=True))
+        samples = self._ask(requests, {name: share for name, share in shares.items() if share})
+        return groups_of(prompts, [samples[i] for i in range(len(requests))], per_prompt)
+
+    def _ask(self, requests: Sequence[Request], shares: Mapping[str, Sequence[int]]) -> dict[int, Sample]:
+        """Samples by index of their request. An engine that fails is brought back and asked again, once in a step."""
+        samples: dict[int, Sample] = {}
+        left = dict(shares)
+        for attempt in range(2):
+            answers, failed = settle(
+                {
+                    name: self.actors[name].call.remote("generate", [requests[i] for i in share])
+                    for name, share in left.items()
+                },
+                doing="rollout",
+                timeout_seconds=self._recipe.rollout.timeout_seconds,
+                error=EngineError,
+                at_first_failure=lambda text: None,
+                grace_seconds=self._recipe.rollout.timeout_seconds,
+            )
+            for name, answer in answers.items():
+                samples |= zip(left[name], answer, strict=True)
+            left = {name: left[name] for name in failed}
+            if not left:
+                break
+            if attempt or self.bring_back is None:
+                raise EngineError(problem for error in failed.values() for problem in error.problems)
+            self.bring_back(list(left))
+        return samples
+
+    def _start(self, engines: Iterable[str]) -> dict[str, ray.ObjectRef[None]]:
+        starting = {}
+        for name in engines:
+            index = self._index[name]
+            self.actors[name] = self._runtime.start_engine(EngineActor, index)
+            starting[name] = self.actors[name].start.remote(self._spec(index))
+        return starting
+
+    def _spec(self, index: int) -> EngineSpec:
+        model, tokenizer = self._directories
+        return EngineSpec(
+            recipe=self._recipe,
+            index=index,
+            model_directory=str(model),
+            tokenizer_directory=str(tokenizer),
+            device=self._runtime.device,
+            gpus=tuple(place.device for place in self._runtime.places_of_engine(index) if place.device is not None),
+            threads=max(1, (os.cpu_count() or 1) // len(self._index)),
+            api_key=os.environ.get(self._recipe.rollout.api_key_variable or ""),
+        )
+
+    def _call(self, method: str) -> dict[str, Any]:
+        return call_all(
+            self.actors,
+            lambda actor: actor.call.remote(method),
+            doing=method,
+            timeout_seconds=self._recipe.cluster.start_timeout_seconds,
             error=EngineError,
         )
-        samples: dict[int, Sample] = {}
-        for name, share in zip(self.actors, shares, strict=True):
-            samples |= zip(share, answers.get(name, ()), strict=True)
-        return groups_of(prompts, [samples[i] for i in range(len(requests))], per_prompt)

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megagrpo.cluster.placement import DevicePlan, plan_devices
 from megagrpo.errors import Problem, RankError
 from megagrpo.recipe.schema import Recipe
+from megagrpo.weights.topology import Place
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,31 @@ class Runtime:
     group: PlacementGroup
     order: tuple[int, ...]
     """Index in the placement group of each bundle here: those of one node are neighbours, as tensor ranks should be."""
+    places: tuple[Place, ...]
+    """Node and GPU of each bundle."""
 
-    def start_actor(self, actor_class: Any, bundle: int, share: float) -> Any:
-        """Handle of a new actor on `share` of the device of `bundle`. `actor_class` is decorated by ray.remote."""
+    def start_rank(self, actor_class: Any, rank: int) -> Any:
+        """Handle of a new actor on the device of a training rank. `actor_class` is decorated by ray.remote."""
+        return self._start(actor_class, self.devices.bundle_of_rank[rank], self.devices.rank_share)
+
+    def start_engine(self, actor_class: Any, engine: int) -> Any:
+        """Handle of a new actor on the first device of an engine; anywhere, for one that somebody else runs."""
+        bundles = self.devices.bundles_of_engine[engine]
+        if not bundles:
+            return actor_class.options(num_cpus=0).remote()
+        return self._start(actor_class, bundles[0], self.devices.engine_share)
+
+    def _start(self, actor_class: Any, bundle: int, share: float) -> Any:
         resources = {"num_gpus": share, "num_cpus": 0} if self.devices.resource == "GPU" else {"num_cpus": share}
         place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.order[bundle])
         return actor_class.options(**resources, scheduling_strategy=place).remote()
+
+    def place_of_rank(self, rank: int) -> Place:
+        return self.places[self.devices.bundle_of_rank[rank]]
+
+    def places_of_engine(self, engine: int) -> tuple[Place, ...]:
+        """Of each of its ranks. Empty for an engine that somebody else runs."""
+        return tuple(self.places[bundle] for bundle in self.devices.bundles_of_engine[engine])
 
 
 def start(recipe: Recipe) -> Runtime:
@@ -71,7 +91,40 @@ def start(recipe: Recipe) -> Runtime:
         ) from None
     node_of = placement_group_table(group)["bundles_to_node_id"]
     order = tuple(sorted(range(devices.bundles), key=lambda index: (node_of[index], index)))
-    return Runtime(device, devices, group, order)
+    gpus = _gpus(group, devices.bundles, recipe.cluster.start_timeout_seconds) if device == "cuda" else {}
+    places = tuple(Place(node_of[index], gpus.get(index)) for index in order)
+    _require_one_node(devices, places)
+    return Runtime(device, devices, group, order, places)
+
+
+def _gpus(group: PlacementGroup, bundles: int, timeout_seconds: float) -> dict[int, int]:
+    """The GPU of each bundle, as its node counts them."""
+
+    @ray.remote(num_gpus=1, num_cpus=0)
+    def gpu() -> int:
+        return int(ray.get_gpu_ids()[0])
+
+    asked = [
+        gpu.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
+        for index in range(bundles)
+    ]
+    return dict(enumerate(ray.get(asked, timeout=timeout_seconds)))
+
+
+def _require_one_node(devices: DevicePlan, places: tuple[Place, ...]) -> None:
+    """Raises RankError for each engine whose devices lie on several nodes."""
+    problems = [
+        Problem(
+            where=f"cluster: engine {engine}",
+            given=f"{len(bundles)} devices on {len({places[bundle].node for bundle in bundles})} nodes",
+            needed="all devices of an engine on one node",
+            fix="a smaller rollout.layout.tensor, or numbers of ranks and engines that fill whole nodes",
+        )
+        for engine, bundles in enumerate(devices.bundles_of_engine)
+        if len({places[bundle].node for bundle in bundles}) > 1
+    ]
+    if problems:
+        raise RankError(problems)
 
 
 def _connect(address: str, settings: dict[str, Any]) -> None:

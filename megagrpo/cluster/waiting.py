@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -20,44 +20,97 @@ def wait_for(
     Fails as soon as one of them does, not only at the deadline: a dead rank leaves its peers hanging in a collective.
     Errors of ours that an actor raised are raised as they are; others become `error`, naming the actor.
     """
-    deadline = time.monotonic() + timeout_seconds
-    names = {ref: name for name, ref in results.items()}
     done: dict[str, Any] = {}
-    while len(done) < len(results):
-        pending = [ref for ref, name in names.items() if name not in done]
-        ready, _ = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            late = ", ".join(name for name in results if name not in done)
-            raise error(
-                Problem(
-                    where=f"{doing}: no answer from {late}",
-                    given=f"nothing after {timeout_seconds:g} s",
-                    needed="an answer from every one of " + ", ".join(results),
-                    fix="look for the first error in the logs of those named; if they were slow, raise the timeout",
-                )
-            )
-        for ref in ready:
-            done[names[ref]] = _get(ref, names[ref], doing, error)
+    for name, answer in _as_they_come(results, doing, timeout_seconds, error):
+        if isinstance(answer, MegagrpoError):
+            raise answer
+        done[name] = answer
     return done
 
 
-def _get(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[MegagrpoError]) -> Any:
+def settle(
+    results: Mapping[str, ray.ObjectRef[Any]],
+    *,
+    doing: str,
+    timeout_seconds: float,
+    error: type[MegagrpoError],
+    at_first_failure: Callable[[str], None],
+    grace_seconds: float,
+) -> tuple[dict[str, Any], dict[str, MegagrpoError]]:
+    """What everyone answered: results, and errors, by name. Raises nothing.
+
+    After the first failure `at_first_failure` is called with its text, to release those who wait for the one that
+    failed; the others then have `grace_seconds` to answer, and who has not is an error too.
+    """
+    done: dict[str, Any] = {}
+    failed: dict[str, MegagrpoError] = {}
+
+    def take(refs: Mapping[str, ray.ObjectRef[Any]], seconds: float) -> None:
+        for name, answer in _as_they_come(refs, doing, seconds, error):
+            if isinstance(answer, MegagrpoError):
+                failed[name] = answer
+                return
+            done[name] = answer
+
+    take(results, timeout_seconds)
+    if failed:
+        at_first_failure(str(next(iter(failed.values()))))
+    deadline = time.monotonic() + grace_seconds
+    while len(done) + len(failed) < len(results):
+        left = {name: ref for name, ref in results.items() if name not in done and name not in failed}
+        take(left, max(0.0, deadline - time.monotonic()))
+    return done, failed
+
+
+def _as_they_come(
+    results: Mapping[str, ray.ObjectRef[Any]], doing: str, timeout_seconds: float, error: type[MegagrpoError]
+) -> Iterator[tuple[str, Any]]:
+    """(name, answer or error), one after another. At the deadline, an error for each that is missing."""
+    deadline = time.monotonic() + timeout_seconds
+    names = {ref: name for name, ref in results.items()}
+    while names:
+        ready, _ = ray.wait(list(names), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = [name for name in results if name in names.values()]
+            for name in late:
+                yield name, _late(late, results, doing, timeout_seconds, error)
+            return
+        for ref in ready:
+            name = names.pop(ref)
+            yield name, _answer(ref, name, doing, error)
+
+
+def _late(
+    late: Sequence[str], asked: Iterable[str], doing: str, timeout_seconds: float, error: type[MegagrpoError]
+) -> MegagrpoError:
+    return error(
+        Problem(
+            where=f"{doing}: no answer from {', '.join(late)}",
+            given=f"nothing after {timeout_seconds:g} s",
+            needed="an answer from every one of " + ", ".join(asked),
+            fix="look for the first error in the logs of those named; if they were slow, raise the timeout",
+        )
+    )
+
+
+def _answer(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[MegagrpoError]) -> Any:
+    """What the actor returned, or the error that it is."""
     try:
         return ray.get(ref, timeout=60.0)
     except RayTaskError as failure:
         if isinstance(failure.cause, MegagrpoError):
-            raise failure.cause from None
-        raise error(Problem(where=f"{doing}: {name} raised", given=str(failure).strip())) from failure
+            return failure.cause
+        return error(Problem(where=f"{doing}: {name} raised", given=str(failure).strip()))
     except RayActorError as failure:
-        raise error(
+        return error(
             Problem(
                 where=f"{doing}: {name} died",
                 given=str(failure).strip(),
                 fix="start the same command again: it continues from the newest checkpoint",
             )
-        ) from failure
+        )
     except (GetTimeoutError, RayError) as failure:
-        raise error(Problem(where=f"{doing}: no result from {name}", given=str(failure).strip())) from failure
+        return error(Problem(where=f"{doing}: no result from {name}", given=str(failure).strip()))
 
 
 def call_all(

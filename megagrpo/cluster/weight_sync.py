@@ -2,77 +2,231 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import Any
 
 import ray
 
 from megagrpo.cluster.policy import Policy
 from megagrpo.cluster.rollouts import Rollouts
-from megagrpo.cluster.waiting import wait_for
-from megagrpo.errors import Problem, WeightSyncError
+from megagrpo.cluster.waiting import settle, wait_for
+from megagrpo.errors import EngineError, MegagrpoError, Problem, RankError, RecipeError, WeightSyncError
+from megagrpo.recipe.defaults import sync_directory
+from megagrpo.recipe.schema import Recipe, Weights
 from megagrpo.weights.boxes import Box
-from megagrpo.weights.digest import combine, primary_placements
+from megagrpo.weights.executors.disk import remove_older
+from megagrpo.weights.executors.meeting import MeetingHost
+from megagrpo.weights.executors.shared_memory import remove_left_over
+from megagrpo.weights.executors.ways import Way
 from megagrpo.weights.plan import make_plan
+from megagrpo.weights.topology import Topology
+from megagrpo.weights.verification import bucket_problems, digest_problems, expected_digests
+
+GRACE_SECONDS = 30.0
+"""For everyone to answer once a sync was given up, before they count as lost too."""
+CLOSE_SECONDS = 10.0
 
 
 class WeightSync:
     """The plan between all ranks and all engines. `version` is what every engine holds and has proven to hold."""
 
-    def __init__(self, policy: Policy, rollouts: Rollouts, timeout_seconds: float) -> None:
-        self._policy, self._rollouts, self._timeout = policy, rollouts, timeout_seconds
+    def __init__(self, policy: Policy, rollouts: Rollouts, recipe: Recipe, say: Callable[[str], None]) -> None:
+        """`say` takes a line of text for the user. Raises WeightPlanError, WeightSyncError or RecipeError."""
+        self._policy, self._rollouts, self._recipe, self._say = policy, rollouts, recipe, say
         self.version = -1  # nothing is proven yet
-        sources, destinations = policy.manifests(), rollouts.manifests()
-        self.plan = make_plan(sources, destinations)
-        plan = ray.put(self.plan)
-        primary = ray.put(primary_placements(sources))
-        setting = {
-            name: actor.set_plan.remote(plan, index, primary)
-            for index, (name, actor) in enumerate(policy.actors.items())
+        self.restarts = 0
+        manifests = rollouts.manifests()
+        topology = Topology(policy.places(), rollouts.places())
+        self.plan = make_plan(policy.manifests(), list(chain(*manifests.values())), topology)
+        self.way = choose_way(recipe.weights, topology, external=rollouts.external)
+        ends = [0]
+        for of_engine in manifests.values():
+            ends.append(ends[-1] + len(of_engine))
+        self._destinations = {name: tuple(range(*span)) for name, span in zip(manifests, pairwise(ends), strict=True)}
+        self._host = MeetingHost(ray.util.get_node_ip_address(), recipe.weights.timeout_seconds)
+        self._shared_plan = ray.put(self.plan)
+        each = len(next(iter(manifests.values())))
+        connecting = {
+            name: actor.connect.remote(self._shared_plan, source, self.way, self._host.meeting, each)
+            for source, (name, actor) in enumerate(policy.actors.items())
         }
-        setting |= {
-            name: actor.set_plan.remote(plan, index) for index, (name, actor) in enumerate(rollouts.actors.items())
-        }
-        wait_for(setting, doing="planning weight sync", timeout_seconds=timeout_seconds, error=WeightSyncError)
+        self._wait(connecting | self._connect(rollouts.actors), "planning weight sync")
+        rollouts.bring_back = self.bring_back
 
     def sync(self, version: int) -> None:
         """Brings every engine to the policy's weights and calls them `version`.
 
-        Raises WeightSyncError, naming tensors and engines, if any digest differs or anyone does not answer. No engine
-        generates before its update is committed.
+        An engine that fails is restarted and brought up to date, `weights.attempts` times. No engine generates before
+        its update is committed. Raises RankError if a training rank fails; WeightSyncError, naming tensors, buckets and
+        engines, if an engine cannot be brought to this version.
         """
-        engines = len(self._rollouts.actors)
-        packed = [
-            actor.pack_weights.options(num_returns=engines).remote(engines) for actor in self._policy.actors.values()
-        ]
-        for_engine = [packed] if engines == 1 else list(zip(*packed, strict=True))
-        wanted = {name: actor.weight_digests.remote() for name, actor in self._policy.actors.items()}
-        arrived = {
-            name: actor.update.remote(version, *buckets)
-            for (name, actor), buckets in zip(self._rollouts.actors.items(), for_engine, strict=True)
-        }
-        answers = wait_for(wanted | arrived, doing="weight sync", timeout_seconds=self._timeout, error=WeightSyncError)
-        expected = combine(answers[name] for name in wanted)
-        problems = [problem for name in arrived for problem in digest_problems(name, expected, answers[name])]
-        if problems:
-            raise WeightSyncError(problems)
-        wait_for(
-            {name: actor.call.remote("commit_update", version) for name, actor in self._rollouts.actors.items()},
-            doing="weight sync: commit",
-            timeout_seconds=self._timeout,
-            error=WeightSyncError,
-        )
+        self._bring(version, list(self._rollouts.actors))
         self.version = version
+        if self.way is Way.DISK:
+            remove_older(sync_directory(self._recipe), version)
+
+    def bring_back(self, engines: Sequence[str]) -> None:
+        """Restarts engines that failed while generating, and brings them to the version that the others hold."""
+        self._restart(engines)
+        with self._policy.needed():
+            self._bring(self.version, list(engines))
 
     def check_replicas(self) -> None:
         """Raises WeightSyncError, naming tensors and ranks, if ranks that hold the same box hold different bytes."""
-        answers = wait_for(
-            {name: actor.replica_digests.remote() for name, actor in self._policy.actors.items()},
-            doing="comparing replicas",
-            timeout_seconds=self._timeout,
-            error=WeightSyncError,
+        answers = self._wait(
+            {name: actor.replica_digests.remote() for name, actor in self._policy.actors.items()}, "comparing replicas"
         )
         if problems := replica_problems(answers):
             raise WeightSyncError(problems)
+
+    def close(self) -> None:
+        """Frees what the training ranks hold for the engines."""
+        settle(
+            {name: actor.disconnect.remote() for name, actor in self._policy.actors.items()},
+            doing="closing weight sync",
+            timeout_seconds=CLOSE_SECONDS,
+            error=RankError,
+            at_first_failure=lambda text: None,
+            grace_seconds=0.0,
+        )
+        remove_left_over(self._host.meeting.run)
+
+    def _bring(self, version: int, engines: list[str]) -> None:
+        for left in range(self._recipe.weights.attempts, -1, -1):
+            failed = self._attempt(version, engines)
+            if not failed:
+                return
+            reasons = [problem for error in failed.values() for problem in error.problems]
+            if not left:
+                raise WeightSyncError(reasons)
+            # An engine that answers may only have waited for another one: it is asked again before it is restarted.
+            first = left == self._recipe.weights.attempts
+            lost = [name for name, error in failed.items() if not first or not isinstance(error, WeightSyncError)]
+            self._say(f"weight sync to version {version}: {reasons[0].where}: {reasons[0].given}; trying again")
+            self._restart(lost)
+            engines = list(failed)
+
+    def _attempt(self, version: int, engines: Sequence[str]) -> dict[str, MegagrpoError]:
+        """One try; the engines that are not at `version` afterwards, and why."""
+        ranks, actors = self._policy.actors, self._rollouts.actors
+        destinations = list(chain(*(self._destinations[name] for name in engines)))
+        self._host.open(version, destinations)
+        sending = {name: actor.send_weights.remote(version, destinations) for name, actor in ranks.items()}
+        updating = {name: actors[name].update.remote(version) for name in engines}
+        done, failed = settle(
+            sending | updating,
+            doing=f"weight sync to version {version}",
+            timeout_seconds=self._recipe.weights.timeout_seconds + GRACE_SECONDS,
+            error=EngineError,
+            at_first_failure=lambda text: self._host.abort([Problem("weight sync given up", text)]),
+            grace_seconds=GRACE_SECONDS,
+        )
+        for name, error in failed.items():
+            if name in ranks and not isinstance(error, WeightSyncError):
+                raise RankError(error.problems)
+        if failed:
+            reason = next(iter(failed.values()))
+            return {name: failed.get(name, WeightSyncError(reason.problems)) for name in engines}
+        expected = expected_digests(done[name] for name in ranks)
+        verified = []
+        for name in engines:
+            if problems := self._digest_problems(name, expected, done[name], destinations):
+                failed[name] = WeightSyncError(problems)
+            else:
+                verified.append(name)
+        _, uncommitted = settle(
+            {name: actors[name].call.remote("commit_update", version) for name in verified},
+            doing=f"weight sync: commit of version {version}",
+            timeout_seconds=self._recipe.weights.timeout_seconds,
+            error=EngineError,
+            at_first_failure=lambda text: None,
+            grace_seconds=GRACE_SECONDS,
+        )
+        return failed | uncommitted
+
+    def _digest_problems(
+        self,
+        engine: str,
+        expected: Mapping[int, Mapping[str, int]],
+        arrived: Sequence[Mapping[str, int]],
+        active: Sequence[int],
+    ) -> list[Problem]:
+        """Compares every tensor on every rank of an engine with what the training ranks say must be there.
+
+        The first tensor that differs is looked at bucket by bucket, where it came in buckets.
+        """
+        problems = []
+        for destination, held in zip(self._destinations[engine], arrived, strict=True):
+            wanted = expected[destination]
+            problems += digest_problems(self.plan.destinations[destination].holder, wanted, held)
+            differing = sorted(name for name in wanted.keys() & held.keys() if wanted[name] != held[name])
+            if differing:
+                problems += self._bucket_problems(engine, differing[0], active)
+        return problems
+
+    def _bucket_problems(self, engine: str, tensor: str, active: Sequence[int]) -> list[Problem]:
+        ranks = self._policy.actors
+        asked = {name: actor.bucket_digests.remote(tensor, active) for name, actor in ranks.items()}
+        asked[engine] = self._rollouts.actors[engine].call.remote("bucket_digests", tensor, active)
+        answers = self._wait(asked, f"looking for the bucket of {tensor}")
+        sent = {label: digest for name in ranks for label, digest in answers[name].items()}
+        return [
+            problem
+            for of_rank in answers[engine]
+            for problem in bucket_problems(tensor, sent | of_rank["sent"], of_rank["arrived"])
+        ]
+
+    def _restart(self, engines: Sequence[str]) -> None:
+        if not engines:
+            return
+        self._say(f"restarting {', '.join(engines)}")
+        self.restarts += len(engines)
+        self._rollouts.restart(engines)
+        self._wait(self._connect(engines), "reconnecting")
+
+    def _connect(self, engines: Iterable[str]) -> dict[str, ray.ObjectRef[None]]:
+        return {
+            name: self._rollouts.actors[name].connect.remote(
+                self._shared_plan,
+                self._destinations[name],
+                self.way,
+                self._host.meeting,
+                self._recipe.weights.bucket_bytes,
+            )
+            for name in engines
+        }
+
+    def _wait(self, results: Mapping[str, ray.ObjectRef[Any]], doing: str) -> dict[str, Any]:
+        return wait_for(
+            results,
+            doing=doing,
+            timeout_seconds=self._recipe.weights.timeout_seconds + GRACE_SECONDS,
+            error=WeightSyncError,
+        )
+
+
+def choose_way(settings: Weights, topology: Topology, *, external: bool) -> Way:
+    """How weights travel where the recipe leaves it open; or what it says, if that can work here.
+
+    Raises: RecipeError.
+    """
+    nodes = {place.node for place in (*topology.sources, *topology.destinations)}
+    if settings.transfer == "auto":
+        if external:
+            return Way.DISK
+        return Way.SHARED_MEMORY if len(nodes) == 1 else Way.PROCESS_GROUP
+    way = Way(settings.transfer)
+    if len(nodes) > 1 and way in (Way.SHARED_MEMORY, Way.DIRECT, Way.TENSORS):
+        raise RecipeError(
+            Problem(
+                "weights.transfer",
+                f"{way} between {len(nodes)} nodes",
+                "training ranks and engines on one node: it goes through that node's memory",
+                "transfer: auto, process_group, broadcast or disk",
+            )
+        )
+    return way
 
 
 def replica_problems(digests: Mapping[str, Mapping[Box, int]]) -> list[Problem]:
@@ -90,20 +244,4 @@ def replica_problems(digests: Mapping[str, Mapping[Box, int]]) -> list[Problem]:
         )
         for box, by_digest in holders.items()
         if len(by_digest) > 1
-    ]
-
-
-def digest_problems(engine: str, expected: Mapping[str, int], arrived: Mapping[str, int]) -> list[Problem]:
-    """One problem for each tensor whose digest on `engine` is not the training ranks'."""
-    return [
-        Problem(
-            where=f"{tensor} on {engine} after the sync",
-            given=f"digest {arrived[tensor]:016x}" if tensor in arrived else "nothing",
-            needed=f"digest {expected[tensor]:016x}, as on the training ranks"
-            if tensor in expected
-            else "no such tensor",
-            fix="the bytes changed on the way, or a side places the tensor wrongly; this engine will not generate",
-        )
-        for tensor in sorted(expected.keys() | arrived.keys())
-        if expected.get(tensor) != arrived.get(tensor)
     ]

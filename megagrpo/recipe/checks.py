@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megagrpo.errors import Problem
+from megagrpo.recipe.defaults import engine_devices
 from megagrpo.recipe.fields import nearest
 from megagrpo.recipe.schema import Recipe
 
@@ -153,24 +154,35 @@ def _devices_fix(devices: int, ranks: int, data: int) -> str:
 
 
 def _placement(recipe: Recipe) -> Iterator[RuleProblem]:
-    devices, engines = recipe.cluster.engine_devices, recipe.rollout.engines
-    if devices is None:
-        return
-    if recipe.cluster.placement == "colocated":
+    own, engines, each = recipe.cluster.engine_devices, recipe.rollout.engines, engine_devices(recipe)
+    ranks = recipe.train.layout.parallel().ranks
+    colocated = recipe.cluster.placement == "colocated"
+    if own is not None and (colocated or each == 0):
         yield broken(
             "cluster.engine_devices",
-            reads=("cluster.placement",),
-            given=f"{devices}, with placement: colocated",
-            needed="nothing: colocated engines share the trainer's devices",
-            fix="remove it, or write placement: disaggregated",
+            reads=("cluster.placement", "rollout.engine"),
+            given=f"{own}, with " + ("placement: colocated" if colocated else "rollout.engine: external"),
+            needed="nothing: "
+            + ("colocated engines share the trainer's devices" if colocated else "somebody else runs the engines"),
+            fix="remove it, or write placement: disaggregated" if colocated else "remove it",
         )
-    elif devices > engines:
+    elif own is not None and (own > engines * each or own % each):
         yield broken(
             "cluster.engine_devices",
-            reads=("rollout.engines", "cluster.placement"),
-            given=f"{devices} devices for {engines} engine{'s' if engines > 1 else ''}",
-            needed="at most one device for each engine",
-            fix=f"engine_devices: {engines}, or rollout.engines: {devices}",
+            reads=("rollout.engines", "rollout.layout.tensor", "cluster.placement"),
+            given=f"{own} devices for {engines} engine{'s' if engines > 1 else ''} of {each}",
+            needed="at most one device for each engine"
+            if each == 1
+            else f"a multiple of rollout.layout.tensor = {each}, at most {engines * each}",
+            fix=f"engine_devices: {engines * each}",
+        )
+    elif colocated and each > ranks:
+        yield broken(
+            "rollout.layout.tensor",
+            reads=("cluster.placement", "train.layout.data"),
+            given=f"{each}, with {ranks} training rank{'s' if ranks > 1 else ''} and placement: colocated",
+            needed=f"at most {ranks}: colocated engines share the trainer's devices",
+            fix="a smaller tensor size, more training ranks, or placement: disaggregated",
         )
 
 

@@ -14,6 +14,11 @@ def dtype_name(recipe: Recipe, device: str) -> str:
     return "bfloat16" if device == "cuda" else "float32"
 
 
+def engine_devices(recipe: Recipe) -> int:
+    """Devices of one engine; 0 if somebody else runs it."""
+    return {"transformers": 1, "sglang": recipe.rollout.layout.tensor, "external": 0}[recipe.rollout.engine]
+
+
 def run_directory(recipe: Recipe) -> Path:
     return Path(recipe.track.directory) / recipe.name
 
@@ -25,3 +30,8 @@ def checkpoint_directory(recipe: Recipe) -> Path:
 def export_directory(recipe: Recipe) -> Path:
     """Where the final Hugging Face model goes."""
     return run_directory(recipe) / "hugging_face"
+
+
+def sync_directory(recipe: Recipe) -> Path:
+    """Where weights lie on their way to engines with weights.transfer: disk."""
+    return Path(recipe.weights.directory) if recipe.weights.directory else run_directory(recipe) / "weights"

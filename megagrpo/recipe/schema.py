@@ -378,11 +378,12 @@ class Weights(Section):
     """Largest bucket. Two buckets at once are on the way between a training rank and an engine."""
 
     directory: str | None = None
-    """For transfer: disk. A directory that training ranks and engines both reach."""
+    """For transfer: disk. A directory that training ranks and engines both reach; the default is weights/ in the run's
+    directory."""
 
     pause: Literal["abort", "retract", "in_place"] = "retract"
     """What an engine does with requests that still run when an update begins: abort returns them as they are, retract
-    computes their keys and values again with the new weights, in_place goes on with the old ones' flushed afterwards."""
+    computes their keys and values again with the new weights, in_place goes on with those of the old weights."""
 
     timeout_seconds: PositiveFloat = 600.0
     """Longest wait for one sync, and for anyone in it."""

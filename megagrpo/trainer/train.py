@@ -76,13 +76,15 @@ def train(checked: Preflight) -> int:
         closing.callback(runtime.stop, ray)
         model_directory = checked.model_directory.absolute()
         rollouts = Rollouts(ray, recipe, model_directory, checked.tokenizer_directory.absolute())
+        closing.callback(rollouts.close)
         policy = Policy(ray, recipe, model_directory)
         rollouts.wait_until_ready()
         scorer = Scorer(recipe.reward)
         closing.callback(scorer.close)
         if resumed:
             policy.call("load", resumed.rank_directory)
-        weights = WeightSync(policy, rollouts, recipe.cluster.step_timeout_seconds)
+        weights = WeightSync(policy, rollouts, recipe, tracker.say)
+        closing.callback(weights.close)
         weights.check_replicas()
         weights.sync(version=progress.step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -17,29 +18,29 @@ RAY_UNITS = 10_000
 """Ray counts resources in ten-thousandths of a device and drops what is smaller."""
 
 
-def plan(ranks: int, engines: int, *, device: str = "cpu", **cluster: str | int) -> DevicePlan:
+def plan(
+    ranks: int, engines: int, *, engine: str = "sglang", tensor: int = 1, device: str = "cpu", **cluster: str | int
+) -> DevicePlan:
     values = recipe(Path("tiny"))
     values["train"]["layout"] = {"data": ranks}
-    values["rollout"]["engines"] = engines
+    values["rollout"] |= {"engine": engine, "engines": engines, "layout": {"tensor": tensor}}
     return plan_devices(Recipe.model_validate(values | {"cluster": cluster}), device)
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> DevicePlan:
-    ranks, engines = draw(st.integers(1, 12)), draw(st.integers(1, 24))
+    ranks, engines, tensor = draw(st.integers(1, 12)), draw(st.integers(1, 24)), draw(st.integers(1, 4))
     if draw(st.booleans()):
-        return plan(ranks, engines, placement="colocated")
-    own = draw(st.one_of(st.just({}), st.integers(1, engines).map(lambda devices: {"engine_devices": devices})))
-    return plan(ranks, engines, placement="disaggregated", **own)
+        return plan(max(ranks, tensor), engines, tensor=tensor, placement="colocated")
+    own = draw(st.one_of(st.just({}), st.integers(1, engines).map(lambda blocks: {"engine_devices": blocks * tensor})))
+    return plan(ranks, engines, tensor=tensor, placement="disaggregated", **own)
 
 
 @given(plans())
 def test_no_device_is_promised_more_than_once(devices):
     used = Counter[int]()
-    for bundles, share in (
-        (devices.bundle_of_rank, devices.rank_share),
-        (devices.bundle_of_engine, devices.engine_share),
-    ):
+    actors_of_engines = tuple(bundles[0] for bundles in devices.bundles_of_engine)
+    for bundles, share in ((devices.bundle_of_rank, devices.rank_share), (actors_of_engines, devices.engine_share)):
         units = int(share * RAY_UNITS)
         assert units > 0, "an actor without a share is placed without regard to devices"
         for bundle in bundles:
@@ -49,13 +50,27 @@ def test_no_device_is_promised_more_than_once(devices):
 
 @given(plans())
 def test_every_device_that_is_reserved_is_used_and_exists(devices):
-    assert {*devices.bundle_of_rank, *devices.bundle_of_engine} == set(range(devices.bundles))
+    assert {*devices.bundle_of_rank, *chain(*devices.bundles_of_engine)} == set(range(devices.bundles))
 
 
 @given(plans())
 def test_engines_are_spread_evenly(devices):
-    crowds = Counter(devices.bundle_of_engine).values()
+    crowds = Counter(devices.bundles_of_engine).values()
     assert max(crowds) - min(crowds) <= 1
+
+
+@given(plans())
+def test_an_engines_devices_are_neighbours_and_shared_as_a_whole(devices):
+    for bundles in devices.bundles_of_engine:
+        assert list(bundles) == list(range(bundles[0], bundles[0] + len(bundles)))
+    assert all(one == other or not {*one} & {*other} for one, other in product(devices.bundles_of_engine, repeat=2))
+
+
+def test_engines_that_somebody_else_runs_have_no_devices():
+    for placement in ("colocated", "disaggregated"):
+        devices = plan(3, 2, engine="external", placement=placement)
+        assert devices.bundles == 3
+        assert devices.bundles_of_engine == ((), ())
 
 
 @given(st.integers(1, 12), st.integers(1, 24))
@@ -63,7 +78,7 @@ def test_colocated_engines_share_the_ranks_devices(ranks, engines):
     devices = plan(ranks, engines, placement="colocated")
     assert devices.bundles == ranks
     assert devices.bundle_of_rank == tuple(range(ranks))
-    assert len(set(devices.bundle_of_engine)) == min(ranks, engines)
+    assert len(set(devices.bundles_of_engine)) == min(ranks, engines)
 
 
 @given(st.integers(1, 12), st.integers(1, 24), st.data())
@@ -72,22 +87,25 @@ def test_disaggregated_engines_have_devices_of_their_own(ranks, engines, data):
     devices = plan(ranks, engines, placement="disaggregated", engine_devices=own)
     assert devices.bundles == ranks + own
     assert devices.bundle_of_rank == tuple(range(ranks))
-    assert set(devices.bundle_of_engine) == set(range(ranks, ranks + own))
+    assert {*chain(*devices.bundles_of_engine)} == set(range(ranks, ranks + own))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "engines", "cluster", "bundle_of_engine", "shares"),
+    ("ranks", "engines", "tensor", "cluster", "bundles_of_engine", "shares"),
     [
-        (2, 1, {}, (0,), (0.5, 0.5)),
-        (4, 2, {}, (0, 2), (0.5, 0.5)),
-        (2, 4, {}, (0, 1, 0, 1), (0.5, 0.25)),
-        (2, 2, {"placement": "disaggregated"}, (2, 3), (1.0, 1.0)),
-        (2, 4, {"placement": "disaggregated", "engine_devices": 2}, (2, 2, 3, 3), (1.0, 0.5)),
+        (2, 1, 1, {}, [(0,)], (0.5, 0.5)),
+        (4, 2, 1, {}, [(0,), (2,)], (0.5, 0.5)),
+        (2, 4, 1, {}, [(0,), (0,), (1,), (1,)], (0.5, 0.25)),
+        (4, 2, 2, {}, [(0, 1), (2, 3)], (0.5, 0.5)),
+        (5, 1, 2, {}, [(0, 1)], (0.5, 0.5)),
+        (2, 2, 1, {"placement": "disaggregated"}, [(2,), (3,)], (1.0, 1.0)),
+        (2, 4, 1, {"placement": "disaggregated", "engine_devices": 2}, [(2,), (2,), (3,), (3,)], (1.0, 0.5)),
+        (1, 2, 2, {"placement": "disaggregated"}, [(1, 2), (3, 4)], (1.0, 1.0)),
     ],
 )
-def test_small_clusters_as_drawn_up_by_hand(ranks, engines, cluster, bundle_of_engine, shares):
-    devices = plan(ranks, engines, **cluster)
-    assert devices.bundle_of_engine == bundle_of_engine
+def test_small_clusters_as_drawn_up_by_hand(ranks, engines, tensor, cluster, bundles_of_engine, shares):
+    devices = plan(ranks, engines, tensor=tensor, **cluster)
+    assert list(devices.bundles_of_engine) == bundles_of_engine
     assert (devices.rank_share, devices.engine_share) == shares
 
 

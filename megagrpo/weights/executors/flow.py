@@ -84,7 +84,7 @@ class FlowReceiver:
         bucket_bytes: int,
         carrier: Carrier,
     ) -> None:
-        self._plan = plan.part_for_destination(destination)
+        self._plan = plan
         self._destination, self._bucket_bytes, self._carrier = destination, bucket_bytes, carrier
         self._storages = stored_tensors(plan.destinations[destination], tensors)
         self._member = meeting.join(plan.destinations[destination].holder)

@@ -1,0 +1,112 @@
+"""The engine that a recipe asks for, made in the process that will hold it or speak to its server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megagrpo.errors import EngineError
+from megagrpo.recipe.defaults import dtype_name, run_directory
+from megagrpo.recipe.schema import Recipe
+from megagrpo.rollout.engine import Engine
+from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
+from megagrpo.rollout.sglang.client import Endpoint
+from megagrpo.rollout.sglang.engine import SglangEngine
+from megagrpo.rollout.sglang.server import Server
+from megagrpo.rollout.transformers_engine import TransformersEngine
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What engine `index` of a recipe is made from. `gpus` are its devices as its node counts them, none on CPUs.
+
+    `api_key` is for a server that somebody else runs.
+    """
+
+    recipe: Recipe
+    index: int
+    model_directory: str
+    tokenizer_directory: str
+    device: str
+    gpus: tuple[int, ...]
+    threads: int
+    api_key: str | None
+
+    @property
+    def name(self) -> str:
+        return f"engine {self.index}"
+
+
+def make_engine(spec: EngineSpec) -> Engine:
+    """Ready to generate once it returns. Raises ModelError or EngineError."""
+    match spec.recipe.rollout.engine:
+        case "transformers":
+            return _transformers(spec)
+        case "sglang":
+            return _sglang(spec)
+        case "external":
+            return _over(Endpoint(spec.recipe.rollout.urls[spec.index], spec.api_key), spec)
+
+
+def _transformers(spec: EngineSpec) -> TransformersEngine:
+    return TransformersEngine(
+        spec.model_directory,
+        device=spec.device,
+        dtype=dtype_name(spec.recipe, spec.device),
+        requests_at_once=spec.recipe.rollout.requests_at_once,
+        threads=spec.threads,
+        tokenizer_directory=spec.tokenizer_directory,
+        name=spec.name,
+    )
+
+
+def _sglang(spec: EngineSpec) -> SglangEngine:
+    recipe, rollout = spec.recipe, spec.recipe.rollout
+    arguments = server_arguments(
+        model_directory=spec.model_directory,
+        layout=rollout.layout,
+        dtype=dtype_name(recipe, spec.device),
+        device=spec.device,
+        requests_at_once=rollout.requests_at_once,
+        tokens_per_request=recipe.data.prompt_tokens_max + longest_response(recipe),
+        longest_pause_seconds=recipe.weights.timeout_seconds,
+        options=rollout.sglang.model_extra or {},
+    )
+    environment = server_environment(spec.device, rollout.layout.tensor, spec.threads)
+    if spec.gpus:
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.gpus))}
+    server = Server(
+        arguments,
+        name=spec.name,
+        log=(run_directory(recipe) / "logs" / f"{spec.name.replace(' ', '_')}.log").absolute(),
+        python=rollout.sglang.python,
+        environment=environment,
+    )
+    try:
+        server.wait_until_ready(recipe.cluster.start_timeout_seconds)
+        return _over(server, spec)
+    except EngineError:
+        server.close()
+        raise
+
+
+def longest_response(recipe: Recipe) -> int:
+    """Of training rollouts and evaluations."""
+    return max(recipe.rollout.response_tokens_max, recipe.eval.response_tokens_max or 0)
+
+
+def _over(server: Server | Endpoint, spec: EngineSpec) -> SglangEngine:
+    recipe = spec.recipe
+    return SglangEngine(
+        server,
+        name=spec.name,
+        engine=spec.index,
+        model_directory=spec.model_directory,
+        layout=recipe.rollout.layout,
+        dtype=dtype_name(recipe, spec.device),
+        device=spec.device,
+        requests_at_once=recipe.rollout.requests_at_once,
+        timeout_seconds=recipe.rollout.timeout_seconds,
+        control_timeout_seconds=recipe.weights.timeout_seconds,
+        pause=recipe.weights.pause,
+        tokenizer_directory=spec.tokenizer_directory,
+    )
