@@ -67,7 +67,7 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_aux_loss_coeff": ((0,), _OWN_LOSS),
     "moe_z_loss_coeff": ((None,), _OWN_LOSS),
     "moe_router_load_balancing_type": (("none",), _OWN_LOSS),
-    "moe_router_bias_update_rate": ((0,), "a router's bias stays as it was loaded: checkpoints do not hold it"),
+    "moe_router_bias_update_rate": ((0,), "only gradients change the policy: a router's bias stays as it was loaded"),
     "moe_router_dtype": (("fp32", "fp64"), "in lower precision it chooses other experts than the rollout engine"),
     "calculate_per_token_loss": ((True,), _OWN_LOSS),
     "cross_entropy_loss_fusion": ((False,), "the fused cross-entropy rounds its gradient to bfloat16, silently"),

@@ -6,8 +6,8 @@ that it holds (checkpoint/state_boxes.py). The files are Megatron's dist_checkpo
 checkpoint does not know its layout: any other loads it, for experts too, and with or without the distributed
 optimizer.
 
-Not in it: the learning rate (a function of the step), the reference policy, routers' biases and padding (known from the
-model), and the model's own bfloat16 weights (the main weights, rounded).
+Not in it: the learning rate (a function of the step), the reference policy and padding (known from the model), and the
+model's own bfloat16 weights (the main weights, rounded). Routers' biases, which are not trained, are in it as weights.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from megagrpo.checkpoint.integrity import SavedFile, describe, sync_directories
 from megagrpo.checkpoint.state_boxes import BoxInRange, boxes_in_range, fills_in_range
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron.model import named_tensors
 from megagrpo.megatron.state_shards import (
     STATES,
     StateShard,
@@ -78,8 +79,12 @@ class TrainingState:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of the checkpoint tensors that are trained."""
-        return {tensor.name: tensor.shape for tensor in tensors_of(self.architecture) if tensor.trained}
+        return {tensor.name: tensor.shape for tensor in tensors_of(self.architecture)}
+
+    @cached_property
+    def untrained(self) -> frozenset[str]:
+        """Tensors that have no moments."""
+        return frozenset(tensor.name for tensor in tensors_of(self.architecture) if not tensor.trained)
 
 
 def save(state: TrainingState, directory: Path) -> tuple[SavedFile, ...]:
@@ -133,10 +138,13 @@ def load(state: TrainingState, directory: Path) -> None:
 
 
 def _held(state: TrainingState) -> Iterator[tuple[Placement, StateShard]]:
-    """This rank's placements whose parameters have state here."""
+    """This rank's placements whose parameters have state here, and those of buffers."""
     shards, parameters = shards_of(state.optimizer), parameters_of(state.chunks)
+    weights = named_tensors(state.chunks)
     for placement in state.manifest.placements:
-        if placement.box.tensor not in state.shapes:
+        if placement.box.tensor in state.untrained:
+            weight = weights[placement.storage]
+            yield placement, StateShard(0, weight.numel(), {"param": weight.view(-1)})
             continue
         shard = shards.get(parameters[placement.storage])
         if shard is not None:
@@ -195,9 +203,9 @@ def _read_common(state: TrainingState, directory: Path) -> dict[str, Any]:
     else:
         if common.get("format") != FORMAT:
             problems.append(Problem(f"format of {directory}", f"{common.get('format')}", f"{FORMAT}"))
-        held = {placement.box.tensor for placement in state.manifest.placements}
-        for tensor in sorted(held & state.shapes.keys()):
-            for key in (f"{name}.{tensor}" for name in STATES):
+        for tensor in sorted({placement.box.tensor for placement in state.manifest.placements}):
+            states = ("param",) if tensor in state.untrained else STATES
+            for key in (f"{name}.{tensor}" for name in states):
                 found = tuple(stored[key].global_shape) if key in stored else "nothing"
                 if found != state.shapes[tensor]:
                     problems.append(Problem(f"{directory}: {key}", f"{found}", f"{state.shapes[tensor]}"))

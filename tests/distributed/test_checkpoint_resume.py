@@ -48,7 +48,7 @@ def ranks_of(layout: dict[str, Any]) -> int:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: make_model(family, root / family) for family in ("qwen2_tied", "qwen3_moe")}
+    return {family: make_model(family, root / family) for family in ("qwen2_tied", "qwen3_moe", "deepseek_v3")}
 
 
 @pytest.fixture(scope="session")
@@ -75,11 +75,14 @@ EXPERTS = [
     ({"tensor": 2, "expert_tensor": 2, "distributed_optimizer": False}, [{"expert": 2, "data": 2}]),
     (ONE, [{"expert": 2, "data": 2, "pipeline": 2}]),
 ]
+LATENT = [({"tensor": 2, "pipeline": 2, "expert_tensor": 2}, [{"expert": 2, "data": 2}])]
 
 
 @pytest.mark.parametrize(
     ("family", "saved", "loaded"),
-    [("qwen2_tied", *case) for case in DENSE] + [("qwen3_moe", *case) for case in EXPERTS],
+    [("qwen2_tied", *case) for case in DENSE]
+    + [("qwen3_moe", *case) for case in EXPERTS]
+    + [("deepseek_v3", *case) for case in LATENT],
 )
 def test_a_run_continues_in_other_layouts(
     family: str,
@@ -90,7 +93,8 @@ def test_a_run_continues_in_other_layouts(
     tmp_path: Path,
 ) -> None:
     run = run_ranks(ranks_of(saved), f"{HERE}:save_and_continue", models[family], tmp_path, saved)[0]
-    assert close(run["after"], uninterrupted[family]), (run["after"], uninterrupted[family])
+    between_layouts = 1e-5 if family == "deepseek_v3" else 2e-6  # its gradients are larger, after two steps of Adam
+    assert close(run["after"], uninterrupted[family], between_layouts), (run["after"], uninterrupted[family])
     for layout in loaded:
         resumed = run_ranks(ranks_of(layout), f"{HERE}:load_and_continue", models[family], tmp_path, layout)[0]
         assert close(resumed["after"], run["after"]), (layout, resumed["after"], run["after"])
@@ -211,5 +215,5 @@ def test_a_tied_embedding_that_data_ranks_cut_on_two_stages_is_saved_once(tmp_pa
     assert close(resumed["after"], run["after"])
 
 
-def close(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> bool:
-    return torch.allclose(torch.tensor(some), torch.tensor(others), rtol=0, atol=2e-6)
+def close(some: list[tuple[float, float]], others: list[tuple[float, float]], atol: float = 2e-6) -> bool:
+    return torch.allclose(torch.tensor(some), torch.tensor(others), rtol=0, atol=atol)
