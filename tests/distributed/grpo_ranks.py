@@ -36,6 +36,7 @@ def call(function: str, recipe: Recipe, directory: str, store: str, *args: Any) 
     from megagrpo.megatron.rank import TrainRank
 
     number = dist.get_rank()
+    dist.barrier()  # a rank that leaves while another still connects to a third makes that one fail
     process.stop()  # the harness's group; a TrainRank makes its own
     rank = TrainRank(recipe, number, f"file://{store}", directory, "cpu")
     try:
