@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 
+from megagrpo.checkpoint.integrity import SavedFile
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron import model, process
+from megagrpo.megatron import model, process, state
 from megagrpo.megatron.config import transformer_config
 from megagrpo.recipe.schema import Layout, Train
+from megagrpo.weights.executors.checkpoint_export import begin_export, finish_export, write_part
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.plan import make_plan
 from tests.distributed import parity_ranks
+from tests.distributed.tiny_training import TinyTraining
 
 
 def logits_of_torch_dist(
@@ -47,21 +51,43 @@ def save_torch_dist(cases: list[tuple[Path, Path]], layout: ParallelLayout, dtyp
         process.stop_parallel()
 
 
+def save_training(cases: list[tuple[Path, Path]], sizes: dict[str, int]) -> list[tuple[SavedFile, ...]]:
+    """Trains each model for a step, and saves the training state into the given directory."""
+    files = []
+    for directory, saved in cases:
+        training = TinyTraining(directory, sizes)
+        training.steps(1)
+        files.append(state.save(training.state, saved))
+        process.stop_parallel()
+    return files
+
+
+def export_training(cases: list[tuple[Path, Path, Path]], sizes: dict[str, int]) -> None:
+    """Loads each saved training state, and exports its weights to a Hugging Face directory."""
+    for directory, saved, exported in cases:
+        training = TinyTraining(directory, sizes, weights=False)
+        state.load(training.state, saved)
+        weights = model.named_tensors(training.wrapped)
+        if torch.distributed.get_rank() == 0:
+            begun = begin_export(exported, directory, training.architecture, "float32")
+            write_part(begun, make_plan([training.state.manifest], begun.files), 0, weights)
+            finish_export(begun)
+        process.stop_parallel()
+
+
 def loaded(directory: Path, iteration: Path, layout: ParallelLayout) -> list[torch.nn.Module]:
     """The model's chunks on this rank with weights that only the checkpoint can have given them."""
     arch = read_architecture(directory)
     config = transformer_config(arch, Train(layout=Layout(**vars(layout))), torch.float32, "cpu")
     if arch.experts is not None and not arch.experts.dense_layers:
-        config.moe_layer_freq = (
-            1  # Megatron-LM's default; with a list, each layer has keys of its own
-        )
+        config.moe_layer_freq = 1  # Megatron-LM's default; with a list, each layer has keys of its own
     chunks = model.build_chunks(arch, config, layout)
     with torch.no_grad():
         for tensor in model.named_tensors(chunks).values():
             tensor.fill_(float("nan"))
-    state = dist_checkpointing.load(sharded(chunks), str(iteration), strict="raise_unexpected")
+    found = dist_checkpointing.load(sharded(chunks), str(iteration), strict="raise_unexpected")
     for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[name(chunks, index)], strict=True)
+        chunk.load_state_dict(found[name(chunks, index)], strict=True)
     return chunks
 
 

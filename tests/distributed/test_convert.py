@@ -6,8 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from megagrpo.checkpoint.store import CheckpointStore
+from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.convert.convert import to_hugging_face, to_megatron
+from megagrpo.convert.verify import verify
 from megagrpo.layout.parallel import ParallelLayout
 from tests.distributed.test_parity_logits import MICROBATCHES, SEQUENCES, assemble
 from tests.rank_group import run_ranks
@@ -35,12 +39,19 @@ def converted(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return {family: to_megatron(model, parent / family).directory for family, model in models.items()}
 
 
+@pytest.fixture(scope="module")
+def references(models: dict[str, Path]) -> dict[str, list[torch.Tensor]]:
+    return {family: reference_logits(model, SEQUENCES) for family, model in models.items()}
+
+
 def families_for(layout: ParallelLayout) -> list[str]:
     return [family for family in FAMILIES if layout.expert == 1 or family in WITH_EXPERTS]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_megatron_loads_what_was_converted(name: str, models: dict[str, Path], converted: dict[str, Path]) -> None:
+def test_megatron_loads_what_was_converted(
+    name: str, models: dict[str, Path], converted: dict[str, Path], references: dict[str, list[torch.Tensor]]
+) -> None:
     layout, families = LAYOUTS[name], families_for(LAYOUTS[name])
     cases = [(models[family], converted[family] / "iter_0000000") for family in families]
     by_rank = run_ranks(
@@ -48,7 +59,7 @@ def test_megatron_loads_what_was_converted(name: str, models: dict[str, Path], c
     )
     for index, family in enumerate(families):
         ours = assemble([results[index] for results in by_rank], layout)
-        for got, wanted in zip(ours, reference_logits(models[family], SEQUENCES), strict=True):
+        for got, wanted in zip(ours, references[family], strict=True):
             np.testing.assert_allclose(got, wanted.numpy(), rtol=0, atol=2e-5, err_msg=family)
 
 
@@ -62,3 +73,25 @@ def test_what_megatron_saved_is_converted_bit_by_bit(name: str, models: dict[str
         done = to_hugging_face(tmp_path / family, tmp_path / f"{family}.hf", model=models[family])
         assert not done.left_out
         assert_same_files(models[family], tmp_path / f"{family}.hf")
+
+
+def test_a_training_checkpoint_is_converted_as_the_run_would_export_it(models: dict[str, Path], tmp_path: Path) -> None:
+    families, sizes = ["qwen2_tied", "deepseek_v3"], {"tensor": 2, "expert_tensor": 2}
+    stores = {family: CheckpointStore(tmp_path / family, keep_last=1) for family in families}
+    saving = {family: store.begin(4) for family, store in stores.items()}
+    ranks = "tests.distributed.convert_ranks"
+    files = run_ranks(2, f"{ranks}:save_training", [(models[family], saving[family]) for family in families], sizes)
+    cases = []
+    for index, family in enumerate(families):
+        recipe = {"model": {"path": str(models[family])}}
+        state = TrainerState(4, weight_version=5, data_cursor={}, recipe=recipe)
+        saved = stores[family].commit(state, [file for of_rank in files for file in of_rank[index]])
+        cases.append((models[family], saved.rank_directory, tmp_path / f"{family}.exported"))
+    run_ranks(1, f"{ranks}:export_training", cases, {})
+    for family in families:
+        exported = tmp_path / f"{family}.exported"
+        to_hugging_face(tmp_path / family, tmp_path / f"{family}.hf")
+        to_megatron(tmp_path / family / "step_000004", tmp_path / f"{family}.megatron")
+        assert_same_files(exported, tmp_path / f"{family}.hf")
+        assert not verify(exported, tmp_path / f"{family}.megatron").differences
+        assert verify(exported, models[family]).differences
