@@ -2,14 +2,12 @@
 
 The plan is whole_tensors.plan_for_source with source 0. The other sources pack what they owe to a bucket when asked,
 and it travels point to point in the training ranks' own process group; a bucket is gathered while the one before is
-being broadcast. All engines of a sync join one group: the model is gathered once and leaves source 0 once, whatever
-their number. The price is that a fault of one engine ends the sync for all of them, as it does anyway; the next attempt
-makes a new group of those who then take part.
+being broadcast. Each engine has a group of its own with source 0: the model leaves source 0 once for each engine, and
+in exchange an engine that dies, or is brought up to date alone, touches no other (see update_group.py).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,8 +20,17 @@ from megagrpo.weights.executors.buckets import Piece, cut_into_buckets, pack_pie
 from megagrpo.weights.executors.meeting import Meeting, Sync
 from megagrpo.weights.executors.process_group import ProcessGroup
 from megagrpo.weights.executors.staged_buckets import staged_buckets
-from megagrpo.weights.executors.staging import SLOTS, Post, engine_queue, finish_copies, posted, source_queue, view_in
-from megagrpo.weights.executors.update_group import Broadcast, connect, group_name, naming_group
+from megagrpo.weights.executors.staging import (
+    SLOTS,
+    Post,
+    engine_queue,
+    finish_copies,
+    next_word,
+    posted,
+    source_queue,
+    view_in,
+)
+from megagrpo.weights.executors.update_group import UpdateGroup
 from megagrpo.weights.executors.whole_tensors import loaded_together
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.views import box_view, stored_tensors
@@ -53,8 +60,7 @@ class BroadcastSender:
         self._member = meeting.join(plan.sources[source].holder)
         self._member.announce()
         self._carrier = ProcessGroup(plan, source)
-        self._engines: Any = None
-        self._generation = -1
+        self._groups: dict[int, UpdateGroup] = {}
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         with self._member.attend(version) as sync:
@@ -66,9 +72,9 @@ class BroadcastSender:
 
     def close(self) -> None:
         self._carrier.close()
-        if self._engines is not None:
-            self._engines.abort()
-        self._engines, self._generation = None, -1
+        for group in self._groups.values():
+            group.leave()
+        self._groups.clear()
 
     # --- the sources that are asked -----------------------------------------------------------------------------------
 
@@ -105,10 +111,9 @@ class BroadcastSender:
         pieces = {source: self._pieces(source, layout) for source in others}
         own = self._pieces(GATHERER, layout)
         self._carrier.begin(_training(sync), self._member, self._device, 0)
-        self._connect_engines(sync)
+        groups = self._join_engines(sync)
         slot_bytes = max(bucket.bytes for bucket in buckets)
         slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=self._device) for _ in range(SLOTS)]
-        broadcast: Broadcast | None = None
         for number, bucket in enumerate(buckets):
             label = f"bucket {number + 1} of {len(buckets)} ({layout[number][0]})"
             views = {name: view_in(slots[number % SLOTS], begin, whole[name]) for name, begin in bucket.begins.items()}
@@ -128,51 +133,36 @@ class BroadcastSender:
                 finish_copies(flat)
                 self._member.push(source_queue(source), ["taken", number])
                 asked.discard(source)
-            if broadcast is not None:
-                broadcast.finish(self._member)
-            for engine in self._active(sync):
-                entries = [[name, whole[name].dtype, list(whole[name].shape)] for name in layout[number]]
+            for group in groups.values():
+                group.finish(self._member)
+            entries = [[name, whole[name].dtype, list(whole[name].shape)] for name in layout[number]]
+            for engine, group in groups.items():
+                group.broadcast(slots[number % SLOTS][: bucket.bytes], label)
                 self._member.push(engine_queue(engine), ["bucket", number, len(buckets), entries])
-            broadcast = Broadcast(self._engines, slots[number % SLOTS][: bucket.bytes], label)
-        if broadcast is not None:
-            broadcast.finish(self._member)
+        for group in groups.values():
+            group.finish(self._member)
 
-    def _connect_engines(self, sync: Sync) -> None:
-        """The group that the engines' servers join by /init_weights_update_group; made anew when they change."""
-        if self._generation == sync.generation:
-            return
-        if self._engines is not None:
-            self._engines.abort()
-        self._engines, self._generation = None, -1
-        missing = set(self._active(sync))
+    def _join_engines(self, sync: Sync) -> dict[int, UpdateGroup]:
+        """By engine. A group is used again as long as both ends know the same one and all went well in it."""
+        active = sorted({index // self._ranks_per_engine for index in sync.destinations})
+        missing = set(active)
         while missing:
             names = ", ".join(f"engine {engine}" for engine in sorted(missing))
-            _, engine = self._next(f"the update group to be joined by {names}", "joining")
+            _, engine, known = self._next(f"the update groups of {names}", "here")
+            group = self._groups.get(engine)
+            if group is None or group.name != known or not group.usable:
+                if group is not None:
+                    group.leave()
+                name = f"megagrpo-{self._member.meeting.run}-{engine}-{sync.attempt}"
+                group = UpdateGroup(
+                    name, f"engine {engine}", self._ranks_per_engine, self._member.meeting, self._device
+                )
+                self._groups[engine] = group
+            self._member.push(engine_queue(engine), ["group", group.name])
             missing.discard(engine)
-        made: list[Any] = []
-        failed: list[WeightSyncError] = []
-
-        def make() -> None:
-            try:
-                with naming_group(f"{self._member.name}: update group with the engines"):
-                    made.append(connect(sync, self._member.meeting.join(self._member.name), self._device))
-            except WeightSyncError as error:
-                failed.append(error)
-
-        # In a thread, since torch waits in it for servers that may have failed, and hears no abort.
-        threading.Thread(target=make, daemon=True).start()
-        waited_for = Problem(
-            f"{self._member.name}: update group with the engines",
-            f"not complete within {self._member.meeting.timeout_seconds:g} s",
-            "every tensor rank of every engine in it",
-        )
-        self._member.wait(lambda: made or failed or None, lambda: waited_for)
-        if failed:
-            raise failed[0]
-        self._engines, self._generation = made[0], sync.generation
-
-    def _active(self, sync: Sync) -> list[int]:
-        return sorted({index // self._ranks_per_engine for index in sync.destinations})
+        for engine in active:
+            self._groups[engine].wait_until_joined(self._member)
+        return {engine: self._groups[engine] for engine in active}
 
     def _pieces(self, source: int, layout: Sequence[Sequence[str]]) -> list[tuple[Piece, ...]]:
         """What a source owes to each bucket."""
@@ -190,7 +180,11 @@ class BroadcastSender:
             f"nothing within {self._member.meeting.timeout_seconds:g} s",
             fix="look for what stopped that process; weights.timeout_seconds is the longest wait",
         )
-        message: list[Any] = self._member.wait(lambda: self._member.pop(source_queue(self._source)), lambda: missing)
+        queue = source_queue(self._source)
+        if self._source == GATHERER:
+            message: list[Any] = self._member.wait(partial(self._member.pop, queue), lambda: missing)
+        else:
+            message = next_word(self._member, queue, lambda: missing)
         if message[0] not in kinds:
             raise WeightSyncError(Problem(f"{self._member.name} waits for {what}", f"{message[0]} came instead"))
         return message
@@ -205,21 +199,21 @@ class BroadcastReceiver:
     def __init__(
         self, engine: int, destinations: Sequence[int], meeting: Meeting, post: Post, name: str, backend: str
     ) -> None:
-        self._engine, self._first, self._post, self._backend = engine, destinations[0], post, backend
+        self._engine, self._ranks, self._post, self._backend = engine, len(destinations), post, backend
         self._member = meeting.join(name)
         self._member.announce()
         self._group: str | None = None
-        self._generation = -1
 
     def receive(self, version: int) -> None:
         """Between the server's /begin_weight_update and /end_weight_update."""
-        with self._member.attend(version) as sync:
-            if self._generation != sync.generation:
-                self._join(sync)
+        with self._member.attend(version):
+            self._member.push(source_queue(GATHERER), ["here", self._engine, self._group])
+            _, group = self._next(0)
+            if group != self._group:
+                self._join(group)
             number, count = -1, 1
             while number + 1 < count:
-                look = partial(self._member.pop, engine_queue(self._engine))
-                _, number, count, entries = self._member.wait(look, partial(self._overdue, number + 1))
+                _, number, count, entries = self._next(number + 1)
                 body = {
                     "names": [name for name, _, _ in entries],
                     "dtypes": [dtype for _, dtype, _ in entries],
@@ -233,33 +227,31 @@ class BroadcastReceiver:
 
     def close(self) -> None:
         """Leaves the group to the server, which may be gone."""
-        self._group, self._generation = None, -1
+        self._group = None
 
-    def _join(self, sync: Sync) -> None:
+    def _join(self, group: str) -> None:
         where = f"{self._member.name}: update group"
         if self._group is not None:
             posted(self._post, "/destroy_weights_update_group", {"group_name": self._group}, where)
         self._group = None
-        ranks = sorted(sync.destinations)
-        self._member.push(source_queue(GATHERER), ["joining", self._engine])
-        meeting = self._member.meeting
         body = {
-            "master_address": meeting.host,
-            "master_port": meeting.port,
-            "rank_offset": 1 + ranks.index(self._first),
-            "world_size": 1 + len(ranks),
-            "group_name": group_name(meeting, sync),
+            "master_address": self._member.meeting.host,
+            "master_port": self._member.meeting.port,
+            "rank_offset": 1,
+            "world_size": 1 + self._ranks,
+            "group_name": group,
             "backend": self._backend,
         }
         posted(self._post, "/init_weights_update_group", body, where)
-        self._group, self._generation = group_name(meeting, sync), sync.generation
+        self._group = group
 
-    def _overdue(self, number: int) -> Problem:
-        return Problem(
+    def _next(self, number: int) -> list[Any]:
+        overdue = Problem(
             f"{self._member.name}: bucket {number + 1}",
-            f"no broadcast by the first training rank within {self._member.meeting.timeout_seconds:g} s",
+            f"nothing from the first training rank within {self._member.meeting.timeout_seconds:g} s",
             fix="look for what stopped it; weights.timeout_seconds is the longest wait",
         )
+        return next_word(self._member, engine_queue(self._engine), lambda: overdue)
 
 
 def _training(sync: Sync) -> Sync:

@@ -21,7 +21,7 @@ from megagrpo.errors import CheckpointError, MegagrpoError, Problem, WeightSyncE
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.executors.checkpoint_export import FILE_BYTES, Export, finish_export, lay_out, write_part
 from megagrpo.weights.executors.meeting import Meeting, Sync
-from megagrpo.weights.executors.staging import Post, engine_queue, posted, source_queue
+from megagrpo.weights.executors.staging import Post, engine_queue, next_word, posted, source_queue
 from megagrpo.weights.executors.whole_tensors import whole_tensors
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan, make_plan
@@ -78,6 +78,9 @@ class DiskSender:
 
     def _lead(self, sync: Sync, export: Export, tensors: Mapping[str, torch.Tensor]) -> None:
         others = set(range(len(self._plan.sources))) - {LEADER}
+        engines = sorted({index // self._ranks_per_engine for index in sync.destinations})
+        for engine in engines:
+            self._member.push(engine_queue(engine), ["begun", str(export.directory)])
         try:
             self._begin(export)
             for source in sorted(others):
@@ -90,7 +93,7 @@ class DiskSender:
         except MegagrpoError:
             shutil.rmtree(export.partial, ignore_errors=True)  # a full disk is given its room back
             raise
-        for engine in sorted({index // self._ranks_per_engine for index in sync.destinations}):
+        for engine in engines:
             self._member.push(engine_queue(engine), ["ready", str(export.directory)])
 
     def _begin(self, export: Export) -> None:
@@ -108,7 +111,10 @@ class DiskSender:
             f"nothing from {names} within {self._member.meeting.timeout_seconds:g} s",
             fix="look for what stopped them; weights.timeout_seconds is the longest wait",
         )
-        message: list[Any] = self._member.wait(partial(self._member.pop, source_queue(self._source)), lambda: missing)
+        queue = source_queue(self._source)
+        if self._source != LEADER:
+            return next_word(self._member, queue, lambda: missing)
+        message: list[Any] = self._member.wait(partial(self._member.pop, queue), lambda: missing)
         return message
 
 
@@ -128,7 +134,9 @@ class DiskReceiver:
             fix="look for what stopped them; weights.timeout_seconds is the longest wait",
         )
         with self._member.attend(version):
-            _, directory = self._member.wait(partial(self._member.pop, engine_queue(self._engine)), lambda: missing)
+            kind = "begun"
+            while kind != "ready":
+                kind, directory = next_word(self._member, engine_queue(self._engine), lambda: missing)
             body = {"model_path": directory, "load_format": "auto", "flush_cache": False}
             posted(self._post, "/update_weights_from_disk", body, f"{self._member.name}: {directory}")
 

@@ -60,7 +60,7 @@ class StagingSender:
             asked: dict[str, _Request] = {}
             queue = source_queue(self._source)
             while unwritten:
-                message = self._member.wait(lambda: self._member.pop(queue), lambda: self._overdue(unwritten, asked))
+                message = next_word(self._member, queue, lambda: self._overdue(unwritten, asked))
                 match message:
                     case ["open", engine, tickets, places]:
                         asked[engine] = _Request(
@@ -255,6 +255,24 @@ def posted(post: Post, path: str, body: Mapping[str, Any], label: str) -> Mappin
     except EngineError as error:
         problems = [replace(problem, where=f"{label}: {problem.where}") for problem in error.problems]
         raise WeightSyncError(problems) from error
+
+
+def next_word(member: Member, queue: str, overdue: Callable[[], Problem]) -> list[Any]:
+    """The next message of somebody who may himself be waiting for others. He is given twice the time, counted from his
+    last word: if one of them is missing, it is he who knows which, and says so first."""
+    patient = True
+
+    def look() -> Any:
+        nonlocal patient
+        message = member.pop(queue)
+        if message is None and patient and not member.seconds_left():
+            patient = False
+            member.start_clock()
+        return message
+
+    message: list[Any] = member.wait(look, overdue)
+    member.start_clock()
+    return message
 
 
 def source_queue(source: int) -> str:

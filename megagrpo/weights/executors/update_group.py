@@ -1,9 +1,16 @@
-"""The process group that SGLang's servers join by /init_weights_update_group, made without SGLang at our end."""
+"""The process group of one training rank and one engine that SGLang's /init_weights_update_group joins, made without
+SGLang at our end.
+
+A torch transport cannot call a broadcast off: whoever waits in one waits until its partner comes, dies, or the group's
+timeout, which SGLang leaves at half an hour. So each engine has a group of its own, and a server is asked to take part
+in a broadcast only when everybody else already does: then the fault of one engine leaves the others' servers usable.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -11,20 +18,87 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.errors import Problem, WeightSyncError
-from megagrpo.weights.executors.meeting import Meeting, Member, Sync
+from megagrpo.weights.executors.meeting import Meeting, Member
 
 
-def group_name(meeting: Meeting, sync: Sync) -> str:
-    return f"megagrpo-{meeting.run}-{sync.generation}"
+class UpdateGroup:
+    """Our end, rank 0, of the group called `name` with the `ranks` tensor ranks of one engine.
+
+    Constructed at once; `wait_until_joined` before use. The servers meet us in the meeting's store.
+    """
+
+    def __init__(self, name: str, engine: str, ranks: int, meeting: Meeting, device: torch.device) -> None:
+        self.name, self._engine, self._ranks, self._meeting, self._device = name, engine, ranks, meeting, device
+        self._group: Any = None
+        self._failure: WeightSyncError | None = None
+        self._work: Any = None
+        self._label = ""
+        # In a thread, since torch waits in it for a server that may have failed, and hears no abort.
+        threading.Thread(target=self._make, daemon=True).start()
+
+    def wait_until_joined(self, member: Member) -> None:
+        """Raises WeightSyncError if the engine's server does not come."""
+        timeout = self._meeting.timeout_seconds
+        missing = Problem(f"{self._engine}: update group", f"its server did not join within {timeout:g} s")
+        member.wait(lambda: self._group or self._failure, lambda: missing)
+        if self._failure is not None:
+            raise self._failure
+
+    def broadcast(self, flat: torch.Tensor, label: str) -> None:
+        """Begins to send the tensor to every rank of the engine, after whatever is under way has been `finish`ed."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._label = f"broadcast to {self._engine}: {label}"
+        with _naming(self._label):
+            self._work = self._group.broadcast([flat], options)
+
+    def finish(self, member: Member) -> None:
+        """Waits until what was begun is there. Raises WeightSyncError naming the engine and the bucket."""
+        if self._work is None:
+            return
+        overdue = Problem(
+            self._label,
+            f"not taken within {self._meeting.timeout_seconds:g} s",
+            fix="look for what stopped that engine's server",
+        )
+        member.wait(lambda: self._work.is_completed() or None, lambda: overdue)
+        with _naming(self._label):
+            self._work.wait()
+        self._work = None
+
+    def leave(self) -> None:
+        """Lets go of the group, without waiting for what may still be under way in it."""
+        if self._work is not None:
+            # Its end would have to wait: torch joins the broadcast's thread.
+            threading.Thread(target=_outlast, args=(self._group, self._work), daemon=True).start()
+        self._group = self._work = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether nothing is under way in it, and nothing has failed."""
+        return self._group is not None and self._failure is None and self._work is None
+
+    def _make(self) -> None:
+        try:
+            with _naming(f"{self._engine}: update group"):
+                member = self._meeting.join(f"update group of {self._engine}")
+                self._group = _connect(self.name, member, 1 + self._ranks, self._device)
+        except WeightSyncError as error:
+            self._failure = error
 
 
-def connect(sync: Sync, member: Member, device: torch.device) -> Any:
-    """Rank 0 of the group that sglang.srt.utils.init_custom_process_group makes on the servers: they meet in our store,
-    under the prefixes that it and torch's _new_process_group_helper give (torch 2.13)."""
-    name = group_name(member.meeting, sync)
+def _outlast(group: Any, work: Any) -> None:
+    """Holds the group until its last broadcast is over, or past its timeout."""
+    with suppress(RuntimeError):
+        work.wait()
+
+
+def _connect(name: str, member: Member, ranks: int, device: torch.device) -> Any:
+    """As sglang.srt.utils.init_custom_process_group makes it on the servers: under the prefixes that it and torch's
+    _new_process_group_helper give (torch 2.13)."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     store = dist.PrefixStore(f"{kind}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, member.store)))
-    ranks, timeout = 1 + len(sync.destinations), timedelta(seconds=member.meeting.timeout_seconds)
+    timeout = timedelta(seconds=member.meeting.timeout_seconds)
     if kind == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -32,32 +106,11 @@ def connect(sync: Sync, member: Member, device: torch.device) -> Any:
     return dist.ProcessGroupGloo(store, 0, ranks, timeout)
 
 
-class Broadcast:
-    """One under way, of a bucket with this label, from us to everybody else in the group."""
-
-    def __init__(self, group: Any, flat: torch.Tensor, label: str) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self._label = f"broadcast of {label}"
-        with naming_group(self._label):
-            self._work = group.broadcast([flat], options)
-
-    def finish(self, member: Member) -> None:
-        overdue = Problem(
-            self._label,
-            f"not taken by every engine within {member.meeting.timeout_seconds:g} s",
-            fix="look for the engine whose server stopped",
-        )
-        member.wait(lambda: True if self._work.is_completed() else None, lambda: overdue)
-        with naming_group(self._label):
-            self._work.wait()
-
-
 @contextmanager
-def naming_group(where: str) -> Iterator[None]:
+def _naming(where: str) -> Iterator[None]:
     """torch's transports raise RuntimeError for a peer that died and for a timeout."""
     try:
         yield
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise WeightSyncError(Problem(where, reason, "every engine's server alive and connected")) from error
+        raise WeightSyncError(Problem(where, reason, "a server that is alive and connected")) from error
