@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import engine_devices
+from megagrpo.recipe.engine_checks import ENGINE_RULES
 from megagrpo.recipe.fields import nearest
+from megagrpo.recipe.rule_problem import RuleProblem, broken
 from megagrpo.recipe.schema import Recipe
 
 RUN_LENGTHS = ("total_steps", "total_epochs", "total_episodes")
-
-
-@dataclass(frozen=True)
-class RuleProblem(Problem):
-    """A broken rule between fields. `where` is the field to change first; `fields` are all that the rule reads."""
-
-    fields: tuple[str, ...] = ()
-
-
-def broken(field: str, *, given: str, needed: str, fix: str, reads: tuple[str, ...] = ()) -> RuleProblem:
-    """`reads` are the fields that the rule takes into account besides `field`."""
-    return RuleProblem(field, given, needed, fix, (field, *reads))
 
 
 def recipe_problems(recipe: Recipe) -> list[RuleProblem]:
@@ -354,5 +342,5 @@ def pass_at(samples: int) -> list[int]:
 
 RULES: tuple[Callable[[Recipe], Iterator[RuleProblem]], ...] = (
     _sampling, _batch, _algorithm, _run_length, _lengths, _layout, _optimizer, _offload, _device,
-    _evaluation, _evaluation_metrics, _placement,
+    _evaluation, _evaluation_metrics, _placement, *ENGINE_RULES,
 )  # fmt: skip

@@ -14,10 +14,11 @@ from typing import Any
 import pydantic
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.recipe.checks import RuleProblem, recipe_problems
+from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.fields import Expected
 from megagrpo.recipe.overrides import apply_overrides
 from megagrpo.recipe.places import Places
+from megagrpo.recipe.rule_problem import RuleProblem
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema_problems import schema_problems, wrong_places
 from megagrpo.recipe.yaml12 import Document, parse, to_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megagrpo.recipe.checks import RuleProblem, broken
+from megagrpo.recipe.rule_problem import RuleProblem, broken
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families.architecture import Architecture
 

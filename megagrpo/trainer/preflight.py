@@ -19,10 +19,12 @@ from megagrpo.recipe.load import LoadedRecipe
 from megagrpo.recipe.model_checks import model_problems
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.functions import reward_problems
+from megagrpo.rollout.sglang.arguments import sglang_problems
 from megagrpo.trainer.model_files import CONFIG_FILES, TOKENIZER_FILES, local_directory, tokenizer_problems
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.checkpoint import manifests
+from megagrpo.weights.sides.sglang import split_problems
 
 PROBLEMS_OF_A_PART = 10
 Found = TypeVar("Found")
@@ -63,6 +65,7 @@ def preflight(loaded: LoadedRecipe, *, plan_only: bool = False) -> Preflight:
     if not plan_only:
         problems += _device_problems(recipe)
     problems += _package_problems(recipe)
+    problems += _engine_problems(recipe, architecture, plan_only)
     problems += _directory_problems(recipe)
     problems += _megatron_problems(recipe, None if problems else architecture)
     if problems or not (model and architecture and tokenizer):
@@ -138,11 +141,37 @@ def _megatron_problems(recipe: Recipe, architecture: Architecture | None) -> lis
         return problems
     found: list[Problem] = []
     if architecture:
-        cuda = recipe.cluster.device == "cuda" or (recipe.cluster.device == "auto" and torch.cuda.is_available())
-        device = "cuda" if cuda else "cpu"
+        device = _device(recipe)
         dtype = getattr(torch, dtype_name(recipe, device))
         _attempt(found, lambda: transformer_config(architecture, recipe.train, dtype, device))
     return found
+
+
+def _engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only: bool) -> Iterator[Problem]:
+    """Arguments of SGLang servers, the key of external ones, and whether they can hold the model as it is split."""
+    rollout = recipe.rollout
+    if rollout.engine == "transformers":
+        return
+    if rollout.engine == "sglang":
+        yield from sglang_problems(rollout.sglang, only_if_installed=plan_only)
+    variable = rollout.api_key_variable
+    if variable is not None and not plan_only and not os.environ.get(variable):
+        yield Problem(
+            "rollout.api_key_variable",
+            given=f"{variable}, which is not set",
+            needed="the API key of the servers in it",
+            fix=f"export {variable}=...",
+        )
+    if architecture:
+        for problem in split_problems(architecture, rollout.layout, _device(recipe)):
+            yield replace(problem, where=f"rollout.layout: {problem.where}")
+
+
+def _device(recipe: Recipe) -> str:
+    import torch  # a second; the other checks do without
+
+    cuda = recipe.cluster.device == "cuda" or (recipe.cluster.device == "auto" and torch.cuda.is_available())
+    return "cuda" if cuda else "cpu"
 
 
 def _device_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -40,8 +40,8 @@ class Served:
     engine: SglangEngine
 
     @contextmanager
-    def external(self, **changes: Any) -> Iterator[SglangEngine]:
-        """An engine over the same server that does not end it. Afterwards the server has its first weights again."""
+    def borrowed(self, **changes: Any) -> Iterator[SglangEngine]:
+        """An engine over the same server, which it does not end. Afterwards the server has its first weights again."""
         endpoint = Endpoint(self.server.url, self.server.api_key)
         engine = SglangEngine(endpoint, **(settings(self.directory, self.layout) | changes))
         try:
@@ -49,6 +49,15 @@ class Served:
         finally:
             engine.close()
             self.reset()
+
+    @contextmanager
+    def trained(self, **changes: Any) -> Iterator[tuple[SglangEngine, Trainer]]:
+        """A borrowed engine, and a trainer that has given it the first weights, as version 0."""
+        with self.borrowed(**changes) as engine:
+            trainer = Trainer(engine, self.directory)
+            trainer.sync(0, self.directory)
+            yield engine, trainer
+            trainer.close()
 
     def reset(self) -> None:
         client = SglangClient(
@@ -104,7 +113,7 @@ def serve(family: str, tensor: int, root: Path) -> Iterator[Served]:
     """For fixtures: a started server of a tiny model, ended afterwards."""
     layout = EngineLayout(tensor=tensor)
     directory = model_directory(family, root / family)
-    server = start_server(directory, layout, root / f"{family}.log")
+    server = start_server(directory, layout, root / f"{family}.log", {"decode_log_interval": 1})
     try:
         server.wait_until_ready(START_SECONDS)
         engine = SglangEngine(server, **settings(directory, layout))

@@ -1,7 +1,9 @@
 """What a real SGLang server samples: its distribution, seeds, ends, aborts and time limits."""
 
+import json
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tests.sglang.servers import AT_ONCE, Served
 
 PROMPTS = ([5, 6, 9, 11], [20, 21, 22, 23, 24, 25, 26], [90])
 LONG = SamplingParams(max_tokens=230)
+ask = request
 SAMPLINGS = {
     "plain": SamplingParams(24),
     "cold": SamplingParams(24, temperature=0.6),
@@ -52,9 +55,6 @@ def test_logprobs_are_those_of_transformers_over_the_whole_vocabulary(
         assert (sample.prompt_id, sample.index) == (one.prompt_id, one.index)
         assert (sample.finish == "stop") == (sample.tokens[-1] == END)
         assert sample.finish == "stop" or len(sample.tokens) == 24
-
-
-ask = request
 
 
 def test_greedy_tokens_are_the_likeliest(tied_server: Served) -> None:
@@ -134,8 +134,7 @@ def test_an_aborted_request_gives_the_tokens_that_it_has(tied_server: Served) ->
 
 def test_a_request_past_its_time_limit_is_aborted_with_what_it_has(tied_server: Served) -> None:
     (seed,) = never_ending(tied_server, 1)
-    with tied_server.external(timeout_seconds=0.05) as engine:
-        engine._protocol.state = tied_server.engine._protocol.state
+    with tied_server.trained(timeout_seconds=0.05) as (engine, _):
         (sample,) = engine.generate([ask(PROMPTS[0], LONG, seed=seed)])
     assert sample.finish == "abort"
     assert len(sample.tokens) < LONG.max_tokens
@@ -146,10 +145,11 @@ def test_requests_of_a_caller_that_stops_are_aborted(tied_server: Served) -> Non
     asked.append(ask(PROMPTS[0], SamplingParams(1), seed=0))
     stream = tied_server.engine.generate_stream(asked)
     next(stream)
+    assert loads(tied_server)["num_running_reqs"] > 0
     stream.close()
     deadline = time.monotonic() + 10
-    while (running := tied_server.engine._client.get("/server_info")["internal_states"][0].get("#running-req", 0)) > 0:
-        assert time.monotonic() < deadline, f"{running} still run"
+    while (load := loads(tied_server))["num_running_reqs"] + load["num_waiting_reqs"] > 0:
+        assert time.monotonic() < deadline, load
         time.sleep(0.05)
 
 
@@ -164,6 +164,16 @@ def test_a_prompt_that_does_not_fit_is_refused_with_what_the_server_says(tied_se
 def test_every_token_carries_the_servers_weight_version(tied_server: Served) -> None:
     (sample,) = tied_server.engine.generate([ask(PROMPTS[0], SamplingParams(5))])
     assert sample.versions.tolist() == [0] * len(sample.tokens)
+
+
+def loads(served: Served) -> dict[str, int]:
+    """What runs and waits in the server."""
+    request = urllib.request.Request(
+        f"{served.server.url}/v1/loads", headers={"Authorization": f"Bearer {served.server.api_key}"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as response:
+        (load,) = json.load(response)["loads"]
+    return load
 
 
 def never_ending(served: Served, count: int) -> list[int]:

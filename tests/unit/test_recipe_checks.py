@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.layout.stages import layers_of_chunk
-from megagrpo.recipe.checks import RuleProblem, evaluation_metrics, recipe_problems
+from megagrpo.recipe.checks import evaluation_metrics, recipe_problems
 from megagrpo.recipe.fields import is_field
 from megagrpo.recipe.model_checks import model_problems
 from megagrpo.recipe.overrides import apply_overrides
 from megagrpo.recipe.places import Places
+from megagrpo.recipe.rule_problem import RuleProblem
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer import evaluation
 from megagrpo.types import Group, Prompt, Sample, Score
@@ -81,6 +82,26 @@ RECIPE_CASES: list[tuple[list[str], str, str]] = [
     (["checkpoint.keep_best=mean@1"], "checkpoint.keep_best", "no eval.files"),
     ([EVAL, "checkpoint.keep_best=pass@4"], "checkpoint.keep_best", "did you mean `pass@1`?"),
     ([EVAL, "checkpoint.keep_best=accuracy"], "checkpoint.keep_best", "one of mean@1, pass@1, maj@1"),
+    (["rollout.urls=[http://a:1]"], "rollout.urls", "engine: external"),
+    (["rollout.api_key_variable=KEY"], "rollout.api_key_variable", "engine: external"),
+    (["rollout.engine=external"], "rollout.urls", "0 urls for 1 engine"),
+    (["rollout.engine=external", "rollout.urls=[http://a:1, http://b:1]"], "rollout.urls", "engines: 2"),
+    (["rollout.engine=external", "rollout.engines=2", "rollout.urls=[http://a:1, http://a:1]"], "rollout.urls", "once"),
+    (["rollout.engine=external", "rollout.urls=[host:30000]"], "rollout.urls", "http://host:30000"),
+    (["rollout.sglang={mem_fraction_static: 0.5}"], "rollout.sglang", "engine: sglang"),
+    (["rollout.layout.tensor=2"], "rollout.layout.tensor", "engine: sglang"),
+    (
+        ["rollout.engine=external", "rollout.urls=[http://a:1]", "rollout.layout={tensor: 2, expert: 3}"],
+        "rollout.layout.expert",
+        "a divisor",
+    ),
+    (
+        ["rollout.engine=sglang", "cluster.device=cpu", "train.layout.data=2", "rollout.layout={tensor: 2, expert: 2}"],
+        "rollout.layout.expert",
+        "expert: 1",
+    ),
+    (["weights.transfer=broadcast"], "weights.transfer", "shared_memory or process_group"),
+    (["weights.directory=/tmp"], "weights.directory", "transfer: disk"),
     ([EVAL, "checkpoint.keep_best=sums/maen@1"], "checkpoint.keep_best", "did you mean `sums/mean@1`?"),
 ]
 
@@ -116,6 +137,9 @@ def assert_speaks(problem: RuleProblem, field: str, words: str) -> None:
         [EVAL, "eval.samples_per_prompt=6", "eval.temperature=1", "checkpoint.keep_best=openai/gsm8k/pass@4"],
         ["train.optimizer={lr: 1e-5, min_lr: 1e-6, schedule: cosine, warmup_steps: 2}"],
         ["train.total_steps=null", "train.total_episodes=16"],
+        ["rollout.engine=sglang", "rollout.sglang={python: /usr/bin/python3, mem_fraction_static: 0.7}"],
+        ["rollout.engine=sglang", "rollout.layout={tensor: 2, expert: 2}", "train.layout.data=2"],
+        ["rollout.engine=external", "rollout.urls=[http://a:1]", "weights={transfer: disk, directory: /shared}"],
     ],
 )
 def test_a_sensible_recipe_breaks_no_rule(overrides: list[str]) -> None:

@@ -56,10 +56,11 @@ OWNED = (
 )  # fmt: skip
 
 
-def sglang_problems(settings: Sglang) -> list[Problem]:
+def sglang_problems(settings: Sglang, only_if_installed: bool = False) -> list[Problem]:
     """What is wrong with `rollout.sglang`: arguments of ours, and what the installed SGLang says of the others.
 
-    Asks the interpreter named, once, in a process of its own: SGLang may be of another environment.
+    Asks the interpreter named, once, in a process of its own: SGLang may be of another environment. That it is missing
+    is no problem with `only_if_installed`.
     """
     options = dict(settings.model_extra or {})
     problems = [
@@ -73,10 +74,12 @@ def sglang_problems(settings: Sglang) -> list[Problem]:
         if name in options
     ]
     free = {name: value for name, value in options.items() if name not in OWNED}
-    return problems + [Problem(**found) for found in _asked(settings.python, free)]
+    environment, found = _asked(settings.python, free)
+    return problems + ([] if only_if_installed else environment) + found
 
 
-def _asked(python: str | None, options: Mapping[str, Any]) -> list[dict[str, str]]:
+def _asked(python: str | None, options: Mapping[str, Any]) -> tuple[list[Problem], list[Problem]]:
+    """What is wrong with the environment of SGLang, and with these options."""
     interpreter = python or sys.executable
     where = "rollout.engine" if python is None else "rollout.sglang.python"
     try:
@@ -89,15 +92,15 @@ def _asked(python: str | None, options: Mapping[str, Any]) -> list[dict[str, str
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [{"where": where, "given": f"{interpreter}: {error}", "needed": "a Python interpreter with SGLang"}]
+        return [Problem(where, f"{interpreter}: {error}", "a Python interpreter with SGLang")], []
     if asked.returncode != 0:
-        given = f"{interpreter} failed: {asked.stderr.strip().splitlines()[-1:] or ['without a word']}"
-        return [{"where": where, "given": given, "needed": "a Python interpreter with SGLang"}]
+        last = (asked.stderr.strip().splitlines() or ["without a word"])[-1]
+        return [Problem(where, f"{interpreter} failed: {last}", "a Python interpreter with SGLang")], []
     answer = json.loads(asked.stdout.splitlines()[-1])
     if answer["environment"]:
         fix = "make sglang-cpu on a CPU machine, pip install megagrpo[sglang] on GPUs, or set rollout.sglang.python"
-        return [{"where": where, "given": answer["environment"], "needed": answer["needed"], "fix": fix}]
-    return list(answer["problems"])
+        return [Problem(where, answer["environment"], answer["needed"], fix)], []
+    return [], [Problem(**problem) for problem in answer["problems"]]
 
 
 def server_arguments(

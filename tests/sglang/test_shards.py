@@ -1,0 +1,344 @@
+"""Exact shards into real SGLang servers: every layout, every rank, ten syncs while it generates, and faults."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megagrpo.errors import MegagrpoError, WeightSyncError
+from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.rollout.sglang.engine import SglangEngine
+from megagrpo.rollout.sglang.processes import members
+from megagrpo.types import Sample, SamplingParams
+from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.executors import checkpoint_files
+from megagrpo.weights.executors.flow import FlowSender
+from megagrpo.weights.executors.meeting import MeetingHost
+from megagrpo.weights.executors.sglang_loader import LOAD_FORMAT, check_loadable, read_plan
+from megagrpo.weights.executors.sglang_remote import RemoteLoader, serialize
+from megagrpo.weights.executors.ways import IN_PLACE, Sender, Way, open_sender
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.plan import WeightPlan, make_plan
+from megagrpo.weights.sides import megatron_local
+from megagrpo.weights.verification import (
+    bucket_problems,
+    digest_problems,
+    expected_digests,
+    sent_bucket_digests,
+    sent_digests,
+)
+from tests.rollout_engines import model_directory, request
+from tests.sglang.servers import AT_ONCE, Served
+from tests.tiny_models import FAMILIES
+from tests.unit.test_weights_executors import Corrupting
+from tests.weight_streams import at_once, empty
+from tests.weights_oracle import Tensors, rank_tensors
+
+BUCKET_BYTES = 30_000
+SERVERS = {"tied_server": "qwen2_tied", "split_server": "qwen3", "moe_server": "qwen3_moe"}
+Weights = Callable[[str, int], Path]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    """Directories of models of a family by seed, made when they are first asked for."""
+    root = tmp_path_factory.mktemp("weights")
+    return lambda family, seed: model_directory(family, root / f"{family}-{seed}", seed=seed)
+
+
+class Policy:
+    """Training ranks of a layout, in threads, and one engine that they bring up to date."""
+
+    def __init__(
+        self, engine: SglangEngine, served: Served, layout: ParallelLayout, way: Way, timeout_seconds: float = 60.0
+    ) -> None:
+        self.engine, self.layout = engine, layout
+        self.arch = read_architecture(served.directory)
+        sources = [megatron_local.manifest(self.arch, layout, where, "float32") for where in rank_grid(layout)]
+        self.plan = make_plan(sources, engine.manifests())
+        self.host = MeetingHost("127.0.0.1", timeout_seconds)
+        self.ranks = range(len(self.plan.destinations))
+        engine.connect(self.plan, self.ranks, way, self.host.meeting, BUCKET_BYTES)
+        self.senders: list[Sender] = [
+            open_sender(way, self.plan, source, self.host.meeting, BUCKET_BYTES) for source in range(len(sources))
+        ]
+
+    def held(self, directory: Path) -> list[Tensors]:
+        checkpoint = load_file(directory / "model.safetensors")
+        return [rank_tensors(self.arch, self.layout, where, checkpoint) for where in rank_grid(self.layout)]
+
+    def move(self, version: int, directory: Path) -> list[MegagrpoError]:
+        """Between begin_update and end_update. The errors of training ranks, and then the engine's."""
+        self.host.open(version, self.ranks)
+        work = [
+            partial(sender.send, version, tensors)
+            for sender, tensors in zip(self.senders, self.held(directory), strict=True)
+        ]
+        return [error for error in at_once([*work, partial(self.engine.receive, version)]) if error is not None]
+
+    def wrong(self, directory: Path, arrived: list[dict[str, int]]) -> list[str]:
+        expected = expected_digests(sent_digests(self.plan, i, held) for i, held in enumerate(self.held(directory)))
+        return [
+            problem.where
+            for index in self.ranks
+            for problem in digest_problems(self.plan.destinations[index].holder, expected[index], arrived[index])
+        ]
+
+    def sync(self, version: int, directory: Path) -> None:
+        self.engine.begin_update(version)
+        assert [str(error) for error in self.move(version, directory)] == []
+        assert self.wrong(directory, self.engine.end_update(version)) == []
+        self.engine.commit_update(version)
+
+    def close(self) -> None:
+        for sender in self.senders:
+            sender.close()
+
+
+@pytest.fixture
+def policy(request: pytest.FixtureRequest) -> Iterator[Policy]:
+    """Parametrized by (server, layout, way) or (server, layout, way, timeout)."""
+    server, *settings = request.param
+    served = request.getfixturevalue(server)
+    with served.borrowed() as engine:
+        made = Policy(engine, served, *settings)
+        yield made
+        made.close()
+
+
+def checksums_of(manifest: Manifest, directory: Path) -> dict[str, str]:
+    """What SGLang's /weights_checker says of a rank that holds this model: of each tensor the first 8 bytes of its
+    SHA-256."""
+    tensors = empty(manifest)
+    checkpoint_files.load(directory, manifest, tensors)
+    return {name: hashlib.sha256(tensor.numpy().tobytes()).digest()[:8].hex() for name, tensor in tensors.items()}
+
+
+def check_holds(engine: SglangEngine, directory: Path) -> None:
+    answer = engine._client.post("/weights_checker", {"action": "checksum"})
+    for manifest, rank in zip(engine.manifests(), answer["ranks"], strict=True):
+        assert rank["checksums"] == checksums_of(manifest, directory)
+
+
+def check_logprobs(samples: list[Sample], prompts: list[tuple[int, ...]], directories: dict[int, Path]) -> None:
+    """Each token has the logprob that transformers gives it with the weights of its version."""
+    models = {}
+    for sample, prompt in zip(samples, prompts, strict=True):
+        tokens = sample.tokens.tolist()
+        for version in {int(version) for version in sample.versions}:
+            if version not in models:
+                models[version] = AutoModelForCausalLM.from_pretrained(directories[version], dtype=torch.float32).eval()
+            with torch.no_grad():
+                logits = models[version](torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens].numpy()
+            of_version = sample.versions == version
+            assert np.abs(sample.logprobs - expected)[of_version].max() < 1e-5
+
+
+LAYOUTS = {
+    "tensor2": ParallelLayout(tensor=2),
+    "pipeline2": ParallelLayout(pipeline=2),
+    "2x2": ParallelLayout(tensor=2, pipeline=2),
+    "data2": ParallelLayout(data=2),
+    "expert2": ParallelLayout(data=2, expert=2),
+}
+PROMPT = (5, 6, 9, 11)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param((server, LAYOUTS[layout], way), id=f"{server}-{layout}-{way}")
+        for server, layouts in {
+            "tied_server": ["pipeline2", "data2"],
+            "split_server": ["tensor2", "2x2"],
+            "moe_server": ["2x2", "expert2"],
+        }.items()
+        for layout in layouts
+        for way in IN_PLACE
+    ],
+    indirect=True,
+)
+def test_every_rank_holds_what_the_training_ranks_sent_and_samples_from_it(
+    policy: Policy, weights: Weights, request: pytest.FixtureRequest
+) -> None:
+    family = SERVERS[request.node.callspec.id.partition("-")[0]]
+    for version in (1, 2):
+        directory = weights(family, version)
+        policy.sync(version, directory)
+        check_holds(policy.engine, directory)
+        samples = policy.engine.generate([ask(PROMPT, SamplingParams(24), seed=version)])
+        assert (samples[0].versions == version).all()
+        check_logprobs(samples, [PROMPT], {version: directory})
+
+
+ask = request
+
+
+@pytest.mark.parametrize(
+    ("policy", "family"),
+    [
+        pytest.param(("split_server", LAYOUTS["2x2"], Way.SHARED_MEMORY), "qwen3", id="dense-shared_memory"),
+        pytest.param(("moe_server", LAYOUTS["expert2"], Way.PROCESS_GROUP), "qwen3_moe", id="moe-process_group"),
+    ],
+    indirect=["policy"],
+)
+def test_ten_syncs_while_it_generates(policy: Policy, family: str, weights: Weights) -> None:
+    directories = {version: weights(family, version) for version in range(1, 12)}
+    policy.sync(1, directories[1])
+    prompts = [(5, 6, 9 + i % 7, 11) for i in range(4 * AT_ONCE)]
+    asked = [ask(prompt, SamplingParams(230), seed=i, index=i) for i, prompt in enumerate(prompts)]
+    with ThreadPoolExecutor(1) as pool:
+        generating = pool.submit(policy.engine.generate, asked)
+        for version in range(2, 12):
+            time.sleep(0.1)
+            policy.sync(version, directories[version])
+            check_holds(policy.engine, directories[version])
+        samples = generating.result(120)
+    assert len({version for sample in samples for version in sample.versions.tolist()}) >= 4
+    assert any(len(set(sample.versions.tolist())) > 1 for sample in samples)
+    check_logprobs(samples, prompts, directories)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [("split_server", LAYOUTS["tensor2"], Way.SHARED_MEMORY)], indirect=True)
+def test_a_bucket_that_changes_on_the_way_is_named_and_the_next_sync_mends_it(policy: Policy, weights: Weights) -> None:
+    directory = weights("qwen3", 1)
+    good = policy.senders[1]
+    policy.senders[1] = FlowSender(
+        policy.plan, 1, policy.host.meeting, BUCKET_BYTES, Corrupting(policy.host.meeting.run, nth=2)
+    )
+    policy.engine.begin_update(1)
+    assert not policy.move(1, directory)
+    loader = policy.engine._weights._loader
+    assert loader is not None
+    (wrong,) = policy.wrong(directory, loader.digests())
+    tensor, _, holder = wrong.removesuffix(" after the sync").partition(" on ")
+    active, held = frozenset(policy.ranks), policy.held(directory)
+    sent: dict[str, int] = {}
+    for source in range(2):
+        part = policy.plan.part_for_source(source)
+        sent |= sent_bucket_digests(part, source, held[source], tensor, active, BUCKET_BYTES)
+    arrived = loader.bucket_digests(tensor, policy.ranks)
+    (found,) = [problem for of_rank in arrived for problem in bucket_problems(tensor, sent, of_rank["arrived"])]
+    assert f"from train rank 1 to {holder}" in found.where
+    policy.senders[1].close()
+    policy.senders[1] = good
+    policy.sync(2, directory)
+    check_holds(policy.engine, directory)
+
+
+@pytest.mark.parametrize("policy", [("split_server", LAYOUTS["tensor2"], way, 3.0) for way in IN_PLACE], indirect=True)
+def test_a_rank_that_stops_answering_is_named_at_the_deadline_and_syncs_again_when_it_lives(
+    policy: Policy, weights: Weights, split_server: Served
+) -> None:
+    directory = weights("qwen3", 1)
+    policy.sync(1, directory)
+    (scheduler,) = [
+        process
+        for process in members(split_server.server._process.pid)
+        if b"scheduler_TP1" in Path(f"/proc/{process}/cmdline").read_bytes()
+    ]
+    policy.engine.begin_update(2)
+    os.kill(scheduler, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            moving = pool.submit(policy.move, 2, directory)
+            time.sleep(5.0)
+            os.kill(scheduler, signal.SIGCONT)
+            errors = moving.result(60)
+    finally:
+        os.kill(scheduler, signal.SIGCONT)
+    assert len(errors) == 3  # both training ranks and the engine
+    assert any("engine 0 rank 1" in str(error) and " within 3 s" in str(error) for error in errors)
+    policy.engine.begin_update(2)
+    assert not policy.move(2, weights("qwen3", 2))
+    assert not policy.wrong(weights("qwen3", 2), policy.engine.end_update(2))
+    policy.engine.commit_update(2)
+    check_holds(policy.engine, weights("qwen3", 2))
+
+
+def test_wrong_shapes_and_commands_are_answered_and_the_server_lives(tied_server: Served, weights: Weights) -> None:
+    with tied_server.borrowed() as engine:
+        policy = Policy(engine, tied_server, LAYOUTS["data2"], Way.SHARED_MEMORY)
+        engine.begin_update(1)
+        loader = engine._weights._loader
+        assert loader is not None
+        with pytest.raises(WeightSyncError) as caught:
+            loader.connect(misshapen(policy.plan), policy.ranks, Way.SHARED_MEMORY, BUCKET_BYTES)
+        assert [problem.where for problem in caught.value.problems] == ["engine 0 rank 0: model.norm.weight"]
+        with pytest.raises(WeightSyncError, match="no weight plan"):
+            loader.receive(1)
+        with pytest.raises(WeightSyncError, match="no such action: reset"):
+            loader._ask_all("reset")
+        loader.connect(policy.plan, policy.ranks, Way.SHARED_MEMORY, BUCKET_BYTES)
+        assert not policy.move(1, weights("qwen2_tied", 1))
+        assert not policy.wrong(weights("qwen2_tied", 1), engine.end_update(1))
+        engine.commit_update(1)
+        policy.close()
+
+
+def misshapen(plan: WeightPlan) -> WeightPlan:
+    """As if the final norm were longer than the server's, on the engine's side alone."""
+    (manifest,) = plan.destinations
+    storages = dict(manifest.storages)
+    storages["model.norm.weight"] = replace(storages["model.norm.weight"], shape=(49,))
+    return replace(plan, destinations=(replace(manifest, storages=storages),))
+
+
+def test_the_server_describes_its_own_parameters(split_server: Served) -> None:
+    with split_server.borrowed() as engine:
+        Policy(engine, split_server, LAYOUTS["tensor2"], Way.SHARED_MEMORY).close()
+        engine.begin_update(1)
+        loader = engine._weights._loader
+        assert isinstance(loader, RemoteLoader)
+        described = loader.describe()
+        engine.end_update(1)
+    assert described == [dict(manifest.storages) for manifest in engine.manifests()]
+
+
+def test_models_with_derived_weights_are_refused_by_name() -> None:
+    class DeepseekLike(torch.nn.Module):
+        def post_load_weights(self) -> None:
+            pass
+
+    for way in (*IN_PLACE, Way.DIRECT):
+        with pytest.raises(MegagrpoError, match="DeepseekLike"):
+            check_loadable(DeepseekLike(), way)
+    check_loadable(DeepseekLike(), Way.TENSORS)
+    check_loadable(torch.nn.Linear(1, 1), Way.SHARED_MEMORY)
+
+
+def test_a_plan_that_would_run_code_is_not_read() -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, ("true",)
+
+    with pytest.raises(pickle.UnpicklingError, match="system is no part of a weight plan"):
+        read_plan(pickle.dumps(Evil()))
+    with pytest.raises(pickle.UnpicklingError, match="a weight plan is needed, not list"):
+        read_plan(pickle.dumps([]))
+
+
+def test_a_command_is_what_sglang_unpickles() -> None:
+    [(name, data)] = pickle.loads(base64.b64decode(serialize({"action": "describe"})))
+    assert (name, bytes(data.numpy())) == ("megagrpo command", b'{"action": "describe"}')
+    assert LOAD_FORMAT.rpartition(".")[0] == check_loadable.__module__
+    assert set(SERVERS.values()) <= FAMILIES.keys()
