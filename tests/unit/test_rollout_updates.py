@@ -1,6 +1,7 @@
 """Weights into the embedded engine: the order of calls, digests of what arrived, and what is sampled afterwards."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from megagrpo.errors import EngineError
 from megagrpo.rollout.engine import Engine, EngineState, UpdateProtocol
 from megagrpo.types import SamplingParams
 from megagrpo.weights.digest import digests
-from megagrpo.weights.executors.buckets import pack
+from megagrpo.weights.executors.meeting import MeetingHost
+from megagrpo.weights.executors.ways import Way, open_sender
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint
 from tests.rollout_engines import model_directory, request, start_engine
@@ -29,11 +31,19 @@ def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_pa
 
     (source,) = checkpoint.manifests(new)
     tensors = load_file(new / "model.safetensors")
-    plan = make_plan([source], [engine.manifest()])
-    engine.begin_update(3)
-    engine.receive(pack(plan, 0, tensors), plan, 0)
-    assert engine.end_update(3) == digests(tensors, source.placements)
+    plan = make_plan([source], engine.manifests())
+    host = MeetingHost("127.0.0.1", timeout_seconds=60)
+    sender = open_sender(Way.SHARED_MEMORY, plan, 0, host.meeting, bucket_bytes=4096)
+    engine.connect(plan, [0], Way.SHARED_MEMORY, host.meeting, bucket_bytes=4096)
+    host.open(3, [0])
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, 3, tensors)
+        engine.begin_update(3)
+        engine.receive(3)
+        sending.result(60)
+    assert engine.end_update(3) == [digests(tensors, source.placements)]
     engine.commit_update(3)
+    sender.close()
 
     (after,) = engine.generate(ASKED)
     model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32)
@@ -48,6 +58,8 @@ def test_nothing_is_generated_from_open_or_unverified_weights_nor_after_closing(
     engine.begin_update(1)
     with pytest.raises(EngineError, match="receiving weights"):
         engine.generate(ASKED)
+    with pytest.raises(EngineError, match="connect first"):
+        engine.receive(1)
     engine.end_update(1)
     with pytest.raises(EngineError, match="unverified"):
         engine.generate(ASKED)
@@ -72,6 +84,9 @@ def test_nothing_is_generated_from_open_or_unverified_weights_nor_after_closing(
         [lambda p: p.begin(1), lambda p: p.end(1), lambda p: p.commit(2)],
         [lambda p: p.begin(2), lambda p: p.end(2), lambda p: p.commit(2), lambda p: p.begin(1)],
         [lambda p: p.close(), lambda p: p.begin(1)],
+        [lambda p: p.close(), lambda p: p.lose_weights()],
+        [lambda p: p.lose_weights(), lambda p: p.check_serving()],
+        [lambda p: p.lose_weights(), lambda p: p.commit(0)],
     ],
 )
 def test_calls_out_of_turn_are_refused_and_change_nothing(calls: list[Callable[[UpdateProtocol], None]]) -> None:
