@@ -171,10 +171,10 @@ def engine_tensors(
 ) -> Tensors:
     """Every parameter of one SGLang rank by name: whole tensors padded by cat, cut by chunk, fused by cat and stack."""
 
-    def cut(weight: torch.Tensor, padded: int, dim: int, shards: int = tensor, index: int = rank) -> torch.Tensor:
+    def cut(weight: torch.Tensor, padded: int, dim: int) -> torch.Tensor:
         shape = list(weight.shape)
         shape[dim] = padded - shape[dim]
-        return torch.cat([weight, weight.new_zeros(shape)], dim).chunk(shards, dim)[index]
+        return torch.cat([weight, weight.new_zeros(shape)], dim).chunk(tensor, dim)[rank]
 
     def ffn(size: int) -> int:
         return size if device == "cuda" else (size + 32 * tensor - 1) // (32 * tensor) * (32 * tensor)
@@ -191,6 +191,15 @@ def engine_tensors(
         heads = weight.unflatten(0, (arch.query_groups, -1))
         copies = max(1, tensor // arch.query_groups)
         return heads.repeat_interleave(copies, 0).chunk(tensor)[rank].flatten(0, 1)
+
+    ffn_of_experts = arch.experts.ffn if arch.experts is not None else 0
+    shards, index = tensor // expert, rank % (tensor // expert)
+
+    def part(weights: torch.Tensor, dim: int) -> torch.Tensor:
+        weights = weights.chunk(shards, dim)[index]
+        shape = list(weights.shape)
+        shape[dim] = ffn(ffn_of_experts) // shards - shape[dim]
+        return torch.cat([weights, weights.new_zeros(shape)], dim)
 
     held = {"model.embed_tokens.weight": vocabulary(checkpoint["model.embed_tokens.weight"])}
     for layer in range(arch.layers):
@@ -220,11 +229,9 @@ def engine_tensors(
             )[rank // (tensor // expert)]
             for name in names
         )
-        where = (tensor // expert, rank % (tensor // expert))
-        padded = ffn(arch.experts.ffn)
         held[mlp + "gate.weight"] = checkpoint[mlp + "gate.weight"]
-        held[mlp + "experts.w13_weight"] = torch.cat([cut(gate, padded, 1, *where), cut(up, padded, 1, *where)], 1)
-        held[mlp + "experts.w2_weight"] = cut(down, padded, 2, *where)
+        held[mlp + "experts.w13_weight"] = torch.cat([part(gate, 1), part(up, 1)], 1)
+        held[mlp + "experts.w2_weight"] = part(down, 2)
     held["model.norm.weight"] = checkpoint["model.norm.weight"]
     if not arch.tied_embeddings:
         held["lm_head.weight"] = vocabulary(checkpoint["lm_head.weight"])

@@ -111,6 +111,7 @@ def test_what_an_engine_cannot_hold_is_refused(
     assert all(text in str(caught.value) for text in named), caught.value
 
 
-def test_padding_lets_the_cpu_hold_sizes_that_do_not_divide() -> None:
-    arch = moe_architecture(experts=Experts(4, 2, 9, True))
-    sglang.manifest(arch, EngineLayout(tensor=2), 0, "float32", "cpu")
+def test_padding_lets_the_cpu_hold_mlps_that_do_not_divide_but_no_such_experts() -> None:
+    sglang.manifest(architecture(ffn=27), EngineLayout(tensor=2), 0, "float32", "cpu")
+    with pytest.raises(ModelError, match="expert ffn: 9"):  # SGLang would leave the last row out
+        sglang.manifest(moe_architecture(experts=Experts(4, 2, 9, True)), EngineLayout(tensor=2), 0, "float32", "cpu")

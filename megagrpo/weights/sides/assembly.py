@@ -29,9 +29,15 @@ def shard(tensor: Tensor, index: int, shards: int) -> Rows:
 
 
 def padded_shard(tensor: Tensor, padded: int, index: int, shards: int) -> Iterator[Rows]:
-    """The same of the tensor with padding behind it, `padded` rows in all."""
+    """The `index`-th of `shards` equal runs of rows of the tensor with padding behind it, `padded` rows in all."""
     count = padded // shards
     return cut([all_rows(tensor), Rows(None, 0, padded - tensor.shape[0])], index * count, count)
+
+
+def shard_padded(tensor: Tensor, index: int, shards: int, width: int) -> Iterator[Rows]:
+    """The `index`-th of `shards` equal runs of rows, and padding behind it, `width` rows in all."""
+    part = shard(tensor, index, shards)
+    return cut([part, Rows(None, 0, width - part.count)], 0, width)
 
 
 def cut(fused: Iterable[Rows], first: int, count: int) -> Iterator[Rows]:
@@ -77,7 +83,8 @@ class ManifestBuilder:
         `padded` is its number of columns with padding, before it is cut; None: no padding.
         """
         count = (padded or tensor.shape[1]) // shards
-        self._columns(storage, (), tensor, index, count)
+        real = max(0, min(tensor.shape[1] - index * count, count))
+        self._columns(storage, (), tensor, index * count, real, count)
         self._storages[storage] = Storage(storage, (tensor.shape[0], count), self._dtype)
 
     def stacked(self, storage: str, experts: Sequence[Iterable[Rows]], columns: int) -> None:
@@ -94,19 +101,23 @@ class ManifestBuilder:
                 at += part.count
         self._storages[storage] = Storage(storage, (len(experts), at, columns), self._dtype)
 
-    def stacked_columns(self, storage: str, experts: Sequence[Tensor], index: int, shards: int, padded: int) -> None:
-        """A 3-D storage: at index e of axis 0, the `index`-th of `shards` runs of columns of the matrix experts[e]."""
-        count = padded // shards
-        for expert, tensor in enumerate(experts):
-            self._columns(storage, (expert,), tensor, index, count)
-        self._storages[storage] = Storage(storage, (len(experts), experts[0].shape[0], count), self._dtype)
+    def stacked_columns(self, storage: str, experts: Sequence[Tensor], index: int, shards: int, width: int) -> None:
+        """A 3-D storage: at index e of axis 0, the `index`-th of `shards` runs of columns of the matrix experts[e].
 
-    def _columns(self, storage: str, expert: tuple[int, ...], tensor: Tensor, index: int, count: int) -> None:
-        """Columns index * count .. + count of a matrix with padding behind it; `expert` is its index in a stack."""
+        Each run has padding behind it, up to `width`.
+        """
+        for expert, tensor in enumerate(experts):
+            real = tensor.shape[1] // shards
+            self._columns(storage, (expert,), tensor, index * real, real, width)
+        self._storages[storage] = Storage(storage, (len(experts), experts[0].shape[0], width), self._dtype)
+
+    def _columns(
+        self, storage: str, expert: tuple[int, ...], tensor: Tensor, start: int, real: int, count: int
+    ) -> None:
+        """`real` columns of a matrix from `start` on, and padding up to `count`; `expert` is its index in a stack."""
         rows = tensor.shape[0]
-        real = max(0, min(tensor.shape[1] - index * count, count))
         if real:
-            box = Box(tensor.name, (0, index * count), (rows, real))
+            box = Box(tensor.name, (0, start), (rows, real))
             axes = (*(None for _ in expert), 0, 1)
             self._placements.append(Placement(storage, (*expert, 0, 0), axes, box))
         if count > real:

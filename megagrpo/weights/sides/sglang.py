@@ -2,8 +2,9 @@
 
 Read from sglang/srt/models and sglang/srt/layers. Vocabularies are padded to a multiple of 64 and cut by rows; q, k and
 v are cut one by one and then fused; gate and up likewise; all experts of a rank are one 3-D parameter. On the CPU,
-feed-forward sizes are padded with zeros to a multiple of 32 x tensor before they are cut. With more ranks than
-key-value heads, each rank holds one head, the same on several. Everything has the model's dtype, the router too.
+feed-forward sizes are padded with zeros to a multiple of 32 x tensor: an MLP's before it is cut, experts' part by part.
+With more ranks than key-value heads, each rank holds one head, the same on several. Everything has the model's dtype,
+the router too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Protocol
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families.architecture import Architecture, Tensor
-from megagrpo.weights.sides.assembly import ManifestBuilder, Rows, padded_shard
+from megagrpo.weights.sides.assembly import ManifestBuilder, Rows, padded_shard, shard_padded
 from megagrpo.weights.sides.roles import LayerTensors, Roles, model_tensors
 
 VOCABULARY_MULTIPLE = 64
@@ -73,7 +74,7 @@ def split_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     else:
         rules.append(("experts", arch.experts.count, expert))
         shards = max(1, tensor // expert)
-        rules.append(("expert ffn", _padded_ffn(arch.experts.ffn, tensor, device), shards))
+        rules.append(("expert ffn", arch.experts.ffn, shards))
     found += [
         Problem(where, f"{what}: {given}", f"a multiple of {size}") for what, given, size in rules if given % size
     ]
@@ -161,13 +162,13 @@ class _Rank:
         here = len(layer.experts) // self.expert
         held = layer.experts[run * here : (run + 1) * here]
         ffn = held[0]["expert_gate"].shape[0]
-        padded = _padded_ffn(ffn, self.tensor, self.device)
+        width = _padded_ffn(ffn, self.tensor, self.device) // shards
         gate_up = [
-            [part for role in ("expert_gate", "expert_up") for part in padded_shard(roles[role], padded, index, shards)]
+            [part for role in ("expert_gate", "expert_up") for part in shard_padded(roles[role], index, shards, width)]
             for roles in held
         ]
         prefix = router.name.removesuffix("gate.weight") + "experts."
         self.builder.stacked(prefix + "w13_weight", gate_up, self.arch.hidden)
         self.builder.stacked_columns(
-            prefix + "w2_weight", [roles["expert_down"] for roles in held], index, shards, padded
+            prefix + "w2_weight", [roles["expert_down"] for roles in held], index, shards, width
         )
