@@ -52,7 +52,7 @@ def send_all(
     source = dist.get_rank()
     process.start_parallel(layout, seed=1)
     try:
-        chunks, manifest = load_model(sendings[0].versions[0][1], layout, torch.float32)
+        chunks, _ = load_model(sendings[0].versions[0][1], layout, torch.float32)
         tensors = named_tensors(chunks)
         member = meeting.join(f"test's rank {source}")
         found: dict[int, Digests | str] = {}
@@ -69,7 +69,7 @@ def send_all(
             )
             member.add(f"ready {sending.way}")
             for version, directory in sending.versions:
-                checkpoint_files.load(directory, manifest, tensors)
+                checkpoint_files.load(directory, plan.sources[source], tensors)
                 member.start_clock()
                 member.wait(partial(member.hear, f"open {version}"), lambda: Problem("the test opens no sync"))
                 try:

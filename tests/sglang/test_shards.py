@@ -201,7 +201,7 @@ ask = request
 def test_ten_syncs_while_it_generates(policy: Policy, family: str, weights: Weights) -> None:
     directories = {version: weights(family, version) for version in range(1, 12)}
     policy.sync(1, directories[1])
-    prompts = [(5, 6, 9 + i % 7, 11) for i in range(4 * AT_ONCE)]
+    prompts = [(5, 6, 9 + i % 7, 11) for i in range(3 * AT_ONCE)]
     asked = [ask(prompt, SamplingParams(230), seed=i, index=i) for i, prompt in enumerate(prompts)]
     with ThreadPoolExecutor(1) as pool:
         generating = pool.submit(policy.engine.generate, asked)
@@ -211,8 +211,9 @@ def test_ten_syncs_while_it_generates(policy: Policy, family: str, weights: Weig
             check_holds(policy.engine, directories[version])
         samples = generating.result(120)
     assert len({version for sample in samples for version in sample.versions.tolist()}) >= 4
-    assert any(len(set(sample.versions.tolist())) > 1 for sample in samples)
-    check_logprobs(samples, prompts, directories)
+    mixed = [i for i, sample in enumerate(samples) if len(set(sample.versions.tolist())) > 1]
+    assert mixed
+    check_logprobs([samples[i] for i in mixed[:8]], [prompts[i] for i in mixed[:8]], directories)
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -261,7 +262,7 @@ def test_a_rank_that_stops_answering_is_named_at_the_deadline_and_syncs_again_wh
     try:
         with ThreadPoolExecutor(1) as pool:
             moving = pool.submit(policy.move, 2, directory)
-            time.sleep(5.0)
+            time.sleep(4.0)
             os.kill(scheduler, signal.SIGCONT)
             errors = moving.result(60)
     finally:

@@ -1,0 +1,63 @@
+"""What a recipe may say in rollout.sglang, asked of the installed SGLang."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megagrpo.errors import EngineError
+from megagrpo.recipe.schema import EngineLayout, Sglang
+from megagrpo.rollout.sglang.arguments import server_arguments, sglang_problems
+
+
+def test_all_wrong_arguments_are_found_at_once_with_what_is_right() -> None:
+    wrong: dict[str, tuple[Any, str]] = {
+        "mem_fraction_statik": (0.7, "did you mean `mem_fraction_static`?"),
+        "mem_fraction_static": ("a lot", "valid number"),
+        "chunked_prefill_size": (1.5, "valid integer"),
+        "attention_backend": ("flash", "one of"),
+        "moe_a2a_backend": ("deep", "deepep"),
+        "disable_radix_cache": ("yes", "valid boolean"),
+        "tp_size": (2, "rollout.layout.tensor"),
+        "model_path": ("elsewhere", "model.path"),
+        "api_key": ("secret", "megagrpo starts the server"),
+        "quantization": ("fp8", "unquantised"),
+    }
+    right = {"max_total_tokens": 4096, "schedule_policy": "lpm", "enable_metrics": True, "cuda_graph_bs_decode": [1, 2]}
+    given = {name: value for name, (value, _) in wrong.items()}
+    found = {problem.where: str(problem) for problem in sglang_problems(Sglang(**given, **right))}
+    assert found.keys() == {f"rollout.sglang.{name}" for name in wrong}
+    for name, (_, words) in wrong.items():
+        assert words in found[f"rollout.sglang.{name}"]
+
+
+def test_an_interpreter_without_sglang_is_named_and_how_to_get_it(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
+    bare.chmod(0o755)
+    (problem,) = sglang_problems(Sglang(python=str(bare)))
+    assert "has no SGLang" in problem.given
+    assert "make sglang-cpu" in problem.fix
+    assert "pip install megagrpo[sglang]" in problem.fix
+    assert sglang_problems(Sglang(python=str(bare)), only_if_installed=True) == []
+    (problem,) = sglang_problems(Sglang(python=str(tmp_path / "none")))
+    assert problem.where == "rollout.sglang.python"
+    assert sglang_problems(Sglang()) == []
+
+
+def test_the_recipes_arguments_win_over_defaults_but_not_over_ours() -> None:
+    given: dict[str, Any] = {
+        "model_directory": "m", "layout": EngineLayout(tensor=2), "dtype": "float32", "device": "cpu",
+        "requests_at_once": 8, "tokens_per_request": 100, "longest_pause_seconds": 600.0,
+    }  # fmt: skip
+    arguments = server_arguments(**given, options={"max_total_tokens": 77, "schedule_policy": "lpm"})
+    assert arguments["max_total_tokens"] == 77
+    assert arguments["schedule_policy"] == "lpm"
+    assert arguments["tp_size"] == 2
+    assert arguments["watchdog_timeout"] > 600
+    assert server_arguments(**given, options={})["max_total_tokens"] == 800
+    on_gpu = server_arguments(**(given | {"device": "cuda"}), options={})
+    assert not {"attention_backend", "sampling_backend", "max_total_tokens"} & on_gpu.keys()
+    with pytest.raises(EngineError, match="tp_size"):
+        server_arguments(**given, options={"tp_size": 1})

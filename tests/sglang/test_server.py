@@ -1,0 +1,146 @@
+"""The life of a server: who may ask it, what is said when it fails, and that nothing of it stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from megagrpo.errors import EngineError
+from megagrpo.recipe.schema import EngineLayout
+from megagrpo.rollout.sglang.engine import SglangEngine
+from megagrpo.rollout.sglang.processes import SHARED_MEMORY, members, shared_files
+from megagrpo.rollout.sglang.server import Server
+from megagrpo.types import SamplingParams
+from tests.rollout_engines import model_directory, request
+from tests.sglang.servers import START_SECONDS, Served, settings, start_server
+
+GONE_SECONDS = 20.0
+
+
+def status(server: Server, path: str, key: str | None) -> int:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(server.url + path, headers=headers), timeout=10) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_only_who_has_the_key_may_ask_and_nobody_else_can_read_it(tied_server: Served) -> None:
+    server = tied_server.server
+    assert status(server, "/server_info", server.api_key) == 200
+    assert status(server, "/server_info", None) == 401
+    assert status(server, "/server_info", "another") == 401
+    for process in members(server._process.pid):
+        for shown in ("cmdline", "environ"):
+            assert server.api_key.encode() not in Path(f"/proc/{process}/{shown}").read_bytes()
+    assert server.log.stat().st_mode & 0o077 == 0
+    assert server.api_key not in server.log_end()
+
+
+def test_a_server_listens_on_loopback_alone(tied_server: Served) -> None:
+    port = int(tied_server.server.url.rpartition(":")[2])
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = {line[1] for line in lines if line[3] == "0A" and int(line[1].rpartition(":")[2], 16) == port}
+    assert listening == {f"0100007F:{port:04X}"}
+
+
+def test_a_server_that_is_killed_is_named_with_its_log_and_nothing_of_it_stays(tmp_path: Path) -> None:
+    directory = model_directory("qwen2_tied", tmp_path / "model")
+    server = start_server(directory, EngineLayout(), tmp_path / "engine.log", name="engine 7")
+    engine = None
+    try:
+        server.wait_until_ready(START_SECONDS)
+        engine = SglangEngine(server, **(settings(directory, EngineLayout()) | {"name": "engine 7"}))
+        (sample,) = engine.generate([request([5, 6], SamplingParams(3))])
+        assert len(sample.tokens)
+        group = server._process.pid
+        processes, files = members(group), shared_files(members(group))
+        assert len(processes) > 2
+        assert files
+        scheduler = next(
+            process for process in processes if "scheduler" in Path(f"/proc/{process}/cmdline").read_text()
+        )
+        os.kill(scheduler, signal.SIGKILL)
+        with pytest.raises(EngineError) as caught:
+            engine.generate([request([5, 6], SamplingParams(200), seed=seed) for seed in range(100)])
+        assert "engine 7" in str(caught.value)
+        assert f"{server.log} ends with" in str(caught.value)
+    finally:
+        (engine or server).close()
+    assert not members(group)
+    assert not [file for file in files if file.exists()]
+    assert not Path(server._directory).exists()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate([request([5, 6], SamplingParams(3))])
+
+
+def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    directory = model_directory("qwen2_tied", tmp_path / "model")
+    started = f"""
+import os, signal, time
+from pathlib import Path
+from megagrpo.recipe.schema import EngineLayout
+from tests.sglang.servers import start_server
+server = start_server(Path({str(directory)!r}), EngineLayout(), Path({str(tmp_path / "log")!r}))
+print(server._process.pid, server._directory, flush=True)
+time.sleep(600)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", started], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        group, directory_of_sockets = owner.stdout.readline().split()
+        deadline = time.monotonic() + START_SECONDS
+        while len(running := members(int(group))) < 4:  # launcher, tracker, scheduler, detokenizer
+            assert running, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        files = shared_files(running)
+    finally:
+        owner.kill()
+        owner.wait()
+    deadline = time.monotonic() + GONE_SECONDS
+    while members(int(group)):
+        assert time.monotonic() < deadline, members(int(group))
+        time.sleep(0.1)
+    assert not [file for file in files if file.exists()]
+    assert not Path(directory_of_sockets).exists()
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    server = start_server(tmp_path / "nothing", EngineLayout(), tmp_path / "engine.log")
+    try:
+        with pytest.raises(EngineError) as caught:
+            server.wait_until_ready(START_SECONDS)
+    finally:
+        server.close()
+    assert "the server has ended" in str(caught.value)
+    assert "nothing" in str(caught.value)
+
+
+def test_a_server_that_is_not_ready_in_time_is_named(tmp_path: Path) -> None:
+    server = start_server(model_directory("qwen2_tied", tmp_path / "model"), EngineLayout(), tmp_path / "engine.log")
+    try:
+        with pytest.raises(EngineError, match="not ready"):
+            server.wait_until_ready(0.5)
+    finally:
+        server.close()
+    assert not members(server._process.pid)
+
+
+def test_an_interpreter_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    before = set(os.listdir(SHARED_MEMORY))
+    with pytest.raises(EngineError, match=r"rollout\.sglang\.python"):
+        Server({}, name="engine 0", log=tmp_path / "log", python=str(tmp_path / "python"))
+    assert {name for name in os.listdir(SHARED_MEMORY) if name.startswith("sgl")} <= before
+
+
+def test_a_server_that_is_not_as_the_recipe_says_is_refused(tied_server: Served) -> None:
+    with pytest.raises(EngineError, match="tp_size 1"), tied_server.borrowed(layout=EngineLayout(tensor=2)):
+        pass
