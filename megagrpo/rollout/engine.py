@@ -56,6 +56,11 @@ class Engine(Protocol):
         """Closes the transfer and returns, by engine rank, the digest of what lies there of every checkpoint tensor."""
         ...
 
+    def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
+        """After end_update of a sync to these destinations of the plan, to find the bucket of a wrong tensor: by engine
+        rank, "sent" and "arrived" digests by bucket. Empty where weights did not come in buckets of exact shards."""
+        ...
+
     def commit_update(self, version: int) -> None:
         """The digests agree: generation goes on, and tokens sampled from now on carry `version`."""
         ...

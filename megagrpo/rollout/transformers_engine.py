@@ -17,10 +17,12 @@ from megagrpo.types import FinishReason, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
 from megagrpo.weights.executors.meeting import Meeting
+from megagrpo.weights.executors.streams import destination_party
 from megagrpo.weights.executors.ways import Receiver, Way, open_receiver
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import transformers as transformers_side
+from megagrpo.weights.verification import arrived_bucket_digests, sent_bucket_digests
 from megagrpo.weights.views import torch_dtype
 
 
@@ -51,6 +53,7 @@ class TransformersEngine:
         self._requests_at_once = requests_at_once
         self._protocol = UpdateProtocol(name)
         self._receiver: Receiver | None = None
+        self._connection: tuple[WeightPlan, int, int] | None = None
 
     def manifests(self) -> list[Manifest]:
         return [self._manifest]
@@ -61,6 +64,7 @@ class TransformersEngine:
         self._disconnect()
         (destination,) = destinations
         self._receiver = open_receiver(way, plan, destination, self._tensors(), meeting, bucket_bytes)
+        self._connection = plan, destination, bucket_bytes
 
     def begin_update(self, version: int) -> None:
         self._protocol.begin(version)
@@ -74,6 +78,18 @@ class TransformersEngine:
     def end_update(self, version: int) -> list[Mapping[str, int]]:
         self._protocol.end(version)
         return [digests(self._tensors(), self._manifest.placements)]
+
+    def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
+        if self._connection is None:
+            return []
+        plan, destination, bucket_bytes = self._connection
+        party, tensors, active = destination_party(plan, destination), self._tensors(), frozenset(destinations)
+        return [
+            {
+                "sent": sent_bucket_digests(plan, party, tensors, tensor, active, bucket_bytes),
+                "arrived": arrived_bucket_digests(plan, destination, tensors, tensor, active, bucket_bytes),
+            }
+        ]
 
     def commit_update(self, version: int) -> None:
         self._protocol.commit(version)
@@ -105,7 +121,7 @@ class TransformersEngine:
     def _disconnect(self) -> None:
         if self._receiver is not None:
             self._receiver.close()
-        self._receiver = None
+        self._receiver = self._connection = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The parameters, and the buffers that are weights too: routers' biases."""

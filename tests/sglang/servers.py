@@ -20,7 +20,7 @@ from megagrpo.weights.executors.meeting import MeetingHost
 from megagrpo.weights.executors.ways import Way, open_sender
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint
-from megagrpo.weights.verification import expected_digests, sent_digests
+from megagrpo.weights.verification import expected_digests, sent_bucket_digests, sent_digests
 from tests.rollout_engines import model_directory
 
 START_SECONDS = 240.0
@@ -28,6 +28,7 @@ WAIT_SECONDS = 60.0
 AT_ONCE = 16
 TOKENS = 240
 BUCKET_BYTES = 1 << 16
+BUCKETS_OF = "model.layers.1.mlp.down_proj.weight"
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,9 @@ class Trainer:
         expected = expected_digests([sent_digests(self._plan, 0, tensors)])
         arrived = self._engine.end_update(version)
         assert arrived == [expected[rank] for rank in self._ranks]
+        wanted = sent_bucket_digests(self._plan, 0, tensors, BUCKETS_OF, frozenset(self._ranks), BUCKET_BYTES)
+        by_rank = self._engine.bucket_digests(BUCKETS_OF, self._ranks)
+        assert wanted == {label: digest for of_rank in by_rank for label, digest in of_rank["arrived"].items()}
 
     def sync(self, version: int, directory: Path) -> None:
         self._engine.begin_update(version)

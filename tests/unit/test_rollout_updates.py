@@ -17,6 +17,7 @@ from megagrpo.weights.executors.meeting import MeetingHost
 from megagrpo.weights.executors.ways import Way, open_sender
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint
+from megagrpo.weights.verification import sent_bucket_digests
 from tests.rollout_engines import model_directory, request, start_engine
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -42,6 +43,10 @@ def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_pa
         engine.receive(3)
         sending.result(60)
     assert engine.end_update(3) == [digests(tensors, source.placements)]
+    (buckets,) = engine.bucket_digests("model.norm.weight", [0])
+    of_sender = sent_bucket_digests(plan, 0, tensors, "model.norm.weight", frozenset([0]), 4096)
+    assert of_sender
+    assert buckets == {"sent": {}, "arrived": of_sender}
     engine.commit_update(3)
     sender.close()
 

@@ -195,6 +195,12 @@ class SglangEngine:
         self._protocol.end(version)
         return arrived
 
+    def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
+        self._open_update()
+        found = self._weights.bucket_digests(tensor, destinations)
+        self._end_update()
+        return found
+
     def commit_update(self, version: int) -> None:
         self._protocol.check_commit(version)
         self._client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})

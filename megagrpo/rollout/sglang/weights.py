@@ -18,13 +18,10 @@ from megagrpo.weights.executors.sglang_loader import LOAD_FORMAT
 from megagrpo.weights.executors.sglang_remote import RemoteLoader
 from megagrpo.weights.executors.staging import Post
 from megagrpo.weights.executors.tensors import TensorsReceiver
-from megagrpo.weights.executors.ways import Receiver, Way
+from megagrpo.weights.executors.ways import IN_PLACE, Receiver, Way
 from megagrpo.weights.executors.weights_checker import check_verifiable, checked_digests, has_our_loader
 from megagrpo.weights.executors.whole_tensors import plan_for_engines
 from megagrpo.weights.plan import WeightPlan
-
-EXACT_IN_PLACE = (Way.SHARED_MEMORY, Way.PROCESS_GROUP)
-"""Ways whose receivers run inside the server, as commands to our loader."""
 
 
 class ServerWeights:
@@ -61,7 +58,7 @@ class ServerWeights:
                     fix="start it so, or write weights.transfer: disk",
                 )
             )
-        if way not in EXACT_IN_PLACE:
+        if way not in IN_PLACE:  # then the receiver runs inside the server, by commands to our loader
             self._receiver = self._open_receiver(plan, destinations, way, meeting)
 
     def receive(self, version: int) -> None:
@@ -80,6 +77,12 @@ class ServerWeights:
         if self._directory is None:
             raise EngineError(Problem(f"{self._name}: digests", given="no weights have come", needed="receive first"))
         return list(checked_digests(self._post, self._directory, self._manifests, self._bucket_bytes))
+
+    def bucket_digests(self, tensor: str, active: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
+        """By rank, of one checkpoint tensor; empty for ways that have no buckets of exact shards."""
+        if self._loader is None or self._receiver is not None:
+            return []
+        return list(self._loader.bucket_digests(tensor, active))
 
     def close(self) -> None:
         """Frees what the receiving end holds in this process. May be called twice."""
