@@ -39,6 +39,7 @@ setup(
             "pytest>=8",
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",
+            "networkx>=3.0",
             "ruff>=0.9",
             "mypy>=1.13",
             "import-linter>=2.1",

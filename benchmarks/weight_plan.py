@@ -227,8 +227,9 @@ def main() -> None:
     chosen = parser.parse_args()
     if not chosen.ranks:
         print(
-            f"Nodes of {DEVICES_PER_NODE} GPUs. GB/s of a GPU and direction: network {SPEEDS.network / 1e9:.0f}, NVLink "
-            f"{SPEEDS.node / 1e9:.0f}, copies {SPEEDS.device / 1e9:.0f}. bfloat16, buckets of {BUCKET_BYTES >> 20} MiB.\n"
+            f"Nodes of {DEVICES_PER_NODE} GPUs. GB/s of a GPU and direction: network {SPEEDS.network / 1e9:.0f}, "
+            f"NVLink {SPEEDS.node / 1e9:.0f}, copies {SPEEDS.device / 1e9:.0f}. bfloat16, buckets of "
+            f"{BUCKET_BYTES >> 20} MiB.\n"
             "Planning: seconds of one core, measured. Bytes: counted. Bound, predicted and gather all: predictions.\n"
         )
         print_rows(model_rows())

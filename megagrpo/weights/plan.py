@@ -127,6 +127,12 @@ def make_plan(
     Raises: WeightPlanError naming each tensor that no source holds, and each storage that is not covered exactly once.
     """
     topology = topology or Topology.apart(len(sources), len(destinations))
+    places = len(topology.sources), len(topology.destinations)
+    if places != (len(sources), len(destinations)):
+        needed = f"{len(sources)} and {len(destinations)}, one for each manifest"
+        raise WeightPlanError(
+            Problem("topology", f"{places[0]} places of sources, {places[1]} of destinations", needed)
+        )
     classes = classes_of(sources), classes_of(destinations)
     if problems := [problem for of_class in classes[1] for problem in storage_problems(of_class.manifest)]:
         raise WeightPlanError(problems)

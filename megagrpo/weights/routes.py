@@ -183,7 +183,7 @@ class Stamped:
             if via == member == landing:
                 continue
             for box, placement in zip(boxes, come, strict=True):
-                into = self._destinations.around(member, box)[bundle.copy].part(box)
+                into = self._destinations.around(member, box, bundle.dtype)[bundle.copy].part(box)
                 yield Transfer(source, placement, member, into, None if member == landing else landing)
 
     def flows(self) -> Flows:
@@ -209,11 +209,13 @@ class _Placements:
         self._class_of = {member: index for index, of_class in enumerate(classes) for member in of_class.members}
         self._located: dict[int, Located] = {}
 
-    def around(self, holder: int, box: Box) -> list[Placement]:
+    def around(self, holder: int, box: Box, dtype: str | None = None) -> list[Placement]:
+        """The placements that have all of a box: all of them, or those in storages of one dtype."""
         index = self._class_of[holder]
         if index not in self._located:
             self._located[index] = Located(self._manifests[index])
-        return self._located[index].around(box)
+        storages, found = self._manifests[index].storages, self._located[index].around(box)
+        return [its for its in found if dtype in (None, storages[its.storage].dtype)]
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_located": {}}
