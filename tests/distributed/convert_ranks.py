@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 
 from megagrpo.checkpoint.integrity import SavedFile
 from megagrpo.layout.parallel import ParallelLayout
@@ -85,14 +85,17 @@ def loaded(directory: Path, iteration: Path, layout: ParallelLayout) -> list[tor
     with torch.no_grad():
         for tensor in model.named_tensors(chunks).values():
             tensor.fill_(float("nan"))
-    found = dist_checkpointing.load(sharded(chunks), str(iteration), strict="raise_unexpected")
+    common = dist_checkpointing.load_common_state_dict(str(iteration))
+    assert (common["args"].num_layers, common["args"].hidden_size) == (arch.layers, arch.hidden)
+    metadata = common["content_metadata"] | {"dp_cp_group": parallel_state.get_data_parallel_group(True)}
+    found = dist_checkpointing.load(sharded(chunks, metadata), str(iteration), strict="raise_unexpected")
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(found[name(chunks, index)], strict=True)
     return chunks
 
 
-def sharded(chunks: list[torch.nn.Module]) -> dict[str, Any]:
-    return {name(chunks, index): chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}
+def sharded(chunks: list[torch.nn.Module], metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {name(chunks, index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
 
 
 def name(chunks: list[torch.nn.Module], index: int) -> str:

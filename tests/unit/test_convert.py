@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from megagrpo.convert import hugging_face, megatron
+from megagrpo.convert import verify as compare
 from megagrpo.convert.convert import to_hugging_face, to_megatron
 from megagrpo.convert.opening import open_source
 from megagrpo.convert.source import whole
@@ -114,6 +120,44 @@ def test_a_part_of_a_tensor_is_the_same_wherever_it_is_read(models: Path, tmp_pa
         start = tuple(size // 3 for size in box.shape)
         part = Box(tensor.name, start, tuple(size - size // 3 - 1 for size in box.shape))
         assert torch.equal(files.read(part), megatron.read(part)), tensor.name
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "deepseek_v3"])
+def test_large_tensors_go_in_pieces(family: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "CHUNK_BYTES", 3000)
+    for module, limit in ((megatron, 1700), (hugging_face, 1100), (compare, 900)):
+        monkeypatch.setattr(module, "PIECE_BYTES", limit)
+    model = make_model(family, models / family)
+    to_megatron(model, tmp_path / "megatron")
+    stored = pickle.loads((tmp_path / "megatron" / "iter_0000000" / ".metadata").read_bytes())
+    assert len(stored.state_dict_metadata["embedding.word_embeddings.weight"].chunks) == -(-131 // (3000 // 192))
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    assert_same_files(model, tmp_path / "back")
+    assert not compare.verify(model, tmp_path / "megatron").differences
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_part_of_a_tensor_stored_in_any_chunks_is_read(data: st.DataObject, tmp_path: Path) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
+    values = torch.arange(math.prod(shape)).view(shape)
+    cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+    regions = list(itertools.product(*(itertools.pairwise(edges) for edges in cuts)))
+    data.draw(st.randoms(use_true_random=False)).shuffle(regions)
+    with TorchFile(tmp_path / "__0_0.distcp") as first, TorchFile(tmp_path / "__1_0.distcp") as second:
+        written = [
+            (first, second)[index % 2].add(
+                "key",
+                tuple(low for low, _ in region),
+                values[tuple(slice(low, high) for low, high in region)].clone(),
+            )
+            for index, region in enumerate(regions)
+        ]
+    write_metadata(tmp_path, {"key": Storage("key", shape, "int64")}, written)
+    start = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    part = tuple(data.draw(st.integers(1, size - low)) for low, size in zip(start, shape, strict=True))
+    wanted = values[tuple(slice(low, low + size) for low, size in zip(start, part, strict=True))]
+    assert torch.equal(TorchCheckpoint(tmp_path).read("key", start, part), wanted)
 
 
 def test_tensors_that_are_not_of_the_model_are_listed(models: Path, tmp_path: Path) -> None:
