@@ -196,7 +196,7 @@ def test_memory_stays_near_one_layer(model: Path, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     layer = (4 * 1024 * 1024 + 3 * 1024 * 4096) * 2
     assert total > 400_000_000
-    assert int(run.stdout) < 3 * layer < total / 3, f"{int(run.stdout) / layer:.1f} layers"
+    assert int(run.stdout) < 3.5 * layer < total / 3, f"{int(run.stdout) / layer:.1f} layers"
 
 
 def large_model(directory: Path) -> tuple[Path, int]:
