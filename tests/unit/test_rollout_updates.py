@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 ASKED = [request([5, 6, 7, 8], GREEDY)]
 
 
-@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe", "deepseek_v3"])
 def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_path: Path) -> None:
     old, new = model_directory(family, tmp_path / "old", seed=0), model_directory(family, tmp_path / "new", seed=1)
     engine: Engine = start_engine(old)
