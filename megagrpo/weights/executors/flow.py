@@ -9,12 +9,13 @@ waiting is in the meeting, where an abort and the deadline end it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from megagrpo.errors import Problem, WeightSyncError
+from megagrpo.weights.coverage import few
 from megagrpo.weights.executors import streams
 from megagrpo.weights.executors.buckets import pack_pieces, unpack_pieces
 from megagrpo.weights.executors.meeting import Meeting, Member, Sync
@@ -183,13 +184,17 @@ class _Flow:
         self._member.push(str(parcel.sender), ["taken", index])
 
     def _overdue(self) -> Problem:
-        timeout = self._member.meeting.timeout_seconds
-        for parcel in self._unacknowledged.values():
-            receiver = streams.holder_of(self._plan, parcel.receiver)
-            return streams.overdue(self._plan, parcel, timeout, f"no acknowledgement by {receiver}")
-        parcel = next(iter(self._awaited.values()))
-        sender = streams.holder_of(self._plan, parcel.sender)
-        return streams.overdue(self._plan, parcel, timeout, f"nothing came from {sender}")
+        """Names the first bucket that is late, and everybody who is."""
+        if self._unacknowledged:
+            late = list(self._unacknowledged.values())
+            missing = f"no acknowledgement by {self._names(parcel.receiver for parcel in late)}"
+        else:
+            late = list(self._awaited.values())
+            missing = f"nothing came from {self._names(parcel.sender for parcel in late)}"
+        return streams.overdue(self._plan, late[0], self._member.meeting.timeout_seconds, missing)
+
+    def _names(self, parties: Iterable[Party]) -> str:
+        return few([streams.holder_of(self._plan, party) for party in sorted(set(parties))])
 
 
 def _finish_copies(flat: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import logging
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megagrpo.errors import MegagrpoError, ModelError, Problem
+from megagrpo.errors import MegagrpoError, ModelError, Problem, WeightSyncError
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
 from megagrpo.weights.executors import streams
@@ -27,6 +28,8 @@ from megagrpo.weights.executors.ways import IN_PLACE, Receiver, Way, open_receiv
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.verification import arrived_bucket_digests, sent_bucket_digests
 from megagrpo.weights.views import stored_tensors
+
+logger = logging.getLogger(__name__)
 
 LOAD_FORMAT = "megagrpo.weights.executors.sglang_loader.load"
 COMMAND = "megagrpo command"
@@ -67,8 +70,13 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         answer = {"value": state.do(command)}
     except CAUGHT as error:
         answer = {"problems": _problems(command, error)}
-    if state is not None and state.meeting == meeting:
+    if state is None or state.meeting != meeting:
+        logger.error("no meeting to answer in: %s", answer)
+        return
+    try:
         state.member.say(command["answer"], answer)
+    except WeightSyncError as error:  # the driver is gone; another one may come
+        logger.error("%s", error)
 
 
 def read_plan(data: bytes) -> WeightPlan:
@@ -86,7 +94,7 @@ def named_storages(model: torch.nn.Module, manifest: Manifest) -> dict[str, torc
 
 
 def check_loadable(model: torch.nn.Module, way: Way) -> None:
-    """Raises ModelError for exact shards into a model from whose weights SGLang derives others, which would stay old."""
+    """Raises ModelError for exact shards into a model from whose weights SGLang derives others: they would stay old."""
     if way not in (*IN_PLACE, Way.DIRECT):
         return
     if hasattr(model, "post_load_weights"):
