@@ -158,11 +158,9 @@ class Staging:
     def run(self, load: Callable[[int], None]) -> None:
         """Has every bucket written, and then calls `load` with its number. Raises WeightSyncError."""
         self._open_areas()
-        tickets = {
-            index: area.ticket(len(self._plan.sources) + index)
-            for index, area in zip(self._destinations, self._areas, strict=True)
-        }
         for source in sorted(set().union(*self._sources)):
+            areas = zip(self._destinations, self._areas, strict=True)
+            tickets = {index: area.ticket(source) for index, area in areas}
             self._member.push(source_queue(source), ["open", self._queue, tickets, self._places])
         missing = [set(sources) for sources in self._sources]
         for number in range(min(SLOTS, len(self.buckets))):
