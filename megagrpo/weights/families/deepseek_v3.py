@@ -25,7 +25,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if config.get("rope_interleave", True) is not True:
         read.refuse("rope_interleave", config["rope_interleave"], "true: rotary elements in pairs of neighbours")
     heads = read.integer("num_attention_heads")
-    if config.get("num_key_value_heads", heads) != heads:
+    if config.get("num_key_value_heads") not in (None, heads):
         read.refuse("num_key_value_heads", config["num_key_value_heads"], f"num_attention_heads = {heads}")
     latent = LatentAttention(
         query_rank=None if config.get("q_lora_rank") is None else read.integer("q_lora_rank"),
