@@ -208,8 +208,10 @@ def test_ten_syncs_while_it_generates(policy: Policy, family: str, weights: Weig
     with ThreadPoolExecutor(1) as pool:
         generating = pool.submit(policy.engine.generate, asked)
         for version in range(2, 12):
+            time.sleep(0.1)
             policy.sync(version, directories[version])
             check_holds(policy.engine, directories[version])
+        policy.engine.abort()
         samples = generating.result(120)
     assert len({version for sample in samples for version in sample.versions.tolist()}) >= 3
     mixed = [i for i, sample in enumerate(samples) if len(set(sample.versions.tolist())) > 1]
