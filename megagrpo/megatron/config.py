@@ -120,7 +120,10 @@ def _of_experts(experts: Experts, layers: int) -> dict[str, Any]:
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.ffn,
-        "moe_layer_freq": [0] * experts.dense_layers + [1] * (layers - experts.dense_layers),
+        # Megatron stacks layers in its checkpoints unless a list says that they are not all alike.
+        "moe_layer_freq": [0] * experts.dense_layers + [1] * (layers - experts.dense_layers)
+        if experts.dense_layers
+        else 1,
         "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
         # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
         "moe_router_pre_softmax": not experts.normalize_top_k,

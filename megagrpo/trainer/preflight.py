@@ -162,9 +162,18 @@ def _engine_problems(recipe: Recipe, architecture: Architecture | None, plan_onl
             needed="the API key of the servers in it",
             fix=f"export {variable}=...",
         )
+    # A recipe that is only planned here may be for a cluster with GPUs, where SGLang holds more.
+    device = "cuda" if plan_only and recipe.cluster.device == "auto" else _device(recipe)
     if architecture:
-        for problem in split_problems(architecture, rollout.layout, _device(recipe)):
+        for problem in split_problems(architecture, rollout.layout, device):
             yield replace(problem, where=f"rollout.layout: {problem.where}")
+    if device == "cpu" and rollout.layout.expert > 1:
+        yield Problem(
+            "rollout.layout.expert",
+            given=f"{rollout.layout.expert} on CPUs",
+            needed="1: SGLang's expert parallelism needs GPUs",
+            fix="expert: 1",
+        )
 
 
 def _device(recipe: Recipe) -> str:

@@ -15,6 +15,8 @@ import os, sys
 import megagrpo.recipe.schema
 from megagrpo.cluster import actors
 assert "torch" not in sys.modules, "imported before the GPUs can be hidden from it"
+from types import SimpleNamespace
+SPEC = SimpleNamespace(device="cpu", recipe=None)
 try:
     actors.{actor}.__ray_metadata__.modified_class().start({arguments})
 except AttributeError as error:
@@ -25,7 +27,7 @@ print(repr(os.environ["CUDA_VISIBLE_DEVICES"]), sys.modules["torch"].cuda.is_ava
 
 @pytest.mark.parametrize(
     ("actor", "arguments"),
-    [("RankActor", 'None, 0, "", "", "cpu"'), ("EngineActor", 'None, 0, "", "", "cpu", 1')],
+    [("RankActor", 'None, 0, "", "", "cpu"'), ("EngineActor", "SPEC")],
 )
 def test_an_actor_for_the_cpu_hides_the_gpus_from_torch(actor: str, arguments: str) -> None:
     done = subprocess.run(

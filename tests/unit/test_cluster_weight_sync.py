@@ -1,26 +1,38 @@
-"""What a weight sync says when digests disagree."""
+"""Which way weights travel, and what is said of replicas that disagree."""
 
 from __future__ import annotations
 
-from megagrpo.cluster.weight_sync import digest_problems, replica_problems
+import pytest
+
+from megagrpo.cluster.weight_sync import choose_way, replica_problems
+from megagrpo.errors import RecipeError
+from megagrpo.recipe.schema import Weights
 from megagrpo.weights.boxes import Box
+from megagrpo.weights.executors.ways import Way
+from megagrpo.weights.topology import Place, Topology
+
+ONE_NODE = Topology((Place("a", 0), Place("a", 1)), (Place("a", 2),))
+TWO_NODES = Topology((Place("a", 0), Place("a", 1)), (Place("b", 0),))
 
 
-def test_equal_digests_are_no_problem() -> None:
-    assert not digest_problems("engine 0", {"a": 1, "b": 2}, {"a": 1, "b": 2})
+@pytest.mark.parametrize(
+    ("topology", "external", "way"),
+    [
+        (ONE_NODE, False, Way.SHARED_MEMORY),
+        (TWO_NODES, False, Way.PROCESS_GROUP),
+        (TWO_NODES, True, Way.DISK),
+    ],
+)
+def test_the_way_is_chosen_by_where_everyone_is(topology: Topology, external: bool, way: Way) -> None:
+    assert choose_way(Weights(), topology, external=external) is way
 
 
-def test_a_digest_that_differs_names_the_tensor_and_the_engine() -> None:
-    (problem,) = digest_problems("engine 3", {"a": 1, "b": 2}, {"a": 1, "b": 5})
-    assert problem.where == "b on engine 3 after the sync"
-    assert "0000000000000005" in problem.given
-    assert "0000000000000002" in problem.needed
-
-
-def test_a_tensor_that_did_not_arrive_or_was_not_sent_is_named() -> None:
-    missing, unknown = digest_problems("engine 0", {"a": 1}, {"b": 1})
-    assert missing.given == "nothing"
-    assert unknown.needed == "no such tensor"
+def test_a_way_through_a_nodes_memory_is_refused_between_nodes() -> None:
+    for transfer in ("shared_memory", "direct", "tensors"):
+        with pytest.raises(RecipeError, match="between 2 nodes"):
+            choose_way(Weights(transfer=transfer), TWO_NODES, external=False)
+        assert choose_way(Weights(transfer=transfer), ONE_NODE, external=False) is Way(transfer)
+    assert choose_way(Weights(transfer="broadcast"), TWO_NODES, external=False) is Way.BROADCAST
 
 
 def test_replicas_that_drifted_apart_name_their_ranks() -> None:
