@@ -11,6 +11,7 @@ import base64
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -96,6 +97,8 @@ class FileArea:
 
     def __init__(self, name: str, area_bytes: int) -> None:
         self._path = DIRECTORY / name
+        # Also when its owner is forgotten, or ends without closing it.
+        self._remove = weakref.finalize(self, self._path.unlink, missing_ok=True)
         descriptor = -1
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -121,7 +124,7 @@ class FileArea:
 
     def close(self) -> None:
         """Removes the name; the memory goes with the last mapping."""
-        self._path.unlink(missing_ok=True)
+        self._remove()
 
 
 def map_file(stem: str, name: str, label: str) -> torch.Tensor:
