@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megagrpo.errors import EngineError
+from megagrpo.errors import MegagrpoError
 from megagrpo.recipe.defaults import dtype_name, run_directory
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.engine import Engine
@@ -84,7 +84,7 @@ def _sglang(spec: EngineSpec) -> SglangEngine:
     try:
         server.wait_until_ready(recipe.cluster.start_timeout_seconds)
         return _over(server, spec)
-    except EngineError:
+    except MegagrpoError:
         server.close()
         raise
 

@@ -75,11 +75,10 @@ class Rollouts:
         return self._generate(prompts, self._recipe.eval.samples_per_prompt, evaluation_sampling(self._recipe), step=0)
 
     def release_memory(self) -> None:
-        """Gives the devices' memory to training until `resume_memory`, where the engines can."""
-        self._call("release_memory")
-
-    def resume_memory(self) -> None:
-        self._call("resume_memory")
+        """Gives the engines' memory to training on the same devices, where they can; the next weights take it back."""
+        memory_saver = (self._recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
+        if self._recipe.rollout.engine == "sglang" and memory_saver and self._recipe.cluster.placement == "colocated":
+            self._call("release_memory")
 
     def close(self) -> None:
         """Ends the engines, and the servers that they started."""

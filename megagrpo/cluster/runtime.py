@@ -67,12 +67,13 @@ def start(recipe: Recipe) -> Runtime:
     """
     address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     local = address == "local"
-    device = _local_device(recipe) if local else None
-    ranks_and_engines = recipe.train.layout.parallel().ranks + recipe.rollout.engines
-    _connect(
-        address, {"num_cpus": max(ranks_and_engines, os.cpu_count() or 1), "include_dashboard": False} if local else {}
-    )
-    device = device or _device_of(ray.cluster_resources(), recipe)
+    if local:
+        device = _local_device(recipe)
+        bundles = plan_devices(recipe, device).bundles
+        _connect(address, {"num_cpus": max(bundles, os.cpu_count() or 1), "include_dashboard": False})
+    else:
+        _connect(address, {})
+        device = _device_of(ray.cluster_resources(), recipe)
     devices = plan_devices(recipe, device)
     bundle = {"GPU": 1.0, "CPU": 1.0} if devices.resource == "GPU" else {"CPU": 1.0}
     group = placement_group([dict(bundle) for _ in range(devices.bundles)], strategy="PACK")

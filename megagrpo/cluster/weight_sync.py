@@ -169,7 +169,16 @@ class WeightSync:
         ranks = self._policy.actors
         asked = {name: actor.bucket_digests.remote(tensor, active) for name, actor in ranks.items()}
         asked[engine] = self._rollouts.actors[engine].call.remote("bucket_digests", tensor, active)
-        answers = self._wait(asked, f"looking for the bucket of {tensor}")
+        answers, failed = settle(
+            asked,
+            doing=f"looking for the bucket of {tensor}",
+            timeout_seconds=self._recipe.weights.timeout_seconds,
+            error=WeightSyncError,
+            at_first_failure=lambda text: None,
+            grace_seconds=0.0,
+        )
+        if failed:  # the tensor is named already; whoever failed is found by the next attempt
+            return []
         sent = {label: digest for name in ranks for label, digest in answers[name].items()}
         return [
             problem
@@ -182,6 +191,8 @@ class WeightSync:
             return
         self._say(f"restarting {', '.join(engines)}")
         self.restarts += len(engines)
+        # Nobody in the last sync may have seen them go: whoever comes in their place must be met anew.
+        self._host.abort([Problem(f"{', '.join(engines)}: restarted")])
         self._rollouts.restart(engines)
         self._wait(self._connect(engines), "reconnecting")
 

@@ -55,6 +55,7 @@ def grpo_step(run: Run, step: int) -> Step:
         prompts = run.cursor.next(run.recipe.rollout.prompts_per_step)
         groups = run.rollouts.generate(prompts, step)
         require_version(groups, run.weights.version)
+        run.rollouts.release_memory()
 
     with clock.phase("reward"):
         groups = run.scorer.score(groups)

@@ -182,6 +182,7 @@ class SglangEngine:
         if not self._paused:
             self._client.post("/pause_generation", {"mode": self._pause})
             self._paused = True
+        self.resume_memory(["weights"])
         self._open_update()
 
     def receive(self, version: int) -> None:
@@ -203,6 +204,7 @@ class SglangEngine:
 
     def commit_update(self, version: int) -> None:
         self._protocol.check_commit(version)
+        self.resume_memory(["kv_cache"])
         self._client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         if self._pause == "in_place":
             # Requests that run keep what they computed with the old weights, and the cache cannot be flushed around
@@ -247,7 +249,7 @@ class SglangEngine:
 
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
         """Gives device memory to others, where the server can; nothing may run. Without "weights" it has no policy: an
-        update must follow before it generates. What is released already is left alone."""
+        update must follow before it generates, and takes back what was released."""
         wanted = [tag for tag in tags if tag not in self._released]
         if not self.can_release_memory or not wanted:
             return

@@ -1,0 +1,145 @@
+"""Engines that die, stay silent or hold wrong bytes in the middle of a weight sync, in a run's own processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from megagrpo.cluster import runtime, weight_sync
+from megagrpo.cluster.policy import Policy
+from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.cluster.weight_sync import WeightSync
+from megagrpo.errors import WeightSyncError
+from megagrpo.recipe.schema import Recipe
+from megagrpo.types import Prompt
+from tests.loop import small_run
+
+SYNC_SECONDS = 8.0
+GRACE_SECONDS = 4.0
+
+
+class Cluster:
+    """Two training ranks, two engines, and what was said to the user."""
+
+    def __init__(self, inputs: Path, output: Path) -> None:
+        values = small_run.recipe(inputs, output)
+        values["rollout"]["engines"] = 2
+        values["weights"] = {"timeout_seconds": SYNC_SECONDS, "bucket_bytes": 4096}
+        self.recipe = Recipe.model_validate(values)
+        self.runtime = runtime.start(self.recipe)
+        model = inputs / "model"
+        self.rollouts = Rollouts(self.runtime, self.recipe, model, model)
+        self.policy = Policy(self.runtime, self.recipe, model)
+        self.rollouts.wait_until_ready()
+        self.said: list[str] = []
+        self.weights = WeightSync(self.policy, self.rollouts, self.recipe, self.said.append)
+
+    def in_engine(self, engine: str, function: Callable[[Any], Any]) -> Any:
+        """Calls `function(actor)` in the engine's own process."""
+        return ray.get(self.rollouts.actors[engine].__ray_call__.remote(function), timeout=60)
+
+    def versions(self) -> set[int]:
+        """Of the tokens that the engines sample now: each prompt goes to one of them."""
+        prompts = [Prompt(f"p{i}", (3, 4, 5, 6 + i), "sums", "8") for i in range(4)]
+        groups = self.rollouts.generate(prompts, step=1)
+        return {int(version) for group in groups for sample in group.samples for version in sample.versions}
+
+
+@pytest.fixture(scope="module")
+def cluster(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    started = Cluster(inputs, tmp_path_factory.mktemp("faults"))
+    yield started
+    started.weights.close()
+    started.rollouts.close()
+    runtime.stop(started.runtime)
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sync, "GRACE_SECONDS", GRACE_SECONDS)
+
+
+def after(method: str, fault: Callable[[Any], None], *, times: int = 1) -> Callable[[Any], None]:
+    """Lets the next calls of an engine's method end with `fault(engine)`; those after them are as always."""
+
+    def plant(actor: Any) -> None:
+        engine, whole, left = actor.engine, getattr(actor.engine, method), [None] * times
+
+        def faulty(argument: Any) -> Any:
+            result = whole(argument)
+            if left:
+                left.pop()
+                fault(engine)
+            return result
+
+        setattr(engine, method, faulty)
+
+    return plant
+
+
+def die(engine: Any) -> None:
+    os._exit(1)
+
+
+def be_silent(engine: Any) -> None:
+    time.sleep(600)
+
+
+def flip_a_bit(engine: Any) -> None:
+    weight = engine._tensors()["model.layers.1.mlp.up_proj.weight"]
+    weight[3, 5] = -weight[3, 5]
+
+
+@pytest.mark.parametrize(("version", "fault"), [(2, die), (3, be_silent)])
+def test_an_engine_that_dies_or_stays_silent_in_a_sync_is_restarted_and_brought_to_the_same_version(
+    cluster: Cluster, version: int, fault: Callable[[Any], None]
+) -> None:
+    cluster.weights.sync(version - 1)
+    before = cluster.weights.restarts
+    cluster.in_engine("engine 1", after("receive", fault))
+    cluster.weights.sync(version)
+    assert cluster.weights.restarts == before + 1
+    assert any("engine 1" in line for line in cluster.said)
+    assert cluster.versions() == {version}
+
+
+def test_wrong_bytes_are_named_by_tensor_and_bucket_and_replaced_by_another_sync(cluster: Cluster) -> None:
+    cluster.said.clear()
+    cluster.weights.sync(4)
+    before = cluster.weights.restarts
+    cluster.in_engine("engine 0", after("receive", flip_a_bit))
+    cluster.weights.sync(5)
+    (said,) = cluster.said
+    assert "model.layers.1.mlp.up_proj.weight on engine 0 rank 0" in said
+    assert cluster.weights.restarts == before, "an engine that answers is asked again, not restarted"
+    assert cluster.versions() == {5}
+
+
+def test_an_engine_that_dies_while_it_generates_is_brought_back_and_asked_again(cluster: Cluster) -> None:
+    cluster.weights.sync(6)
+    before = cluster.weights.restarts
+    cluster.in_engine("engine 0", after("generate", die))
+    assert cluster.versions() == {6}
+    assert cluster.weights.restarts == before + 1
+    cluster.weights.sync(7)
+    assert cluster.versions() == {7}
+
+
+def test_wrong_bytes_that_come_again_stop_the_run_and_nothing_generates_with_them(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.weights.sync(8)
+    # The same process again, as if the machine's memory were at fault.
+    monkeypatch.setattr(cluster.rollouts, "restart", lambda engines: None)
+    cluster.in_engine("engine 1", after("receive", flip_a_bit, times=100))
+    with pytest.raises(WeightSyncError, match=r"up_proj.weight on engine 1 rank 0(.|\n)*bucket \d+ "):
+        cluster.weights.sync(9)
+    assert cluster.weights.version == 8
+    state = cluster.in_engine("engine 1", lambda actor: actor.engine._protocol.state.value)
+    assert state == "holding unverified weights"
