@@ -40,7 +40,7 @@ from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.boxes import Manifest, Placement
 from megagrpo.weights.digest import digests
-from megagrpo.weights.executors import buckets, checkpoint_files
+from megagrpo.weights.executors import checkpoint_files
 from megagrpo.weights.executors.checkpoint_export import Export, write_part
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
@@ -227,10 +227,6 @@ class TrainRank:
         """The storages of `manifest`: the policy's weights themselves, not copies."""
         self._offload.require(["parameters"])
         return named_tensors(self.chunks)
-
-    def pack_weights(self, plan: WeightPlan, source: int) -> list[buckets.Bucket]:
-        """What this rank, the plan's `source`-th, sends to all destinations."""
-        return buckets.pack(plan, source, self.tensors())
 
     def weight_digests(self, placements: Iterable[Placement], dtype: str | None = None) -> dict[str, int]:
         """Partial digests by checkpoint tensor of these parts of the policy, as they would be in `dtype`."""

@@ -53,13 +53,6 @@ def stored_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> d
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def stored_tensor(manifest: Manifest, tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """One of them. Raises ModelError likewise."""
-    if (problem := _mismatch(manifest, tensors, name)) is not None:
-        raise ModelError(problem)
-    return tensors[name].detach()
-
-
 def _mismatch(manifest: Manifest, tensors: Mapping[str, torch.Tensor], name: str) -> Problem | None:
     storage, tensor = manifest.storages[name], tensors.get(name)
     if tensor is not None and tuple(tensor.shape) == storage.shape and tensor.dtype == torch_dtype(storage.dtype):

@@ -5,25 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.errors import ModelError, WeightPlanError, WeightSyncError
+from megagrpo.errors import ModelError, WeightPlanError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
 from megagrpo.weights.coverage import check_sources, storage_problems
 from megagrpo.weights.digest import digests
-from megagrpo.weights.executors.buckets import Bucket, pack, unpack
+from megagrpo.weights.executors.buckets import contents, pack_pieces, unpack_pieces
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.plan import WeightPlan, make_plan, plan_problems
 from megagrpo.weights.routes import Listed, Transfer
 from megagrpo.weights.sides import megatron_local, megatron_te, transformers
 from megagrpo.weights.topology import Topology
-from megagrpo.weights.views import box_view, fill_padding, torch_dtype
+from megagrpo.weights.views import box_view, fill_padding, stored_tensors, torch_dtype
 from tests.weights_oracle import Tensors, architecture, moe_architecture, random_checkpoint, rank_tensors
 
 SIZES = st.sampled_from([1, 2, 4])
@@ -63,9 +62,12 @@ def carry_out(plan: WeightPlan, held: list[Tensors], bucket_bytes: int = 1 << 20
     """What the destinations hold after the plan has run through buckets."""
     arrived = [empty(manifest) for manifest in plan.destinations]
     for source, tensors in enumerate(held):
-        for bucket in pack(plan, source, tensors, bucket_bytes):
-            assert bucket.data.nbytes <= max(bucket_bytes, 4)
-            unpack(bucket, plan, bucket.destination, arrived[bucket.destination])
+        for destination in plan.destinations_of(source):
+            for pieces in contents(plan, source, destination, bucket_bytes):
+                assert pieces[-1].end <= max(bucket_bytes, 4)
+                flat = torch.empty(pieces[-1].end, dtype=torch.uint8)
+                pack_pieces(pieces, stored_tensors(plan.sources[source], tensors), flat)
+                unpack_pieces(pieces, arrived[destination], flat)
     return arrived
 
 
@@ -256,31 +258,7 @@ def test_a_source_in_the_same_place_is_preferred() -> None:
     assert all(transfer.source == transfer.destination for transfer in list_transfers(plan))
 
 
-# --- buckets ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_bucket_for_somebody_else_or_cut_short_is_refused() -> None:
-    plan, held, _ = small_plan()
-    bucket, *_ = pack(plan, 0, held[0])
-    arrived = empty(plan.destinations[0])
-    with pytest.raises(WeightSyncError, match=f"{bucket.data.nbytes - 1} bytes"):
-        unpack(replace(bucket, data=bucket.data[:-1]), plan, 0, arrived)
-    with pytest.raises(WeightSyncError, match="number 7"):
-        unpack(replace(bucket, number=7), plan, 0, arrived)
-    two = replace(plan, destinations=(*plan.destinations, plan.destinations[0]))
-    with pytest.raises(WeightSyncError, match="a bucket for transformers"):
-        unpack(bucket, two, 1, arrived)
-
-
-def test_read_only_bytes_are_taken_without_a_copy_or_a_warning(recwarn: pytest.WarningsRecorder) -> None:
-    plan, held, checkpoint = small_plan()
-    arrived = empty(plan.destinations[0])
-    for source, tensors in enumerate(held):
-        for bucket in pack(plan, source, tensors):
-            bucket.data.flags.writeable = False
-            unpack(Bucket(source, 0, bucket.number, bucket.bucket_bytes, np.asarray(bucket.data)), plan, 0, arrived)
-    assert all(torch.equal(arrived[name], checkpoint[name]) for name in checkpoint)
-    assert not recwarn.list
+# --- tensors ----------------------------------------------------------------------------------------------------------
 
 
 def test_tensors_that_are_not_the_manifests_are_all_named() -> None:
@@ -290,7 +268,7 @@ def test_tensors_that_are_not_the_manifests_are_all_named() -> None:
     wrong["chunk0.other"] = torch.zeros(1)
     wrong["chunk0.embedding.word_embeddings.weight"] = torch.zeros(3, 20)
     with pytest.raises(ModelError) as caught:
-        pack(plan, 0, wrong)
+        stored_tensors(plan.sources[0], wrong)
     assert [problem.where.split(": ")[1] for problem in caught.value.problems] == [
         name, "chunk0.embedding.word_embeddings.weight", "chunk0.other",
     ]  # fmt: skip

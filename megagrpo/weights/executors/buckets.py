@@ -1,4 +1,4 @@
-"""A plan carried by flat byte arrays, for any transport that moves bytes: Ray objects, shared memory, a socket.
+"""A plan carried by flat byte arrays, for any transport that moves bytes: shared memory, a process group.
 
 Both ends hold the same plan, so a bucket says only which one it is; what lies where in it follows from the plan.
 """
@@ -14,43 +14,12 @@ from math import prod
 import numpy as np
 import torch
 
-from megagrpo.errors import Problem, WeightSyncError
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Placement
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.routes import Transfer
-from megagrpo.weights.views import box_view, stored_tensor, stored_tensors, torch_dtype
+from megagrpo.weights.views import box_view, torch_dtype
 
-BUCKET_BYTES = 256 * 1024 * 1024
 ALIGNMENT = 16
-
-
-@dataclass(frozen=True, eq=False)
-class Bucket:
-    """The `number`-th array of bytes from one source to one destination, cut with the limit `bucket_bytes`."""
-
-    source: int
-    destination: int
-    number: int
-    bucket_bytes: int
-    data: np.ndarray  # uint8 [bytes]
-
-
-@torch.no_grad()
-def pack(
-    plan: WeightPlan, source: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES
-) -> list[Bucket]:
-    """Everything that `source` sends, each value in its destination's dtype.
-
-    `tensors` are by storage name, on any device. Raises: ModelError if they are not what the source's manifest says.
-    """
-    storages = stored_tensors(plan.sources[source], tensors)
-    buckets = []
-    for destination in plan.destinations_of(source):
-        for number, pieces in enumerate(contents(plan, source, destination, bucket_bytes)):
-            data = np.empty(pieces[-1].end, np.uint8)
-            pack_pieces(pieces, storages, torch.from_numpy(data))
-            buckets.append(Bucket(source, destination, number, bucket_bytes, data))
-    return buckets
 
 
 @torch.no_grad()
@@ -65,28 +34,6 @@ def unpack_pieces(pieces: Iterable[Piece], storages: Mapping[str, torch.Tensor],
     """Values of a bucket into `storages`."""
     for piece in pieces:
         box_view(storages[piece.destination.storage], piece.destination).copy_(piece.view_in(flat))
-
-
-@torch.no_grad()
-def unpack(bucket: Bucket, plan: WeightPlan, destination: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes what a bucket carries into the destination's `tensors`. Padding is not touched (views.fill_padding).
-
-    Raises: WeightSyncError if the bucket is for somebody else, is not in the plan, or has another length than planned;
-    ModelError if a tensor that it goes into is not what the destination's manifest says.
-    """
-    manifest = plan.destinations[destination]
-    where = f"bucket {bucket.number} from {plan.sources[bucket.source].holder} to {manifest.holder}"
-    if bucket.destination != destination:
-        raise WeightSyncError(Problem(where, f"a bucket for {plan.destinations[bucket.destination].holder}"))
-    of_pair = contents(plan, bucket.source, destination, bucket.bucket_bytes)
-    if bucket.number >= len(of_pair):
-        raise WeightSyncError(Problem(where, f"number {bucket.number}", f"one of the plan's {len(of_pair)} buckets"))
-    pieces = of_pair[bucket.number]
-    if bucket.data.nbytes != pieces[-1].end:
-        raise WeightSyncError(Problem(where, f"{bucket.data.nbytes} bytes", f"{pieces[-1].end} bytes"))
-    names = {piece.destination.storage for piece in pieces}
-    storages = {name: stored_tensor(manifest, tensors, name) for name in names}
-    unpack_pieces(pieces, storages, read_only_tensor(bucket.data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +90,7 @@ def _cut(box: Box, elements: int) -> Iterator[Box]:
 
 
 def read_only_tensor(data: np.ndarray) -> torch.Tensor:
-    """The bytes as a tensor, without a copy. Ray's arrays are read-only, of which torch warns; it is only read here."""
+    """The bytes as a tensor, without a copy. A mapped file may be read-only, of which torch warns."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(data)

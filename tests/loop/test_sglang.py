@@ -1,0 +1,66 @@
+"""Whole runs whose rollouts come from real SGLang servers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.loop import small_run
+
+ON_SGLANG = ["rollout.engine=sglang", "track.mlflow=null"]
+ELSEWHERE = [
+    *ON_SGLANG,
+    "cluster.placement=disaggregated",
+    "rollout.engines=2",
+    "cluster.start_timeout_seconds=600",
+    "weights.bucket_bytes=8192",
+    "weights.transfer=process_group",
+]
+RUN_SECONDS = 600.0
+
+
+@pytest.mark.timeout(RUN_SECONDS)
+def test_a_run_on_sglang_trains_on_what_its_servers_sampled(inputs: Path, tmp_path: Path) -> None:
+    recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
+    small_run.train(recipe, *ON_SGLANG, timeout_seconds=RUN_SECONDS)
+    by_step = small_run.metrics(tmp_path / "small")
+    assert sorted(by_step) == list(range(small_run.STEPS + 1))
+    for step, entry in by_step.items():
+        if step:
+            assert entry["weights/version"] == step
+            assert entry["logprob_difference/max"] < 1e-5, "the servers and the training ranks have one policy"
+    assert len({entry["eval/mean@1"] for entry in by_step.values() if "eval/mean@1" in entry}) > 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(RUN_SECONDS)
+def test_a_run_goes_on_when_a_server_is_killed(inputs: Path, tmp_path: Path) -> None:
+    recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
+    process = small_run.start(recipe, *ELSEWHERE, "train.total_steps=6")
+    try:
+        kill_a_scheduler_after_step(process.pid, tmp_path / "small" / "metrics.jsonl", step=2)
+        output, _ = process.communicate(timeout=RUN_SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    assert "restarting engine" in output
+    by_step = small_run.metrics(tmp_path / "small")
+    assert sorted(by_step) == list(range(7))
+    assert all(entry["logprob_difference/max"] < 1e-5 for step, entry in by_step.items() if step)
+
+
+def kill_a_scheduler_after_step(pid: int, metrics: Path, step: int) -> None:
+    deadline = time.monotonic() + RUN_SECONDS
+    while not (metrics.exists() and f'"step": {step}' in metrics.read_text(encoding="utf-8")):
+        assert time.monotonic() < deadline, "the run did not come so far"
+        time.sleep(0.05)
+    schedulers = [
+        child
+        for child in psutil.Process(pid).children(recursive=True)
+        if "sglang::scheduler" in " ".join(child.cmdline())
+    ]
+    assert len(schedulers) == 2, schedulers
+    schedulers[0].kill()
