@@ -8,12 +8,14 @@ processes anew, and each runs this module's top level again: what must hold in a
 
 from __future__ import annotations
 
+import ctypes
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ from types import ModuleType
 
 DEVICE_VARIABLE = "MEGAGRPO_SGLANG_DEVICE"
 OWNER_CHECK_SECONDS = 0.5
+PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 PACKAGE = Path(__file__).resolve().parents[2]
 
 
@@ -50,6 +53,13 @@ def prepare_process() -> None:
         cpu_shim.install()
 
 
+def end_with_parent() -> None:
+    """Ends this process when its parent is killed. SGLang asks for the same, but only once it is imported."""
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() == 1:  # it was killed before we asked
+        os._exit(1)
+
+
 def end_with(owner: int, directory: str) -> None:
     """Ends every process of this server once the process that started it is gone, however it ended."""
     from megagrpo.rollout.sglang.processes import kill_group, members, remove, shared_files
@@ -75,6 +85,8 @@ def main() -> None:
     run_server(ServerArgs(**settings["arguments"]))
 
 
+if __name__ == "__mp_main__":
+    end_with_parent()
 if __name__ in ("__main__", "__mp_main__"):
     prepare_process()
 if __name__ == "__main__":
