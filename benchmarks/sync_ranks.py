@@ -1,0 +1,156 @@
+"""The training ranks of the weight sync benchmark: processes that hold what Megatron ranks hold, and send it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gather_everything import GatherEverything
+
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.rollout.sglang.client import Endpoint
+from megagrpo.rollout.sglang.server import free_port
+from megagrpo.weights.executors import checkpoint_files, sglang_ways, ways
+from megagrpo.weights.executors.disk import DiskFiles
+from megagrpo.weights.executors.meeting import Meeting
+from megagrpo.weights.executors.ways import Way
+from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.verification import sent_digests
+from megagrpo.weights.views import torch_dtype
+
+GATHER = "gather everything"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@dataclass(frozen=True)
+class Sync:
+    """What every training rank must know of the syncs to come. `way` is a Way's value or GATHER."""
+
+    way: str
+    layout: ParallelLayout
+    plan: WeightPlan
+    meeting: Meeting
+    bucket_bytes: int
+    files: DiskFiles
+    server: Endpoint
+
+
+class TrainingRank:
+    """One process's part."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._tensors: Mapping[str, torch.Tensor] = {}
+
+    def hold(self, plan: WeightPlan, directory: Path) -> None:
+        """The tensors of this rank's manifest, with the values of the model in `directory`."""
+        manifest = plan.sources[self._rank]
+        self._tensors = {
+            storage.name: torch.empty(storage.shape, dtype=torch_dtype(storage.dtype))
+            for storage in manifest.storages.values()
+        }
+        checkpoint_files.load(directory, manifest, self._tensors)
+
+    def connect(self, sync: Sync) -> None:
+        """Opens the sender that a training rank of megagrpo opens (weight_sender.py), or the one to compare with."""
+        self._plan, rank, ends = sync.plan, self._rank, len(sync.plan.destinations)
+        common = sync.plan, rank, sync.meeting, sync.bucket_bytes
+        if sync.way == GATHER:
+            timeout = sync.meeting.timeout_seconds
+            self._sender: Any = GatherEverything(
+                sync.layout, rank, sync.plan.sources, sync.plan.destinations, sync.bucket_bytes, sync.server, timeout
+            )
+        elif (way := Way(sync.way)) in sglang_ways.WAYS:
+            self._sender = sglang_ways.open_sender(
+                way, *common, ranks_per_engine=ends, device=torch.device("cpu"), files=sync.files
+            )
+        else:
+            self._sender = ways.open_sender(way, *common)
+
+    def train(self) -> None:
+        """Changes every element, in the same way on every rank that holds it."""
+        for tensor in self._tensors.values():
+            tensor.neg_()
+
+    def send(self, version: int) -> None:
+        self._sender.send(version, self._tensors)
+
+    def digests(self) -> tuple[float, dict[int, dict[str, int]]]:
+        """Seconds, and what the destinations must have from this rank."""
+        began = time.monotonic()
+        parts = sent_digests(self._plan, self._rank, self._tensors)
+        return time.monotonic() - began, parts
+
+    def gathered_bytes(self) -> int:
+        return self._sender.moved_bytes
+
+    def disconnect(self) -> None:
+        self._sender.close()
+
+
+class TrainingRanks:
+    """All of them, as processes joined by gloo. Ended by `close`, or when this process ends."""
+
+    def __init__(self, ranks: int) -> None:
+        os.environ.update(ENVIRONMENT)
+        address = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+        spawn = multiprocessing.get_context("spawn")
+        pipes = [spawn.Pipe() for _ in range(ranks)]
+        self._connections = [ours for ours, _ in pipes]
+        self._processes = [
+            spawn.Process(target=serve, args=(rank, ranks, address, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+
+    def start(self, method: str, *arguments: Any) -> None:
+        """Calls a method of every TrainingRank, without waiting."""
+        for connection in self._connections:
+            connection.send((method, arguments))
+
+    def finish(self) -> list[Any]:
+        """What was started returned, by rank. Raises RuntimeError with the tracebacks of ranks that failed."""
+        answers = [connection.recv() for connection in self._connections]
+        if failed := [value for ok, value in answers if not ok]:
+            raise RuntimeError("\n".join(failed))
+        return [value for _, value in answers]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        self.start(method, *arguments)
+        return self.finish()
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+
+
+def serve(rank: int, ranks: int, address: str, connection: Connection) -> None:
+    """Runs in each process until the connection closes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
+    owner = TrainingRank(rank)
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            break
+        try:
+            answer = True, getattr(owner, method)(*arguments)
+        except Exception:  # noqa: BLE001  whatever it is, the benchmark must end with it
+            answer = False, traceback.format_exc()
+        connection.send(answer)
+    dist.destroy_process_group()

@@ -1,0 +1,326 @@
+"""Weight sync into a real SGLang server on this machine: every way of ours, beside gathering everything.
+
+    make benchmark-sync                             # installs SGLang for CPUs, runs this
+    python benchmarks/weight_sync.py --small        # a quick look, with a model that is too small to say anything
+
+A random dense Qwen2 in bfloat16; two training ranks are processes with what Megatron ranks hold. Every sync is verified
+by digests of every tensor, also those of the practice that is compared with; each brings other values than the one
+before. The phases of a sync follow one another here so that each can be timed; in a training run the digests of the
+training ranks and of the engine are taken at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from sync_ranks import GATHER, Sync, TrainingRanks
+
+from megagrpo.errors import Problem, WeightSyncError
+from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.recipe.schema import EngineLayout
+from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
+from megagrpo.rollout.sglang.client import Endpoint, SglangClient
+from megagrpo.rollout.sglang.server import Server
+from megagrpo.rollout.sglang.weights import ServerWeights
+from megagrpo.weights.boxes import ITEM_BYTES
+from megagrpo.weights.executors.checkpoint_export import begin_export, finish_export, write_part
+from megagrpo.weights.executors.disk import DiskFiles, plan_for_files, remove_older
+from megagrpo.weights.executors.meeting import MeetingHost
+from megagrpo.weights.executors.ways import Way
+from megagrpo.weights.executors.whole_tensors import plan_for_engines, plan_for_source
+from megagrpo.weights.families import architecture_of, read_architecture, tensors_of
+from megagrpo.weights.plan import WeightPlan, make_plan
+from megagrpo.weights.sides import checkpoint, megatron_local, sglang
+from megagrpo.weights.topology import Place, Topology
+from megagrpo.weights.verification import digest_problems, expected_digests
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache" / "weight_sync"
+DTYPE = "bfloat16"
+TIMEOUT_SECONDS = 120.0
+START_SECONDS = 300.0
+LAYOUTS = (ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(data=2))
+EXACT = (Way.SHARED_MEMORY, Way.PROCESS_GROUP, Way.DIRECT)
+CONFIG = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 12, "hidden_size": 1024,
+    "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000,
+    "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+    "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": DTYPE,
+}  # fmt: skip
+SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048}
+
+
+def make_model(directory: Path, config: Mapping[str, Any]) -> None:
+    """A model with these values in its config.json and random weights, unless it is there."""
+    if (directory / "config.json").exists():
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+    given = directory.with_name(f"{directory.name}-config")
+    given.mkdir(parents=True, exist_ok=True)
+    (given / "config.json").write_text(json.dumps(config))
+    arch, generator = architecture_of(config), torch.Generator().manual_seed(1)
+    values = {
+        tensor.name: torch.randn(tensor.shape, generator=generator).mul_(0.02).to(torch.bfloat16)
+        for tensor in tensors_of(arch)
+    }
+    export = begin_export(directory, given, arch, DTYPE)
+    source = checkpoint.new_files(arch, DTYPE, 1 << 62)[0]
+    write_part(export, make_plan([source], export.files), 0, values)
+    finish_export(export)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds of one sync, and of one plain copy of the same bytes made just before it."""
+
+    copy: float
+    begin: float
+    move: float
+    rank_digests: float
+    engine_digests: float
+    end: float
+    moved_bytes: int
+
+    @property
+    def whole(self) -> float:
+        return self.begin + self.move + self.rank_digests + self.engine_digests + self.end
+
+
+class Engine:
+    """One server, and what is known of it. One for all measurements with its tensor size."""
+
+    def __init__(self, directory: Path, tensor: int) -> None:
+        self.layout = EngineLayout(tensor=tensor)
+        arch = read_architecture(directory)
+        self.manifests = [sglang.manifest(arch, self.layout, rank, DTYPE, "cpu") for rank in range(tensor)]
+        arguments = server_arguments(
+            model_directory=str(directory),
+            layout=self.layout,
+            dtype=DTYPE,
+            device="cpu",
+            requests_at_once=4,
+            tokens_per_request=64,
+            longest_pause_seconds=TIMEOUT_SECONDS,
+            options={},
+        )
+        environment = server_environment("cpu", tensor, threads=os.cpu_count() or 1)
+        self._server = Server(arguments, name="engine 0", log=CACHE / "server.log", environment=environment)
+        try:
+            self._server.wait_until_ready(START_SECONDS)
+        except BaseException:
+            self._server.close()
+            raise
+        self.endpoint = Endpoint(self._server.url, self._server.api_key)
+        self._client = SglangClient(self.endpoint, failure=self._server.problem, timeout_seconds=TIMEOUT_SECONDS)
+        self.post = self._client.post
+        info = self._client.get("/server_info")
+        self.weights = ServerWeights(self.post, "engine 0", self.manifests, info, "cpu")
+
+    def close(self) -> None:
+        self.weights.close()
+        self._client.close()
+        self._server.close()
+
+
+class Copy:
+    """A plain copy of so many bytes from memory to memory, with all cores, into pages that are there."""
+
+    def __init__(self, size: int) -> None:
+        self._source = torch.ones(size, dtype=torch.uint8)
+        self._target = torch.ones(size, dtype=torch.uint8)
+
+    def seconds(self) -> float:
+        began = time.monotonic()
+        self._target.copy_(self._source)
+        return time.monotonic() - began
+
+
+def needed_bytes(plan: WeightPlan) -> int:
+    """The lower bound: all that the engine ranks hold of the model, each byte once on each rank that holds it."""
+    return sum(
+        placement.box.elements * ITEM_BYTES[manifest.storages[placement.storage].dtype]
+        for manifest in plan.destinations
+        for placement in manifest.placements
+    )
+
+
+def moved_bytes(way: str, plan: WeightPlan, files: DiskFiles, ranks: TrainingRanks) -> int:
+    """What leaves a process for another one: into shared memory, a socket or a file."""
+    ends = plan.sources, plan.destinations
+    match way:
+        case Way.TENSORS:
+            return sum(plan_for_engines(*ends, len(plan.destinations)).sent_bytes())
+        case Way.BROADCAST:
+            gathered = plan_for_source(*ends, 0)
+            model = sum(prod(of.shape) * ITEM_BYTES[of.dtype] for of in gathered.destinations[0].storages.values())
+            return sum(gathered.sent_bytes()[1:]) + len(plan.destinations) * model
+        case Way.DISK:
+            return sum(plan_for_files(*ends, files).sent_bytes())
+        case _ if way == GATHER:
+            return sum(ranks.call("gathered_bytes"))
+    return sum(plan.received_bytes())
+
+
+class Bench:
+    """One layout of the training ranks, and one engine."""
+
+    def __init__(
+        self, layout: ParallelLayout, ranks: TrainingRanks, engine: Engine, directory: Path, bucket_bytes: int
+    ) -> None:
+        self._layout, self._ranks, self._engine, self._bucket_bytes = layout, ranks, engine, bucket_bytes
+        arch = read_architecture(directory)
+        sources = [megatron_local.manifest(arch, layout, where, DTYPE) for where in rank_grid(layout)]
+        here = Place("this machine")
+        self.plan = make_plan(
+            sources, engine.manifests, Topology((here,) * len(sources), (here,) * len(engine.manifests))
+        )
+        self._host = MeetingHost("127.0.0.1", TIMEOUT_SECONDS)
+        self._files = DiskFiles(CACHE / "versions", directory, DTYPE)
+        self._destinations = range(len(engine.manifests))
+        self._version = 0
+        self._copy = Copy(needed_bytes(self.plan))
+        ranks.call("hold", self.plan, directory)
+
+    def measure(self, way: str, repetitions: int) -> list[Phases]:
+        """The syncs after the first one. Raises WeightSyncError if one of them brings anything but what was sent."""
+        meeting, post = self._host.meeting, self._engine.post
+        self._ranks.call(
+            "connect",
+            Sync(way, self._layout, self.plan, meeting, self._bucket_bytes, self._files, self._engine.endpoint),
+        )
+        post("/begin_weight_update", {})
+        # What is gathered is written by its own rank; the engine's end of any way takes the digests.
+        end = Way.DISK if way == GATHER else Way(way)
+        self._engine.weights.connect(self.plan, self._destinations, end, meeting, self._bucket_bytes)
+        post("/end_weight_update", {})
+        found = [self._sync(way) for _ in range(1 + repetitions)][1:]
+        self._engine.weights.close()
+        self._ranks.call("disconnect")
+        shutil.rmtree(self._files.directory, ignore_errors=True)
+        return found
+
+    def _sync(self, way: str) -> Phases:
+        self._version += 1
+        version, ranks, weights, post = self._version, self._ranks, self._engine.weights, self._engine.post
+        ranks.call("train")
+        copy = self._copy.seconds()
+        times = [time.monotonic()]
+        post("/pause_generation", {"mode": "retract"})
+        post("/begin_weight_update", {})
+        times.append(time.monotonic())
+        self._host.open(version, self._destinations)
+        ranks.start("send", version)
+        if way != GATHER:
+            weights.receive(version)
+        ranks.finish()
+        times.append(time.monotonic())
+        of_ranks = ranks.call("digests")
+        times.append(time.monotonic())
+        arrived = weights.digests()
+        times.append(time.monotonic())
+        self._check([digests for _, digests in of_ranks], arrived)
+        ending = time.monotonic()
+        post("/end_weight_update", {})
+        post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        post("/flush_cache", {})
+        post("/continue_generation", {})
+        end = time.monotonic() - ending
+        remove_older(self._files.directory, version)
+        begin, move, _, engine_digests = (after - before for before, after in pairwise(times))
+        return Phases(
+            copy,
+            begin,
+            move,
+            max(seconds for seconds, _ in of_ranks),
+            engine_digests,
+            end,
+            moved_bytes(way, self.plan, self._files, ranks),
+        )
+
+    def _check(self, sent: Iterable[Mapping[int, Mapping[str, int]]], arrived: Sequence[Mapping[str, int]]) -> None:
+        expected = expected_digests(sent)
+        names = {tensor.name for tensor in tensors_of(read_architecture(self._files.model_directory))}
+        problems: list[Problem] = []
+        for index, held in zip(self._destinations, arrived, strict=True):
+            problems += digest_problems(self.plan.destinations[index].holder, expected[index], held)
+            if missing := sorted(names - held.keys()):
+                problems.append(Problem(self.plan.destinations[index].holder, f"no digest of {missing[0]}", "one"))
+        if problems:
+            raise WeightSyncError(problems)
+
+
+def rows(engine: Engine, ranks: TrainingRanks, directory: Path, chosen: argparse.Namespace) -> Iterator[list[str]]:
+    tensor = engine.layout.tensor
+    for layout in LAYOUTS:
+        bench = Bench(layout, ranks, engine, directory, chosen.bucket_bytes)
+        bound = needed_bytes(bench.plan)
+        for way in [GATHER, *(Way if tensor == 1 else EXACT)]:
+            found = bench.measure(way, chosen.repetitions)
+            middle = {name: statistics.median(getattr(phases, name) for phases in found) for name in vars(found[0])}
+            yield [
+                str(layout),
+                str(tensor),
+                str(way),
+                f"{middle['move']:.3f}",
+                f"{min(phases.move for phases in found):.3f}",
+                f"{statistics.median(phases.move / phases.copy for phases in found):.1f}",
+                f"{middle['moved_bytes'] / 1e6:.0f}",
+                f"{middle['moved_bytes'] / bound:.2f}",
+                f"{middle['rank_digests']:.3f}",
+                f"{middle['engine_digests']:.3f}",
+                f"{middle['begin'] + middle['end']:.3f}",
+                f"{statistics.median(phases.whole for phases in found):.3f}",
+                f"{middle['copy']:.3f}",
+            ]
+
+
+HEADER = [
+    "training", "engine tensor", "way", "moving s", "least", "x copy", "MB moved", "x needed", "digests: ranks s",
+    "engine s", "begin, end s", "whole sync s", "memory copy s",
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a tiny model and one repetition: does it run?")
+    parser.add_argument("--repetitions", type=int, default=5, help="measured syncs of each kind, after one that is not")
+    parser.add_argument("--engines", type=int, nargs="+", default=[1], metavar="TENSOR", help="an engine of each size")
+    parser.add_argument("--bucket-bytes", type=int, default=64 << 20, help="largest bucket, of every way")
+    chosen = parser.parse_args()
+    directory = CACHE / ("small" if chosen.small else "model")
+    if chosen.small:
+        chosen.repetitions, chosen.bucket_bytes = 1, 1 << 18
+    make_model(directory, CONFIG | SMALL if chosen.small else CONFIG)
+    size = sum(prod(tensor.shape) for tensor in tensors_of(read_architecture(directory))) * ITEM_BYTES[DTYPE]
+    print(
+        f"{size / 1e6:.0f} MB in {DTYPE}, buckets of {chosen.bucket_bytes / (1 << 20):g} MiB, {os.cpu_count()} cores, "
+        f"load average {os.getloadavg()[0]:.1f} before. Medians of {chosen.repetitions} syncs, each verified.\n"
+    )
+    print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER))
+    ranks = TrainingRanks(2)
+    try:
+        for tensor in chosen.engines:
+            engine = Engine(directory, tensor)
+            try:
+                for row in rows(engine, ranks, directory, chosen):
+                    print("| " + " | ".join(row) + " |", flush=True)
+            finally:
+                engine.close()
+    finally:
+        ranks.close()
+    print(f"\nLoad average {os.getloadavg()[0]:.1f} afterwards.")
+
+
+if __name__ == "__main__":
+    main()
