@@ -11,7 +11,7 @@ ADDER := .cache/adder
 # Tests run on CPUs everywhere. The ranks together use every core, so each has one thread; nothing is compiled or fetched.
 TEST_ENVIRONMENT := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
 
-.PHONY: demo demo-sglang sglang-cpu test test-long lint benchmark-step clean help
+.PHONY: demo demo-sglang sglang-cpu test test-long lint benchmark-step benchmark-sync clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make test-long  demo trainings, kills and resumes"
 	@echo "make lint       ruff, mypy and the rules of who imports whom"
 	@echo "make benchmark-step  seconds per step beside TRL's GRPOTrainer"
+	@echo "make benchmark-sync  seconds and bytes of weight sync by every way, beside gathering everything"
 	@echo "make clean      remove the environment, caches and runs"
 
 $(INSTALLED): requirements/cpu.txt setup.py
@@ -70,6 +71,9 @@ lint: $(INSTALLED)
 benchmark-step: $(INSTALLED) .venv-trl/installed
 	$(BIN)/megagrpo prepare adder --output $(ADDER)
 	$(BIN)/python benchmarks/step.py
+
+benchmark-sync: $(SGLANG_INSTALLED)
+	CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/weight_sync.py --engines 1 2
 
 .venv-trl/installed: requirements/trl.txt
 	@echo "Setting up .venv-trl for the comparison with TRL"

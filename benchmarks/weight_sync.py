@@ -82,9 +82,10 @@ def make_model(directory: Path, config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of one sync, and of one plain copy of the same bytes made just before it."""
+    """Seconds of one sync, and of plain copies of the same bytes made just before it, with all cores and with one."""
 
     copy: float
+    one_core_copy: float
     begin: float
     move: float
     rank_digests: float
@@ -134,13 +135,14 @@ class Engine:
 
 
 class Copy:
-    """A plain copy of so many bytes from memory to memory, with all cores, into pages that are there."""
+    """A plain copy of so many bytes from memory to memory, into pages that are there."""
 
     def __init__(self, size: int) -> None:
         self._source = torch.ones(size, dtype=torch.uint8)
         self._target = torch.ones(size, dtype=torch.uint8)
 
-    def seconds(self) -> float:
+    def seconds(self, cores: int) -> float:
+        torch.set_num_threads(cores)
         began = time.monotonic()
         self._target.copy_(self._source)
         return time.monotonic() - began
@@ -214,7 +216,7 @@ class Bench:
         self._version += 1
         version, ranks, weights, post = self._version, self._ranks, self._engine.weights, self._engine.post
         ranks.call("train")
-        copy = self._copy.seconds()
+        copy, one_core_copy = self._copy.seconds(os.cpu_count() or 1), self._copy.seconds(1)
         times = [time.monotonic()]
         post("/pause_generation", {"mode": "retract"})
         post("/begin_weight_update", {})
@@ -240,6 +242,7 @@ class Bench:
         begin, move, _, engine_digests = (after - before for before, after in pairwise(times))
         return Phases(
             copy,
+            one_core_copy,
             begin,
             move,
             max(seconds for seconds, _ in of_ranks),
@@ -265,29 +268,31 @@ def rows(engine: Engine, ranks: TrainingRanks, directory: Path, chosen: argparse
     for layout in LAYOUTS:
         bench = Bench(layout, ranks, engine, directory, chosen.bucket_bytes)
         bound = needed_bytes(bench.plan)
-        for way in [GATHER, *(Way if tensor == 1 else EXACT)]:
+        for way in chosen.ways or [GATHER, *(Way if tensor == 1 else EXACT)]:
             found = bench.measure(way, chosen.repetitions)
             middle = {name: statistics.median(getattr(phases, name) for phases in found) for name in vars(found[0])}
+            least = {name: min(getattr(phases, name) for phases in found) for name in vars(found[0])}
             yield [
                 str(layout),
                 str(tensor),
                 str(way),
                 f"{middle['move']:.3f}",
-                f"{min(phases.move for phases in found):.3f}",
-                f"{statistics.median(phases.move / phases.copy for phases in found):.1f}",
+                f"{least['move']:.3f}",
+                f"{least['copy']:.3f}",
+                f"{least['one_core_copy']:.3f}",
+                f"{least['move'] / least['copy']:.1f}",
                 f"{middle['moved_bytes'] / 1e6:.0f}",
                 f"{middle['moved_bytes'] / bound:.2f}",
                 f"{middle['rank_digests']:.3f}",
                 f"{middle['engine_digests']:.3f}",
                 f"{middle['begin'] + middle['end']:.3f}",
                 f"{statistics.median(phases.whole for phases in found):.3f}",
-                f"{middle['copy']:.3f}",
             ]
 
 
 HEADER = [
-    "training", "engine tensor", "way", "moving s", "least", "x copy", "MB moved", "x needed", "digests: ranks s",
-    "engine s", "begin, end s", "whole sync s", "memory copy s",
+    "training", "engine tensor", "way", "moving s", "least", "least copy s", "by one core", "least / copy", "MB moved",
+    "x needed", "digests: ranks s", "engine s", "begin and end s", "all phases s",
 ]  # fmt: skip
 
 
@@ -296,6 +301,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model and one repetition: does it run?")
     parser.add_argument("--repetitions", type=int, default=5, help="measured syncs of each kind, after one that is not")
     parser.add_argument("--engines", type=int, nargs="+", default=[1], metavar="TENSOR", help="an engine of each size")
+    parser.add_argument(
+        "--ways", nargs="+", choices=[GATHER, *Way], help="only these; all, but exact ones if TENSOR > 1"
+    )
     parser.add_argument("--bucket-bytes", type=int, default=64 << 20, help="largest bucket, of every way")
     chosen = parser.parse_args()
     directory = CACHE / ("small" if chosen.small else "model")
