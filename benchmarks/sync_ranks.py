@@ -50,6 +50,7 @@ class TrainingRank:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._tensors: Mapping[str, torch.Tensor] = {}
+        self._sender: Any = None
 
     def hold(self, plan: WeightPlan, directory: Path) -> None:
         """The tensors of this rank's manifest, with the values of the model in `directory`."""
@@ -66,7 +67,7 @@ class TrainingRank:
         common = sync.plan, rank, sync.meeting, sync.bucket_bytes
         if sync.way == GATHER:
             timeout = sync.meeting.timeout_seconds
-            self._sender: Any = GatherEverything(
+            self._sender = GatherEverything(
                 sync.layout, rank, sync.plan.sources, sync.plan.destinations, sync.bucket_bytes, sync.server, timeout
             )
         elif (way := Way(sync.way)) in sglang_ways.WAYS:
@@ -94,7 +95,9 @@ class TrainingRank:
         return self._sender.moved_bytes
 
     def disconnect(self) -> None:
-        self._sender.close()
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
 
 
 class TrainingRanks:
@@ -153,4 +156,5 @@ def serve(rank: int, ranks: int, address: str, connection: Connection) -> None:
         except Exception:  # noqa: BLE001  whatever it is, the benchmark must end with it
             answer = False, traceback.format_exc()
         connection.send(answer)
+    owner.disconnect()  # after a failure it is still there
     dist.destroy_process_group()
