@@ -32,6 +32,9 @@ class ProcessGroup:
         self._group: Any = None
         self._generation = -1
         self._rank_of: dict[Party, int] = {}
+        # NCCL refuses two ranks on one GPU: training ranks and engines that share theirs meet in host memory, by gloo.
+        places = plan.topology
+        self._on_host = bool({*places.sources} & {place for place in places.destinations if place.device is not None})
         self._device = torch.device("cpu")
         self._slots: list[torch.Tensor] = []
         self._landing: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * SLOTS
@@ -40,6 +43,7 @@ class ProcessGroup:
         self._seconds_left: Callable[[], float] = lambda: 0.0
 
     def begin(self, sync: Sync, member: Member, device: torch.device, slot_bytes: int) -> None:
+        device = torch.device("cpu") if self._on_host else device
         self._device, self._seconds_left = device, member.seconds_left
         if self._generation != sync.generation:
             self.close()
