@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -382,6 +385,33 @@ def test_a_full_shared_memory_is_named_and_nothing_is_left(host: MeetingHost) ->
         FileArea(f"megagrpo-{host.meeting.run}-full", room.f_blocks * room.f_frsize + (1 << 20))
     assert "weights.bucket_bytes" in str(caught.value)
     assert not list(DIRECTORY.glob(f"megagrpo-{host.meeting.run}-*"))
+
+
+def test_the_next_file_on_a_node_removes_those_of_killed_owners_alone() -> None:
+    """What an owner that lives holds stays, and what is too young to be locked."""
+    stem = f"megagrpo-{secrets.token_hex(8)}"
+    left, young = DIRECTORY / f"{stem}-left", DIRECTORY / f"{stem}-young"
+    owner_code = (
+        "import sys, time; from megagrpo.weights.executors.shared_memory import FileArea; "
+        "area = FileArea(sys.argv[1], 4096); print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", owner_code, left.name], stdout=subprocess.PIPE) as owner:
+        try:
+            assert owner.stdout is not None
+            assert owner.stdout.readline() == b"\n"
+            young.touch()
+            os.utime(left, (0, 0))
+            FileArea(f"{stem}-one", 4096).close()
+            assert left.exists()
+        finally:
+            owner.kill()
+    assert left.exists()
+    FileArea(f"{stem}-two", 4096).close()
+    assert not left.exists()
+    assert young.exists()
+    os.utime(young, (0, 0))
+    shared_memory.remove_abandoned()
+    assert not list(DIRECTORY.glob(f"{stem}-*"))
 
 
 def test_only_files_of_the_run_are_mapped(host: MeetingHost) -> None:

@@ -1,18 +1,22 @@
 """Buckets in memory that both ends map: a file in /dev/shm on CPUs, a buffer shared by CUDA IPC on GPUs.
 
 A sender owns one area with two slots and keeps it from sync to sync, so that its pages are there from the second sync
-on. A file's name holds the run's token. It goes when its owner closes it; `remove_left_over` takes what killed owners
-left on a node.
+on. A file's name holds the run's token. It goes when its owner closes it. An owner that is killed cannot: whoever next
+makes a file on its node, in any run, removes those that nobody holds the lock of.
 """
 
 from __future__ import annotations
 
 import base64
+import fcntl
 import mmap
 import os
 import secrets
+import stat
+import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +32,8 @@ from megagrpo.weights.executors.meeting import Member, Sync
 from megagrpo.weights.executors.streams import Party
 
 DIRECTORY = Path("/dev/shm")
+YOUNG_SECONDS = 5.0
+"""A file's age below which its owner may not have locked it yet."""
 
 
 class SharedMemory:
@@ -82,6 +88,21 @@ def remove_left_over(run: str) -> None:
         file.unlink(missing_ok=True)
 
 
+def remove_abandoned() -> None:
+    """Removes the files on this node, of any run, whose owners were killed. Those of other users are left alone."""
+    for path in DIRECTORY.glob("megagrpo-*"):
+        with suppress(OSError):  # gone, or another user's, or locked: its owner lives
+            found = path.lstat()
+            if not stat.S_ISREG(found.st_mode) or time.time() - found.st_mtime < YOUNG_SECONDS:
+                continue
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+
 class _Area(Protocol):
     """Memory of a sender. `ticket` is what a receiver needs to map it, as JSON."""
 
@@ -93,15 +114,20 @@ class _Area(Protocol):
 
 
 class FileArea:
-    """A file in /dev/shm that nobody else may read. Raises WeightSyncError if there is no room for all of it."""
+    """A file in /dev/shm that no other user may read, locked for as long as it is mapped here.
+
+    Raises WeightSyncError if there is no room for all of it.
+    """
 
     def __init__(self, name: str, area_bytes: int) -> None:
+        remove_abandoned()
         self._path = DIRECTORY / name
         # Also when its owner is forgotten, or ends without closing it.
         self._remove = weakref.finalize(self, self._path.unlink, missing_ok=True)
         descriptor = -1
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # the mapping keeps a copy of the descriptor, and so the lock
             os.posix_fallocate(descriptor, 0, area_bytes)  # a write to a page that is not there would kill the process
             mapped = mmap.mmap(descriptor, area_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
