@@ -112,9 +112,13 @@ def start_server(
 
 def serve(family: str, tensor: int, root: Path) -> Iterator[Served]:
     """For fixtures: a started server of a tiny model, ended afterwards."""
+    yield from serve_directory(model_directory(family, root / family), tensor, root / f"{family}.log")
+
+
+def serve_directory(directory: Path, tensor: int, log: Path) -> Iterator[Served]:
+    """For fixtures: a started server of the model in `directory`, ended afterwards."""
     layout = EngineLayout(tensor=tensor)
-    directory = model_directory(family, root / family)
-    server = start_server(directory, layout, root / f"{family}.log", {"decode_log_interval": 1})
+    server = start_server(directory, layout, log, {"decode_log_interval": 1})
     try:
         server.wait_until_ready(START_SECONDS)
         engine = SglangEngine(server, **settings(directory, layout))
