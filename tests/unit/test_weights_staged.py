@@ -24,7 +24,7 @@ from megagrpo.weights.digest import digests
 from megagrpo.weights.executors import whole_tensors
 from megagrpo.weights.executors.broadcast import BroadcastReceiver
 from megagrpo.weights.executors.direct import DirectReceiver
-from megagrpo.weights.executors.disk import DiskFiles, DiskReceiver, remove_older
+from megagrpo.weights.executors.disk import MARKER, DiskFiles, DiskReceiver, remove_all, remove_older
 from megagrpo.weights.executors.meeting import MeetingHost
 from megagrpo.weights.executors.sglang_ways import WAYS, open_sender
 from megagrpo.weights.executors.staged_buckets import staged_buckets, storage_bytes
@@ -331,11 +331,40 @@ def test_a_full_disk_is_named_and_the_version_before_stays(case: Case, host: Mee
 
 
 def test_only_checkpoints_of_older_weights_are_removed(tmp_path: Path) -> None:
-    for name in ("version_1", ".version_3.partial", "version_2", "version_10", "other_version_1", "version_1_notes"):
-        (tmp_path / name).mkdir()
+    ours = ("version_1", ".version_3.partial", "version_2", "version_10", "other_version_1", "version_1_notes")
+    for name in (*ours, "version_0"):
+        (tmp_path / name / "parts").mkdir(parents=True)
+        (tmp_path / name / "parts" / "model.safetensors").touch()
+    for name in ours:
+        (tmp_path / name / MARKER).touch()
     remove_older(tmp_path, 2)
-    kept = ["other_version_1", "version_10", "version_1_notes", "version_2"]
+    kept = ["other_version_1", "version_0", "version_10", "version_1_notes", "version_2"]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == kept
+    assert (tmp_path / "version_0" / "parts" / "model.safetensors").exists()
+
+
+@dense
+def test_a_run_takes_with_it_what_it_wrote_and_no_directory_of_others(
+    case: Case, host: MeetingHost, files: DiskFiles
+) -> None:
+    foreign = files.directory / "version_2"
+    foreign.mkdir(parents=True)
+    (foreign / "model.safetensors").write_bytes(b"mine")
+    sync = Sync(case, Way.DISK, host, servers_of(case.plan(), case), files)
+    checkpoint = random_checkpoint(case.arch)
+    assert sync.run(1, checkpoint) == []
+    assert sync.run(1, checkpoint) == []
+    errors = sync.run(2, checkpoint)
+    assert len(errors) == case.layout.ranks + case.engines
+    assert all(str(foreign) in str(error) and "it is not of a weight sync" in str(error) for error in errors)
+    remove_all(files.directory)
+    assert [path.name for path in files.directory.rglob("*")] == ["version_2", "model.safetensors"]
+    (foreign / "model.safetensors").unlink()
+    foreign.rmdir()
+    assert sync.run(2, checkpoint) == []
+    remove_all(files.directory)
+    assert not files.directory.exists()
+    remove_all(files.directory)
 
 
 # --- servers that others manage ---------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """A checkpoint on a file system that training ranks and engines share, loaded by the engine's server itself.
 
 Every training rank writes its boxes into the files of `directory/version_<n>`; nothing is gathered. The first of them
-lays the files out and gives the directory its name when all have written, so that nobody sees half a checkpoint.
+lays the files out and gives the directory its name when all have written, so that nobody sees half a checkpoint. A file
+in it says that it is ours: a directory without it is neither replaced nor removed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import checkpoint
 
+MARKER = "megagrpo_sync.json"
+"""The file that says that a directory holds weights for engines, and may be removed after them."""
 LEADER = 0
 """The source that lays out the files and names the directory."""
 
@@ -97,9 +100,13 @@ class DiskSender:
             self._member.push(engine_queue(engine), ["ready", str(export.directory)])
 
     def _begin(self, export: Export) -> None:
+        if export.directory.exists() and not (export.directory / MARKER).is_file():
+            given, needed = f"it is there and has no {MARKER}: it is not of a weight sync", "a directory of its own"
+            raise CheckpointError(Problem(str(export.directory), given, needed, "set another weights.directory"))
         try:
             shutil.rmtree(export.partial, ignore_errors=True)
             export.partial.mkdir(parents=True)
+            (export.partial / MARKER).write_text("{}\n", encoding="utf-8")
             lay_out(export.partial, export.files, self._files.model_directory, self._files.dtype)
         except OSError as error:
             raise CheckpointError(Problem(str(export.partial), error.strerror or str(error))) from error
@@ -147,12 +154,36 @@ class DiskReceiver:
 def remove_older(directory: Path, version: int) -> None:
     """Removes the checkpoints of weights before `version`, which every engine has committed, and broken-off ones.
 
-    What a slow file system does not let go of now goes with the next call.
+    What a slow file system does not let go of now goes with the next call. What DiskSender did not write stays.
     """
+    for entry, of_version, whole in _written(directory):
+        if of_version < version or not whole:
+            _remove(entry)
+
+
+def remove_all(directory: Path) -> None:
+    """Removes everything that DiskSender wrote there, and the directory if nothing else is in it. Raises nothing."""
+    for entry, _, _ in _written(directory):
+        _remove(entry)
+    with suppress(OSError):
+        directory.rmdir()
+
+
+def _written(directory: Path) -> Iterator[tuple[Path, int, bool]]:
+    """What DiskSender wrote: path, version, and whether it is a whole checkpoint."""
     for entry in directory.glob("*version_*"):
         match = re.fullmatch(r"\.?version_(\d+)(\.partial|\.replaced)?", entry.name)
-        if match and (int(match[1]) < version or match[2]):
-            shutil.rmtree(entry, ignore_errors=True)
+        if match and (entry / MARKER).is_file():
+            yield entry, int(match[1]), not match[2]
+
+
+def _remove(entry: Path) -> None:
+    """The marker goes last: what stays is still known as ours."""
+    with suppress(OSError):
+        for inside in entry.iterdir():
+            if inside.name != MARKER:
+                shutil.rmtree(inside) if inside.is_dir() and not inside.is_symlink() else inside.unlink()
+        shutil.rmtree(entry)
 
 
 @contextmanager
