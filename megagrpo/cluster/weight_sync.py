@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -14,7 +15,8 @@ from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem, RankError, RecipeError, WeightSyncError
 from megagrpo.recipe.defaults import sync_directory
 from megagrpo.recipe.schema import Recipe, Weights
-from megagrpo.weights.boxes import Box
+from megagrpo.weights.boxes import Box, Manifest
+from megagrpo.weights.bundles import classes_of
 from megagrpo.weights.executors.disk import remove_older
 from megagrpo.weights.executors.meeting import MeetingHost
 from megagrpo.weights.executors.shared_memory import remove_left_over
@@ -38,7 +40,7 @@ class WeightSync:
         self.restarts = 0
         manifests = rollouts.manifests()
         topology = Topology(policy.places(), rollouts.places())
-        self.plan = make_plan(policy.manifests(), list(chain(*manifests.values())), topology)
+        self.plan = make_plan(sharing(policy.manifests()), sharing(list(chain(*manifests.values()))), topology)
         self.way = choose_way(recipe.weights, topology, external=rollouts.external)
         ends = [0]
         for of_engine in manifests.values():
@@ -68,9 +70,8 @@ class WeightSync:
 
     def bring_back(self, engines: Sequence[str]) -> None:
         """Restarts engines that failed while generating, and brings them to the version that the others hold."""
-        self._restart(engines)
         with self._policy.needed():
-            self._bring(self.version, list(engines))
+            self._bring(self.version, list(engines), lost=engines)
 
     def check_replicas(self) -> None:
         """Raises WeightSyncError, naming tensors and ranks, if ranks that hold the same box hold different bytes."""
@@ -92,42 +93,59 @@ class WeightSync:
         )
         remove_left_over(self._host.meeting.run)
 
-    def _bring(self, version: int, engines: list[str]) -> None:
+    def _bring(self, version: int, engines: list[str], lost: Sequence[str] = ()) -> None:
+        """Brings these engines to `version`; `lost` are those of them that must be restarted first."""
+        asked_before = False
         for left in range(self._recipe.weights.attempts, -1, -1):
-            failed = self._attempt(version, engines)
+            try:
+                self._restart(lost)
+            except (EngineError, WeightSyncError) as error:
+                failed: dict[str, MegagrpoError] = dict.fromkeys(lost, error)
+            else:
+                failed, to_blame = self._attempt(version, engines)
+                engines = list(failed)
+                # One that answers may hold wrong bytes by chance: it is asked once more before it is restarted.
+                silent = [name for name in to_blame if not isinstance(failed[name], WeightSyncError)]
+                lost = to_blame if asked_before else silent
+                asked_before = True
             if not failed:
                 return
             reasons = [problem for error in failed.values() for problem in error.problems]
             if not left:
                 raise WeightSyncError(reasons)
-            # An engine that answers may only have waited for another one: it is asked again before it is restarted.
-            first = left == self._recipe.weights.attempts
-            lost = [name for name, error in failed.items() if not first or not isinstance(error, WeightSyncError)]
             self._say(f"weight sync to version {version}: {reasons[0].where}: {reasons[0].given}; trying again")
-            self._restart(lost)
-            engines = list(failed)
 
-    def _attempt(self, version: int, engines: Sequence[str]) -> dict[str, MegagrpoError]:
-        """One try; the engines that are not at `version` afterwards, and why."""
+    def _attempt(self, version: int, engines: Sequence[str]) -> tuple[dict[str, MegagrpoError], list[str]]:
+        """One try. The engines that are not at `version` afterwards and why, and those of them that are to blame."""
         ranks, actors = self._policy.actors, self._rollouts.actors
         destinations = list(chain(*(self._destinations[name] for name in engines)))
         self._host.open(version, destinations)
         sending = {name: actor.send_weights.remote(version, destinations) for name, actor in ranks.items()}
         updating = {name: actors[name].update.remote(version) for name in engines}
+        given_up: list[Problem] = []
+
+        def give_up(reason: str) -> None:
+            given_up.append(Problem("weight sync given up", reason))
+            self._host.abort(given_up)
+
         done, failed = settle(
             sending | updating,
             doing=f"weight sync to version {version}",
             timeout_seconds=self._recipe.weights.timeout_seconds + GRACE_SECONDS,
             error=EngineError,
-            at_first_failure=lambda text: self._host.abort([Problem("weight sync given up", text)]),
+            at_first_failure=give_up,
             grace_seconds=GRACE_SECONDS,
         )
         for name, error in failed.items():
             if name in ranks and not isinstance(error, WeightSyncError):
                 raise RankError(error.problems)
         if failed:
-            reason = next(iter(failed.values()))
-            return {name: failed.get(name, WeightSyncError(reason.problems)) for name in engines}
+            first, reason = next(iter(failed.items()))
+            echoes = (reason.problems, tuple(given_up))
+            to_blame = [
+                name for name in engines if name in failed and (name == first or failed[name].problems not in echoes)
+            ]
+            return {name: failed.get(name, WeightSyncError(reason.problems)) for name in engines}, to_blame
         expected = expected_digests(done[name] for name in ranks)
         verified = []
         for name in engines:
@@ -143,7 +161,8 @@ class WeightSync:
             at_first_failure=lambda text: None,
             grace_seconds=GRACE_SECONDS,
         )
-        return failed | uncommitted
+        failed |= uncommitted
+        return failed, list(failed)
 
     def _digest_problems(
         self,
@@ -215,6 +234,15 @@ class WeightSync:
             timeout_seconds=self._recipe.weights.timeout_seconds + GRACE_SECONDS,
             error=WeightSyncError,
         )
+
+
+def sharing(manifests: Sequence[Manifest]) -> list[Manifest]:
+    """The same manifests, with one object for what replicas have in common: each came from a process of its own."""
+    shared = list(manifests)
+    for alike in classes_of(manifests):
+        for index in alike.members:
+            shared[index] = replace(alike.manifest, holder=manifests[index].holder)
+    return shared
 
 
 def choose_way(settings: Weights, topology: Topology, *, external: bool) -> Way:

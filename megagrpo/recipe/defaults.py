@@ -34,4 +34,6 @@ def export_directory(recipe: Recipe) -> Path:
 
 def sync_directory(recipe: Recipe) -> Path:
     """Where weights lie on their way to engines with weights.transfer: disk."""
-    return Path(recipe.weights.directory) if recipe.weights.directory else run_directory(recipe) / "weights"
+    return (
+        Path(recipe.weights.directory) / recipe.name if recipe.weights.directory else run_directory(recipe) / "weights"
+    )

@@ -98,10 +98,11 @@ def _transfer(recipe: Recipe) -> Iterator[RuleProblem]:
             "the others go through SGLang's loaders",
             fix="transfer: auto, or rollout.engine: sglang",
         )
-    if recipe.weights.directory is not None and transfer != "disk":
+    through_files = transfer == "disk" or (transfer == "auto" and engine == "external")
+    if recipe.weights.directory is not None and not through_files:
         yield broken(
             "weights.directory",
-            reads=("weights.transfer",),
+            reads=("weights.transfer", "rollout.engine"),
             given=f"{recipe.weights.directory}, with transfer: {transfer}",
             needed="nothing: no files are written",
             fix="remove it, or write transfer: disk",

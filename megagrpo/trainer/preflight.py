@@ -167,7 +167,7 @@ def _engine_problems(recipe: Recipe, architecture: Architecture | None, plan_onl
     if architecture:
         for problem in split_problems(architecture, rollout.layout, device):
             yield replace(problem, where=f"rollout.layout: {problem.where}")
-    if device == "cpu" and rollout.layout.expert > 1:
+    if device == "cpu" and recipe.cluster.device == "auto" and rollout.layout.expert > 1:
         yield Problem(
             "rollout.layout.expert",
             given=f"{rollout.layout.expert} on CPUs",

@@ -25,6 +25,7 @@ from megagrpo.trainer.preflight import Preflight
 from megagrpo.trainer.prompts import describe_mixture, read_mixture, read_tokenizer, total_steps
 from megagrpo.trainer.run_lock import only_process_of
 from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, open_store, recipe_values, save
+from megagrpo.trainer.sequences import require_version
 from megagrpo.trainer.step import Run, grpo_step
 from megagrpo.trainer.step_metrics import sequence_tokens
 from megagrpo.types import Prompt
@@ -163,7 +164,9 @@ def _is_new_best(metric: str | None, evaluation: Mapping[str, float] | None, sto
 
 def _evaluate(run: Run, progress: Progress, held_out: Sequence[Prompt]) -> Progress:
     with run.clock.phase("eval"), run.policy.released():
-        groups = run.scorer.score(run.rollouts.generate_for_evaluation(held_out))
+        groups = run.rollouts.generate_for_evaluation(held_out)
+        require_version(groups, run.weights.version)
+        groups = run.scorer.score(groups)
     evaluation = evaluation_metrics(groups, run.recipe.eval.samples_per_prompt)
     stopping = progress.stopping.after(evaluation) if progress.stopping else None
     return replace(progress, evaluation=evaluation, stopping=stopping)

@@ -32,7 +32,8 @@ class WeightSender:
         device: torch.device,
         files: DiskFiles,
     ) -> None:
-        self._way, self._plan, self._source, self._bucket_bytes = way, plan, source, bucket_bytes
+        self._way, self._source, self._bucket_bytes = way, source, bucket_bytes
+        self._plan = plan.part_for_source(source)
         if way in sglang_ways.WAYS:
             self._sender = sglang_ways.open_sender(
                 way, plan, source, meeting, bucket_bytes, ranks_per_engine=ranks_per_engine, device=device, files=files
