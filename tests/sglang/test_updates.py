@@ -14,7 +14,7 @@ from megagrpo.errors import EngineError, WeightSyncError
 from megagrpo.rollout.sglang.engine import Pause
 from megagrpo.types import Request, Sample, SamplingParams
 from tests.rollout_engines import model_directory, request
-from tests.sglang.servers import AT_ONCE, Served
+from tests.sglang.servers import AT_ONCE, Served, Trainer
 
 PROMPT = (5, 6, 9, 11)
 LONG = SamplingParams(max_tokens=230)
@@ -102,6 +102,7 @@ def test_samples_that_begin_after_an_update_in_place_are_wholly_of_the_new_weigh
         samples = future.result(60)
     mixed = [sample for sample in samples if len(set(sample.versions)) == 2]
     assert 0 < len(mixed) <= AT_ONCE
+    assert any((sample.versions == 1).all() for sample in samples)
     for one, sample in zip(asked(), samples, strict=True):
         if (sample.versions == 1).all():  # with the prompt's old keys and values they would differ by far more
             assert np.abs(sample.logprobs - logprobs_of(new, one, sample)).max() < 1e-5
@@ -140,6 +141,22 @@ def test_an_update_that_failed_is_begun_again(tied_server: Served, new_weights: 
         trainer.sync(1, new)
         (sample,) = engine.generate(asked()[:1])
     assert (sample.versions == 1).all()
+    assert np.abs(sample.logprobs - logprobs_of(new, asked()[0], sample)).max() < 1e-5
+
+
+def test_an_update_that_somebody_left_open_on_a_server_is_ended_by_who_comes_next(
+    tied_server: Served, new_weights: Callable[[str], Path]
+) -> None:
+    new = new_weights("qwen2_tied")
+    with tied_server.borrowed() as left:
+        left.begin_update(1)
+        left.close()  # as if its process had died: the server's update stays open
+        with tied_server.borrowed() as engine:
+            trainer = Trainer(engine, tied_server.directory)
+            trainer.sync(2, new)
+            (sample,) = engine.generate(asked()[:1])
+            trainer.close()
+    assert (sample.versions == 2).all()
     assert np.abs(sample.logprobs - logprobs_of(new, asked()[0], sample)).max() < 1e-5
 
 

@@ -29,6 +29,7 @@ from megagrpo.weights.sides import sglang as sglang_side
 
 Pause = Literal["abort", "retract", "in_place"]
 MemoryTag = Literal["weights", "kv_cache"]
+NOTHING_OPEN = "no weight-update session is open"  # how SGLang refuses /end_weight_update
 
 
 class SglangEngine:
@@ -75,6 +76,8 @@ class SglangEngine:
         try:
             self._info = self._client.get("/server_info")
             self._check_server(layout, dtype)
+            if self._server is None:
+                self._end_left_over_update()
         except MegagrpoError:
             self._client.close()
             raise
@@ -225,6 +228,17 @@ class SglangEngine:
     def _end_update(self) -> None:
         self._client.post("/end_weight_update", {})
         self._update_open = False
+
+    def _end_left_over_update(self) -> None:
+        """Who spoke to this server before us may have died in an update, and SGLang begins none while one is open.
+
+        If it was left paused it stays so until our first commit: its weights may be a mixture.
+        """
+        try:
+            self._end_update()
+        except EngineError as error:
+            if NOTHING_OPEN not in str(error):
+                raise
 
     def _continue(self) -> None:
         self._client.post("/continue_generation", {})
