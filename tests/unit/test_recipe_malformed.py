@@ -146,7 +146,7 @@ CASES = [
     Case("missing model", ("model.path", "did you mean", "model?"), spoil=edit("/model\n", "/modle\n")),
     Case("missing config", ("config.json",), spoil=remove("model/config.json")),
     Case("broken config", ("config.json",), spoil=write("model/config.json", "{")),
-    Case("unknown family", ("gpt2", "llama, qwen2"), spoil=write("model/config.json", '{"model_type": "gpt2"}')),
+    Case("unknown family", ("gpt2", "llama, mixtral"), spoil=write("model/config.json", '{"model_type": "gpt2"}')),
     Case("missing weights", ("model.safetensors",), spoil=remove("model/model.safetensors")),
     Case("truncated weights", ("cut short",), spoil=truncated_weights),
     Case(
