@@ -189,6 +189,7 @@ class Bench:
         )
         self._host = MeetingHost("127.0.0.1", TIMEOUT_SECONDS)
         self._files = DiskFiles(CACHE / "versions", directory, DTYPE)
+        shutil.rmtree(self._files.directory, ignore_errors=True)
         self._destinations = range(len(engine.manifests))
         self._version = 0
         self._copy = Copy(needed_bytes(self.plan))
