@@ -26,6 +26,7 @@ from megagrpo.weights.executors import shared_memory, streams
 from megagrpo.weights.executors.flow import FlowReceiver, FlowSender
 from megagrpo.weights.executors.meeting import Meeting, MeetingHost
 from megagrpo.weights.executors.shared_memory import DIRECTORY, FileArea, SharedMemory, remove_left_over
+from megagrpo.weights.executors.staging import StagingSender, source_queue
 from megagrpo.weights.executors.ways import Receiver, Sender, Way, open_receiver, open_sender
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.verification import (
@@ -420,6 +421,28 @@ def test_only_files_of_the_run_are_mapped(host: MeetingHost) -> None:
         shared_memory.map_file(stem, "../etc/passwd", "bucket 1")
     with pytest.raises(WeightSyncError, match="No such file"):
         shared_memory.map_file(stem, f"{stem}gone", "bucket 1")
+
+
+@pytest.mark.parametrize("name", ["{other}", "{stem}../{other}"])
+def test_a_source_writes_into_no_file_but_the_runs(host: MeetingHost, name: str) -> None:
+    """Whoever reaches the meeting can name one."""
+    case = Case(architecture(), ParallelLayout(), tensor=1)
+    sender = StagingSender(case.plan(), 0, host.meeting)
+    other = DIRECTORY / f"other-{secrets.token_hex(8)}"
+    other.write_bytes(bytes(4096))
+    given = name.format(stem=shared_memory.file_stem(host.meeting.run), other=other.name)
+    stranger = host.meeting.join("engine 0 rank 0")
+    host.open(1, [0])
+
+    def ask() -> None:
+        with stranger.attend(1):
+            stranger.push(source_queue(0), ["open", "engine 0", {0: given}, {}])
+
+    _, error = at_once([ask, lambda: sender.send(1, case.held(random_checkpoint(case.arch))[0])])
+    assert other.read_bytes() == bytes(4096)
+    other.unlink()
+    assert "engine 0 rank 0" in str(error)
+    assert "a file of this run" in str(error)
 
 
 def test_a_bucket_that_comes_twice_is_refused(host: MeetingHost) -> None:

@@ -40,7 +40,7 @@ class SharedMemory:
     """Implements Carrier (flow.py) for parties on one node. `run` is the meeting's token."""
 
     def __init__(self, run: str) -> None:
-        self._stem = f"megagrpo-{run}-"
+        self._stem = file_stem(run)
         self._own: list[_Area] = []  # none before the first sync
         self._slot_bytes = 0
         self._others: dict[Party, tuple[Any, torch.Tensor]] = {}
@@ -84,7 +84,7 @@ class SharedMemory:
 
 def remove_left_over(run: str) -> None:
     """Removes the files of a run whose processes have ended, on this node."""
-    for file in DIRECTORY.glob(f"megagrpo-{run}-*"):
+    for file in DIRECTORY.glob(f"{file_stem(run)}*"):
         file.unlink(missing_ok=True)
 
 
@@ -153,19 +153,29 @@ class FileArea:
         self._remove()
 
 
-def map_file(stem: str, name: str, label: str) -> torch.Tensor:
-    """A sender's file, read-only. Its pages are mapped at once: one by one they cost more than the copy."""
+def map_file(stem: str, name: str, label: str, *, writable: bool = False) -> torch.Tensor:
+    """The other end's file, which must be of this run, read-only or to write into.
+
+    Its pages are mapped at once: one by one they cost more than the copy.
+    """
     if not name.startswith(stem) or "/" in name:
         raise WeightSyncError(Problem(label, f"a file called {name}", f"a file of this run, {stem}…"))
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     try:
-        with (DIRECTORY / name).open("rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            mapped = mmap.mmap(opened.fileno(), size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+        with (DIRECTORY / name).open("r+b" if writable else "rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
     except OSError as error:
-        fix = "weights.transfer: process_group, if the engine is on another node or in another container"
+        fix = "weights.transfer: process_group or broadcast, if the engine is on another node or in another container"
         where = f"{label}: {DIRECTORY / name}"
-        raise WeightSyncError(Problem(where, error.strerror or str(error), "the sender's memory", fix)) from error
+        raise WeightSyncError(Problem(where, error.strerror or str(error), "the other end's memory", fix)) from error
+    if writable:
+        return torch.frombuffer(mapped, dtype=torch.uint8)
     return read_only_tensor(np.frombuffer(mapped, np.uint8))
+
+
+def file_stem(run: str) -> str:
+    """How the names of a run's files begin; `run` is the meeting's token."""
+    return f"megagrpo-{run}-"
 
 
 class CudaArea:

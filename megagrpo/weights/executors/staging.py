@@ -23,7 +23,7 @@ from megagrpo.errors import EngineError, Problem, WeightSyncError
 from megagrpo.weights.boxes import Storage
 from megagrpo.weights.executors import sglang_payloads as payloads
 from megagrpo.weights.executors.meeting import Meeting, Member
-from megagrpo.weights.executors.shared_memory import DIRECTORY, CudaArea, FileArea, map_cuda
+from megagrpo.weights.executors.shared_memory import CudaArea, FileArea, file_stem, map_cuda, map_file
 from megagrpo.weights.executors.staged_buckets import StagedBucket, storage_bytes
 from megagrpo.weights.plan import Transfer, WeightPlan
 from megagrpo.weights.views import box_view, stored_tensors, torch_dtype
@@ -103,7 +103,9 @@ class StagingSender:
         known, flat = self._mapped.get(index, (None, None))
         if flat is None or known != ticket:
             holder = self._plan.destinations[index].holder
-            flat = map_cuda(ticket, holder) if isinstance(ticket, dict) else _map_file(ticket, holder)
+            stem = file_stem(self._member.meeting.run)
+            cuda = isinstance(ticket, dict)
+            flat = map_cuda(ticket, holder) if cuda else map_file(stem, ticket, holder, writable=True)
             self._mapped[index] = (ticket, flat)
         return flat
 
@@ -215,7 +217,7 @@ class Staging:
             if device.type == "cuda":
                 self._areas.append(CudaArea(size, device))
                 continue
-            area = FileArea(f"megagrpo-{self._member.meeting.run}-{secrets.token_hex(8)}", size)
+            area = FileArea(file_stem(self._member.meeting.run) + secrets.token_hex(8), size)
             payloads.begin_users(area)
             self._areas.append(area)
 
@@ -290,15 +292,3 @@ def finish_copies(flat: torch.Tensor) -> None:
     """Copies on a GPU are done when others may look."""
     if flat.is_cuda:
         torch.cuda.current_stream(flat.device).synchronize()
-
-
-def _map_file(name: str, holder: str) -> torch.Tensor:
-    """A receiver's file, to write into. Its pages are mapped at once: one by one they cost more than the copy."""
-    try:
-        with (DIRECTORY / name).open("r+b") as opened:
-            mapped = mmap.mmap(opened.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    except OSError as error:
-        fix = "weights.transfer: broadcast or process_group, if the engine is on another node or in another container"
-        where = f"{holder}: {DIRECTORY / name}"
-        raise WeightSyncError(Problem(where, error.strerror or str(error), "the receiver's memory", fix)) from error
-    return torch.frombuffer(mapped, dtype=torch.uint8)
