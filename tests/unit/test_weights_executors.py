@@ -22,11 +22,12 @@ from megagrpo.errors import ModelError, Problem, WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.digest import digests
-from megagrpo.weights.executors import shared_memory, streams
+from megagrpo.weights.executors import shared_memory, streams, torch_groups
 from megagrpo.weights.executors.flow import FlowReceiver, FlowSender
 from megagrpo.weights.executors.meeting import Meeting, MeetingHost
 from megagrpo.weights.executors.shared_memory import DIRECTORY, FileArea, SharedMemory, remove_left_over
 from megagrpo.weights.executors.staging import StagingSender, source_queue
+from megagrpo.weights.executors.update_group import UpdateGroup
 from megagrpo.weights.executors.ways import Receiver, Sender, Way, open_receiver, open_sender
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.verification import (
@@ -304,6 +305,39 @@ def test_who_never_comes_is_named_with_the_bucket(way: Way, impatient: MeetingHo
         assert "(lm_head.weight)" in str(without_receiver)
         assert "from train rank 1 to engine 0 rank 0" in str(without_sender)
         assert "nothing came from train rank 1" in str(without_sender)
+
+
+def test_who_goes_between_the_roll_call_and_connecting_keeps_nobody_past_an_abort(host: MeetingHost) -> None:
+    case = Case(architecture(), ParallelLayout(), tensor=1)
+    sender = open_sender(Way.PROCESS_GROUP, case.plan(), 0, host.meeting, 1500)
+    opened = host.open(1, [0])
+    gone = host.meeting.join("engine 0 rank 0")
+    gone.say(f"group/{opened.generation}/1", True)
+
+    def notice() -> None:
+        gone.wait(lambda: gone.hear(f"group/{opened.generation}/0"), lambda: Problem("the sender never came"))
+        time.sleep(0.3)
+        host.abort([Problem("engine 0 was killed")])
+
+    begun = time.monotonic()
+    error, _ = at_once([lambda: sender.send(1, case.held(random_checkpoint(case.arch))[0]), notice])
+    assert "engine 0 was killed" in str(error)
+    assert time.monotonic() - begun < 15
+    sender.close()
+
+
+@pytest.mark.parametrize("raised", [OSError("no such network"), ValueError("no such device")])
+def test_what_goes_wrong_while_a_group_is_made_is_raised_where_it_is_awaited(
+    raised: Exception, host: MeetingHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(peer: str) -> str:
+        raise raised
+
+    monkeypatch.setattr(torch_groups, "_own_address", fail)
+    group = UpdateGroup("group", "engine 0", 1, host.meeting, torch.device("cpu"))
+    with pytest.raises((WeightSyncError, ValueError), match=str(raised)):
+        group.wait_until_joined(host.meeting.join("train rank 0"))
+    assert not group.usable
 
 
 def test_a_wrong_shape_or_name_is_refused_before_anything_moves(host: MeetingHost) -> None:

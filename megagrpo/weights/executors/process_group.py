@@ -6,21 +6,19 @@ themselves. It is made again when those who take part have changed or a sync has
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megagrpo.errors import Problem, WeightSyncError
+from megagrpo.errors import Problem
 from megagrpo.weights.executors import streams
 from megagrpo.weights.executors.flow import SLOTS
 from megagrpo.weights.executors.meeting import Member, Sync
 from megagrpo.weights.executors.streams import Party
+from megagrpo.weights.executors.torch_groups import Connecting, transport_errors
 from megagrpo.weights.plan import WeightPlan
 
 
@@ -51,8 +49,15 @@ class ProcessGroup:
             parties += [streams.destination_party(self._plan, index) for index in sorted(sync.destinations)]
             self._rank_of = {party: rank for rank, party in enumerate(parties)}
             self._roll_call(sync, member)
-            with self._naming(f"{member.name}: process group of {len(parties)} training and engine ranks"):
-                self._group = _connect(sync, member, self._rank_of[self._party], len(parties), device)
+            where = f"{member.name}: process group of {len(parties)} training and engine ranks"
+            prefix, rank = f"group/{sync.generation}", self._rank_of[self._party]
+            connecting = Connecting(where, member.meeting, [prefix], rank, len(parties), device)
+            overdue = Problem(
+                where,
+                f"not connected within {member.meeting.timeout_seconds:g} s, though all were there",
+                fix="look for what ended or stopped one of them; nodes must reach each other on any port",
+            )
+            self._group = connecting.wait(member, lambda: overdue)
             self._generation = sync.generation
         if not self._slots or slot_bytes > self._slots[0].numel():
             self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
@@ -61,12 +66,12 @@ class ProcessGroup:
         return self._slots[index]
 
     def hand_over(self, index: int, parcel_bytes: int, receiver: Party) -> Any:
-        with self._naming(f"sending to {streams.holder_of(self._plan, receiver)}"):
+        with transport_errors(f"sending to {streams.holder_of(self._plan, receiver)}"):
             self._sends[index] = self._group.send([self._slots[index][:parcel_bytes]], self._rank_of[receiver], index)
         return index
 
     def taken(self, index: int, label: str) -> None:
-        with self._naming(label):
+        with transport_errors(label):
             self._sends.pop(index).wait(self._timeout())
 
     def fetch(self, sender: Party, parcel_bytes: int, handed_over: Any, label: str) -> Callable[[], torch.Tensor]:
@@ -74,11 +79,11 @@ class ProcessGroup:
         if self._landing[index].numel() < parcel_bytes:
             self._landing[index] = torch.empty(parcel_bytes, dtype=torch.uint8, device=self._device)
         flat = self._landing[index][:parcel_bytes]
-        with self._naming(label):
+        with transport_errors(label):
             work = self._group.recv([flat], self._rank_of[sender], handed_over)
 
         def wait() -> torch.Tensor:
-            with self._naming(label):
+            with transport_errors(label):
                 work.wait(self._timeout())
             return flat
 
@@ -106,35 +111,3 @@ class ProcessGroup:
 
     def _timeout(self) -> timedelta:
         return timedelta(seconds=max(0.001, self._seconds_left()))
-
-    @contextmanager
-    def _naming(self, where: str) -> Iterator[None]:
-        """torch's transports raise RuntimeError for a peer that died and for a timeout."""
-        try:
-            yield
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            fix = "look for what ended or stopped that process"
-            raise WeightSyncError(Problem(where, reason, "both ends alive and connected", fix)) from error
-
-
-def _connect(sync: Sync, member: Member, rank: int, ranks: int, device: torch.device) -> Any:
-    """A group that torch's registry does not know, so that it needs no default group in this process."""
-    store = dist.PrefixStore(f"group/{sync.generation}", member.store)
-    timeout = timedelta(seconds=member.meeting.timeout_seconds)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, ranks, options)
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(member.meeting.host))]
-    return dist.ProcessGroupGloo(store, rank, ranks, options)
-
-
-def _own_address(peer: str) -> str:
-    """The address of this node on the way to `peer`. Nothing is sent."""
-    family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])

@@ -9,16 +9,15 @@ in a broadcast only when everybody else already does: then the fault of one engi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megagrpo.errors import Problem, WeightSyncError
+from megagrpo.errors import Problem
 from megagrpo.weights.executors.meeting import Meeting, Member
+from megagrpo.weights.executors.torch_groups import Connecting, transport_errors
 
 
 class UpdateGroup:
@@ -28,28 +27,28 @@ class UpdateGroup:
     """
 
     def __init__(self, name: str, engine: str, ranks: int, meeting: Meeting, device: torch.device) -> None:
-        self.name, self._engine, self._ranks, self._meeting, self._device = name, engine, ranks, meeting, device
+        self.name, self._engine, self._meeting = name, engine, meeting
         self._group: Any = None
-        self._failure: WeightSyncError | None = None
         self._work: Any = None
         self._label = ""
-        # In a thread, since torch waits in it for a server that may have failed, and hears no abort.
-        threading.Thread(target=self._make, daemon=True).start()
+        # As sglang.srt.utils.init_custom_process_group makes it on the servers: under the prefixes that it and torch's
+        # _new_process_group_helper give (torch 2.13).
+        prefixes = [name, f"{name}/", "cuda/" if device.type == "cuda" else "cpu/"]
+        self._connecting = Connecting(f"{engine}: update group", meeting, prefixes, 0, 1 + ranks, device)
 
     def wait_until_joined(self, member: Member) -> None:
         """Raises WeightSyncError if the engine's server does not come."""
         timeout = self._meeting.timeout_seconds
         missing = Problem(f"{self._engine}: update group", f"its server did not join within {timeout:g} s")
-        member.wait(lambda: self._group or self._failure, lambda: missing)
-        if self._failure is not None:
-            raise self._failure
+        if self._group is None:
+            self._group = self._connecting.wait(member, lambda: missing)
 
     def broadcast(self, flat: torch.Tensor, label: str) -> None:
         """Begins to send the tensor to every rank of the engine, after whatever is under way has been `finish`ed."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._label = f"broadcast to {self._engine}: {label}"
-        with _naming(self._label):
+        with transport_errors(self._label):
             self._work = self._group.broadcast([flat], options)
 
     def finish(self, member: Member) -> None:
@@ -62,7 +61,7 @@ class UpdateGroup:
             fix="look for what stopped that engine's server",
         )
         member.wait(lambda: self._work.is_completed() or None, lambda: overdue)
-        with _naming(self._label):
+        with transport_errors(self._label):
             self._work.wait()
         self._work = None
 
@@ -76,41 +75,10 @@ class UpdateGroup:
     @property
     def usable(self) -> bool:
         """Whether nothing is under way in it, and nothing has failed."""
-        return self._group is not None and self._failure is None and self._work is None
-
-    def _make(self) -> None:
-        try:
-            with _naming(f"{self._engine}: update group"):
-                member = self._meeting.join(f"update group of {self._engine}")
-                self._group = _connect(self.name, member, 1 + self._ranks, self._device)
-        except WeightSyncError as error:
-            self._failure = error
+        return self._group is not None and self._work is None
 
 
 def _outlast(group: Any, work: Any) -> None:
     """Holds the group until its last broadcast is over, or past its timeout."""
     with suppress(RuntimeError):
         work.wait()
-
-
-def _connect(name: str, member: Member, ranks: int, device: torch.device) -> Any:
-    """As sglang.srt.utils.init_custom_process_group makes it on the servers: under the prefixes that it and torch's
-    _new_process_group_helper give (torch 2.13)."""
-    kind = "cuda" if device.type == "cuda" else "cpu"
-    store = dist.PrefixStore(f"{kind}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, member.store)))
-    timeout = timedelta(seconds=member.meeting.timeout_seconds)
-    if kind == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, 0, ranks, options)
-    return dist.ProcessGroupGloo(store, 0, ranks, timeout)
-
-
-@contextmanager
-def _naming(where: str) -> Iterator[None]:
-    """torch's transports raise RuntimeError for a peer that died and for a timeout."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise WeightSyncError(Problem(where, reason, "a server that is alive and connected")) from error
