@@ -16,15 +16,13 @@ from typing import Any
 import torch
 
 from megagrpo.errors import Problem, WeightSyncError
-from megagrpo.weights.executors.buckets import Piece, cut_into_buckets, pack_pieces
+from megagrpo.weights.executors.buckets import SLOTS, Piece, cut_into_buckets, finish_copies, pack_pieces
 from megagrpo.weights.executors.meeting import Meeting, Sync
 from megagrpo.weights.executors.process_group import ProcessGroup
 from megagrpo.weights.executors.staged_buckets import staged_buckets
 from megagrpo.weights.executors.staging import (
-    SLOTS,
     Post,
     engine_queue,
-    finish_copies,
     next_word,
     posted,
     source_queue,

@@ -20,6 +20,8 @@ from megagrpo.weights.routes import Transfer
 from megagrpo.weights.views import box_view, torch_dtype
 
 ALIGNMENT = 16
+SLOTS = 2
+"""Buckets that one end holds at a time: one is filled while the other is taken."""
 
 
 @torch.no_grad()
@@ -34,6 +36,12 @@ def unpack_pieces(pieces: Iterable[Piece], storages: Mapping[str, torch.Tensor],
     """Values of a bucket into `storages`."""
     for piece in pieces:
         box_view(storages[piece.destination.storage], piece.destination).copy_(piece.view_in(flat))
+
+
+def finish_copies(flat: torch.Tensor) -> None:
+    """Copies on a GPU are done when the other end may look."""
+    if flat.is_cuda:
+        torch.cuda.current_stream(flat.device).synchronize()
 
 
 @dataclass(frozen=True, slots=True)

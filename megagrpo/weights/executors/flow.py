@@ -17,13 +17,11 @@ import torch
 from megagrpo.errors import Problem, WeightSyncError
 from megagrpo.weights.coverage import few
 from megagrpo.weights.executors import streams
-from megagrpo.weights.executors.buckets import pack_pieces, unpack_pieces
+from megagrpo.weights.executors.buckets import SLOTS, finish_copies, pack_pieces, unpack_pieces
 from megagrpo.weights.executors.meeting import Meeting, Member, Sync
 from megagrpo.weights.executors.streams import Parcel, Party
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.views import fill_padding, stored_tensors
-
-SLOTS = 2
 
 
 class Carrier(Protocol):
@@ -149,7 +147,7 @@ class _Flow:
         index = self._free.pop()
         flat = self._carrier.slot(index)
         pack_pieces(parcel.pieces, self._storages, flat)
-        _finish_copies(flat)
+        finish_copies(flat)
         handed_over = self._carrier.hand_over(index, parcel.bytes, parcel.receiver)
         self._unacknowledged[index] = parcel
         self._member.push(str(parcel.receiver), ["sent", parcel.sender, parcel.number, index, handed_over])
@@ -179,7 +177,7 @@ class _Flow:
         parcel, index, fetched = self._arriving.popleft()
         flat = fetched()
         unpack_pieces(parcel.pieces, self._storages, flat)
-        _finish_copies(flat)
+        finish_copies(flat)
         self._direct -= parcel.sender < len(self._plan.sources)
         self._member.push(str(parcel.sender), ["taken", index])
 
@@ -195,9 +193,3 @@ class _Flow:
 
     def _names(self, parties: Iterable[Party]) -> str:
         return few([streams.holder_of(self._plan, party) for party in sorted(set(parties))])
-
-
-def _finish_copies(flat: torch.Tensor) -> None:
-    """Copies on a GPU are done when the other end may look."""
-    if flat.is_cuda:
-        torch.cuda.current_stream(flat.device).synchronize()

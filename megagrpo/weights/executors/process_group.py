@@ -15,7 +15,7 @@ import torch
 
 from megagrpo.errors import Problem
 from megagrpo.weights.executors import streams
-from megagrpo.weights.executors.flow import SLOTS
+from megagrpo.weights.executors.buckets import SLOTS
 from megagrpo.weights.executors.meeting import Member, Sync
 from megagrpo.weights.executors.streams import Party
 from megagrpo.weights.executors.torch_groups import Connecting, transport_errors

@@ -26,8 +26,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from megagrpo.errors import Problem, WeightSyncError
-from megagrpo.weights.executors.buckets import read_only_tensor
-from megagrpo.weights.executors.flow import SLOTS
+from megagrpo.weights.executors.buckets import SLOTS, read_only_tensor
 from megagrpo.weights.executors.meeting import Member, Sync
 from megagrpo.weights.executors.streams import Party
 

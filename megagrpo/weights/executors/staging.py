@@ -22,13 +22,13 @@ import torch
 from megagrpo.errors import EngineError, Problem, WeightSyncError
 from megagrpo.weights.boxes import Storage
 from megagrpo.weights.executors import sglang_payloads as payloads
+from megagrpo.weights.executors.buckets import SLOTS, finish_copies
 from megagrpo.weights.executors.meeting import Meeting, Member
 from megagrpo.weights.executors.shared_memory import CudaArea, FileArea, file_stem, map_cuda, map_file
 from megagrpo.weights.executors.staged_buckets import StagedBucket, storage_bytes
 from megagrpo.weights.plan import Transfer, WeightPlan
 from megagrpo.weights.views import box_view, stored_tensors, torch_dtype
 
-SLOTS = 2
 BEFORE_SLOTS = mmap.PAGESIZE
 """Bytes of an area before its first slot: torch's header, and the slots begin on a page."""
 
@@ -286,9 +286,3 @@ def engine_queue(engine: int) -> str:
 def view_in(flat: torch.Tensor, begin: int, storage: Storage) -> torch.Tensor:
     """The storage that begins at this byte of `flat`, in its dtype and shape."""
     return flat[begin : begin + storage_bytes(storage)].view(torch_dtype(storage.dtype)).view(storage.shape)
-
-
-def finish_copies(flat: torch.Tensor) -> None:
-    """Copies on a GPU are done when others may look."""
-    if flat.is_cuda:
-        torch.cuda.current_stream(flat.device).synchronize()
