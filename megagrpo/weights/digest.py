@@ -23,8 +23,9 @@ from megagrpo.weights.views import box_view, torch_dtype
 MODULUS = 1 << 64
 MIX_FACTOR = 0x9E3779B97F4A7C15
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
-"""Elements at once: on a CPU the two 64-bit temporaries stay in cache, on a GPU they are a few hundred MiB."""
+CHUNK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 24}
+"""Elements at once. On a CPU as many as torch gives to one thread: more threads gain nothing, and wait for one another
+where ranks and engines share the cores. On a GPU the two 64-bit temporaries are a few hundred MiB."""
 
 
 @torch.no_grad()
