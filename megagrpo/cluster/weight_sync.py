@@ -17,7 +17,7 @@ from megagrpo.recipe.defaults import sync_directory
 from megagrpo.recipe.schema import Recipe, Weights
 from megagrpo.weights.boxes import Box, Manifest
 from megagrpo.weights.bundles import classes_of
-from megagrpo.weights.executors.disk import remove_older
+from megagrpo.weights.executors.disk import remove_all, remove_older
 from megagrpo.weights.executors.meeting import MeetingHost
 from megagrpo.weights.executors.shared_memory import remove_left_over
 from megagrpo.weights.executors.ways import Way
@@ -92,6 +92,8 @@ class WeightSync:
             grace_seconds=0.0,
         )
         remove_left_over(self._host.meeting.run)
+        if self.way is Way.DISK:
+            remove_all(sync_directory(self._recipe))
 
     def _bring(self, version: int, engines: list[str], lost: Sequence[str] = ()) -> None:
         """Brings these engines to `version`; `lost` are those of them that must be restarted first."""
