@@ -22,6 +22,9 @@ from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.topology import Place
 
 END_SECONDS = 30.0
+# After rollout.timeout_seconds an engine aborts what runs, for which it gives its server 30 s, and its samples still
+# have to come here. Declared dead earlier, it would lose all of them to a few that are long.
+ABORT_MARGIN_SECONDS = 60.0
 
 
 class Rollouts:
@@ -103,6 +106,7 @@ class Rollouts:
         """Samples by index of their request. An engine that fails is brought back and asked again, once in a step."""
         samples: dict[int, Sample] = {}
         left = dict(shares)
+        longest = self._recipe.rollout.timeout_seconds + ABORT_MARGIN_SECONDS
         for attempt in range(2):
             answers, failed = settle(
                 {
@@ -110,10 +114,10 @@ class Rollouts:
                     for name, share in left.items()
                 },
                 doing="rollout",
-                timeout_seconds=self._recipe.rollout.timeout_seconds,
+                timeout_seconds=longest,
                 error=EngineError,
                 at_first_failure=lambda text: None,
-                grace_seconds=self._recipe.rollout.timeout_seconds,
+                grace_seconds=longest,
             )
             for name, answer in answers.items():
                 samples |= zip(left[name], answer, strict=True)

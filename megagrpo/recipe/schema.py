@@ -166,7 +166,8 @@ class Rollout(Section):
     """Responses that one engine decodes in one batch."""
 
     timeout_seconds: PositiveFloat = 600.0
-    """Longest wait for all responses of a step, and for those of an evaluation."""
+    """Longest wait for all responses of a step, and for those of an evaluation. What an SGLang server still samples
+    then is returned as it is. An engine that has not answered a minute after that is taken to have failed."""
 
     mismatch: Mismatch = Mismatch()
     """How far trainer and engines may differ."""

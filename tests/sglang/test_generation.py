@@ -140,6 +140,14 @@ def test_a_request_past_its_time_limit_is_aborted_with_what_it_has(tied_server: 
     assert len(sample.tokens) < LONG.max_tokens
 
 
+def test_the_time_limit_counts_from_when_samples_were_asked_for(tied_server: Served) -> None:
+    seeds = never_ending(tied_server, 2) * 4
+    with tied_server.trained(timeout_seconds=0.3, requests_at_once=1) as (engine, _):
+        samples = engine.generate([ask(PROMPTS[0], LONG, seed=seed, index=i) for i, seed in enumerate(seeds)])
+    # One by one: those that had no turn in time are given up, not granted the whole limit anew.
+    assert [(sample.finish, len(sample.tokens)) for sample in samples[4:]] == [("abort", 0)] * 4
+
+
 def test_requests_of_a_caller_that_stops_are_aborted(tied_server: Served) -> None:
     asked = [ask(PROMPTS[0], LONG, seed=seed) for seed in never_ending(tied_server, 4)]
     asked.append(ask(PROMPTS[0], SamplingParams(1), seed=0))

@@ -19,6 +19,7 @@ from megagrpo.types import Request
 CONNECT_ATTEMPTS = 3
 CONNECT_PAUSE_SECONDS = 0.5
 ABORT_SECONDS = 30.0  # an aborted request is answered at the next token; this is for a server that is stuck
+ABORT_AGAIN_SECONDS = 5.0  # an abort that comes before its request does nothing
 CLOSE_SECONDS = 5.0
 LONGEST_MESSAGE = 500
 Result = TypeVar("Result")
@@ -77,9 +78,11 @@ class SglangClient:
         answer = asyncio.ensure_future(self._answer("POST", "/generate", generate_body(request, rid), None))
         try:
             done, _ = await asyncio.wait({answer}, timeout=timeout_seconds)
-            if not done:
+            for _ in range(round(ABORT_SECONDS / ABORT_AGAIN_SECONDS)):
+                if done:
+                    break
                 await self.abort(rid)
-                done, _ = await asyncio.wait({answer}, timeout=ABORT_SECONDS)
+                done, _ = await asyncio.wait({answer}, timeout=ABORT_AGAIN_SECONDS)
             if not done:
                 given = f"no answer {ABORT_SECONDS:g} s after it was aborted, which was after {timeout_seconds:g} s"
                 raise EngineError(self._failure("POST /generate", given))

@@ -36,9 +36,9 @@ class SglangEngine:
     """Implements Engine (rollout/engine.py) over a Server of ours, which `close` ends, or somebody else's Endpoint.
 
     `model_directory` holds the model's config.json as this process sees it; `engine` is this engine's number. At most
-    `requests_at_once` requests are on the way; each may take `timeout_seconds` from when it is sent, and is then
-    aborted with the tokens that it has. `control_timeout_seconds` limits every other request to the server. `pause` is
-    what becomes of running requests when an update begins (weights.pause in the recipe).
+    `requests_at_once` requests are on the way. What still runs or waits `timeout_seconds` after `generate` was called
+    is aborted with the tokens that it has. `control_timeout_seconds` limits every other request to the server. `pause`
+    is what becomes of running requests when an update begins (weights.pause in the recipe).
 
     The weights of a server that is not ours are unknown until the first update. Raises EngineError if a server is not
     as `layout` and `dtype` say, ModelError if SGLang cannot hold the model so, or if there is no tokenizer.
@@ -127,8 +127,10 @@ class SglangEngine:
     async def _generate_all(
         self, requests: Sequence[Request], finished: queue.SimpleQueue[tuple[int, Sample] | BaseException]
     ) -> None:
+        deadline = asyncio.get_running_loop().time() + self._timeout
+
         async def one(index: int) -> None:
-            finished.put((index, await self._generate_one(requests[index])))
+            finished.put((index, await self._generate_one(requests[index], deadline)))
 
         tasks = [asyncio.ensure_future(one(index)) for index in range(len(requests))]
         try:
@@ -137,22 +139,23 @@ class SglangEngine:
             for task in tasks:
                 task.cancel()
 
-    async def _generate_one(self, request: Request) -> Sample:
-        async with self._traffic.turn() as wanted:
+    async def _generate_one(self, request: Request, deadline: float) -> Sample:
+        async with self._traffic.turn(deadline) as wanted:
             if not wanted:
                 return aborted_sample(request)
             try:
-                answer = await self._send(request)
+                answer = await self._send(request, deadline)
             except BrokenConnection:
                 # Its seed is the same, and a server that lives has dropped the first.
-                answer = await self._send(request)
+                answer = await self._send(request, deadline)
             return read_sample(request, answer, self._text, self._protocol.name)
 
-    async def _send(self, request: Request) -> Mapping[str, Any]:
+    async def _send(self, request: Request, deadline: float) -> Mapping[str, Any]:
         rid = new_request_id()
+        left = max(0.0, deadline - asyncio.get_running_loop().time())
         with self._traffic.running(rid):
             try:
-                return await self._client.generate(request, rid, self._timeout)
+                return await self._client.generate(request, rid, left)
             except asyncio.CancelledError:
                 # SGLang notices only later that nobody listens, and would go on sampling until then.
                 self._client.start(self._client.abort(rid))

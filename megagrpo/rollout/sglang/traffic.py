@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from megagrpo.errors import MegagrpoError
@@ -24,14 +24,22 @@ class Traffic:
         self._failure: MegagrpoError | None = None
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[bool]:
-        """Waits for this request's turn. False: it was given up meanwhile. Raises what `fail` was called with."""
+    async def turn(self, deadline: float) -> AsyncIterator[bool]:
+        """Waits for this request's turn, until `deadline` on the loop's clock. False: it was given up, or time is up.
+
+        Raises what `fail` was called with.
+        """
         before = self._given_up
-        async with self._turns:
-            await self._open.wait()
+        if not await _in_time(self._turns.acquire(), deadline):
+            yield False
+            return
+        try:
+            may_run = await _in_time(self._open.wait(), deadline)
             if self._failure is not None:
                 raise self._failure
-            yield self._given_up == before
+            yield may_run and self._given_up == before
+        finally:
+            self._turns.release()
 
     @contextmanager
     def running(self, rid: str) -> Iterator[None]:
@@ -69,3 +77,13 @@ class Traffic:
         """Everyone who waits for a turn, or will, gets this error."""
         self._failure = error
         self._open.set()
+
+
+async def _in_time(waiting: Awaitable[object], deadline: float) -> bool:
+    """Whether what is waited for came before the deadline."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            await waiting
+    except TimeoutError:
+        return False
+    return True
