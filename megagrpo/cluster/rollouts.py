@@ -22,6 +22,7 @@ from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.topology import Place
 
 END_SECONDS = 30.0
+CLOSE_SECONDS = 5.0  # for an engine that is to be killed and may not answer: its server's files should go with it
 # After rollout.timeout_seconds an engine aborts what runs, for which it gives its server 30 s, and its samples still
 # have to come here. Declared dead earlier, it would lose all of them to a few that are long.
 ABORT_MARGIN_SECONDS = 60.0
@@ -51,8 +52,10 @@ class Rollouts:
 
     def restart(self, engines: Iterable[str]) -> None:
         """Ends these engines, whatever they do, and starts new ones in their place. Raises EngineError."""
-        for name in engines:
-            ray.kill(self.actors.pop(name))
+        ended = [self.actors.pop(name) for name in engines]
+        ray.wait([actor.call.remote("close") for actor in ended], num_returns=len(ended), timeout=CLOSE_SECONDS)
+        for actor in ended:
+            ray.kill(actor)
         self._starting = self._start(engines)
         self.wait_until_ready()
         self.actors = {name: self.actors[name] for name in self._index}

@@ -14,7 +14,7 @@ import pytest
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import EngineLayout
 from megagrpo.rollout.sglang.engine import SglangEngine
-from megagrpo.rollout.sglang.processes import SHARED_MEMORY, members, shared_files
+from megagrpo.rollout.sglang.processes import SHARED_MEMORY, members, note_leftovers, shared_files
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.types import SamplingParams
 from tests.rollout_engines import model_directory, request
@@ -111,6 +111,33 @@ time.sleep(600)
         time.sleep(0.1)
     assert not [file for file in files if file.exists()]
     assert not Path(directory_of_sockets).exists()
+
+
+def test_what_a_server_left_that_was_killed_with_its_owner_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    log, directory = tmp_path / "engine.log", tmp_path / "sglang-left"
+    directory.mkdir()
+    file = Path(SHARED_MEMORY) / f"sgl_shm_mq_test_{os.getpid()}"
+    file.touch()
+    server = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    note_leftovers(tmp_path / "engine.log.leftovers.json", server.pid, str(directory), [file])
+
+    def start_next() -> None:
+        with pytest.raises(EngineError):
+            Server({}, name="engine 0", log=log, python=str(tmp_path / "python"))
+
+    try:
+        start_next()
+        assert file.exists(), "removed under a server that runs"
+        assert directory.exists()
+        server.kill()
+        server.wait()
+        start_next()
+        assert not file.exists()
+        assert not directory.exists()
+    finally:
+        server.kill()
+        server.wait()
+        file.unlink(missing_ok=True)
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:

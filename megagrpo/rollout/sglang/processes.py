@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -54,3 +57,32 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+def note_leftovers(note: Path, group: int, directory: str, files: Iterable[Path]) -> None:
+    """Writes down what a server has outside its log's directory, for whoever finds that it was not ended by its owner.
+
+    The note says where: a machine's memory and temporary directory are its own, the note's directory may not be.
+    """
+    content = {
+        "host": socket.gethostname(),
+        "group": group,
+        "directory": directory,
+        "files": sorted(map(str, files)),
+    }
+    part = note.with_name(f"{note.name}.part")
+    part.write_text(json.dumps(content))
+    part.replace(note)
+
+
+def remove_leftovers(note: Path) -> None:
+    """Removes what the server of this note left on this machine, unless some of its processes still run."""
+    try:
+        left = json.loads(note.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return
+    if left["host"] != socket.gethostname() or members(left["group"]):
+        return
+    remove(Path(file) for file in left["files"])
+    shutil.rmtree(left["directory"], ignore_errors=True)
+    note.unlink(missing_ok=True)

@@ -19,7 +19,14 @@ from typing import Any
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE
-from megagrpo.rollout.sglang.processes import kill_group, members, remove, shared_files
+from megagrpo.rollout.sglang.processes import (
+    kill_group,
+    members,
+    note_leftovers,
+    remove,
+    remove_leftovers,
+    shared_files,
+)
 
 LAUNCH = Path(__file__).with_name("launch.py")
 POLL_SECONDS = 0.25
@@ -33,6 +40,7 @@ class Server:
 
     `arguments` are fields of SGLang's ServerArgs (see arguments.py); host, port and API key are added here. `python` is
     the interpreter of an environment with SGLang. `log` gets all output of the server. `environment` is added to ours.
+    What an earlier server with this log left behind on this machine, killed together with its owner, is removed first.
 
     Raises EngineError if the interpreter cannot be started.
     """
@@ -59,6 +67,8 @@ class Server:
             "arguments": {**arguments, "host": host, "port": port, "api_key": self.api_key},
         }
         log.parent.mkdir(parents=True, exist_ok=True)
+        self._note = log.with_name(f"{log.name}.leftovers.json")
+        remove_leftovers(self._note)
         # SGLang writes its arguments to the log, the API key among them.
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode=0o600)
         try:
@@ -85,6 +95,7 @@ class Server:
             ) from error
         finally:
             os.close(output)
+        self._note_leftovers()
 
     def wait_until_ready(self, timeout_seconds: float) -> None:
         """Returns once the server has generated a token. Raises EngineError, with the log's end, if it does not."""
@@ -92,7 +103,7 @@ class Server:
         listening = False
         while True:
             self.check_running()
-            self._shared |= shared_files(members(self._process.pid))
+            self._note_leftovers()
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise EngineError(
@@ -106,7 +117,7 @@ class Server:
             # /ping answers as soon as the server listens and costs nothing; /health generates.
             listening = listening or self._answers("/ping", min(5.0, remaining))
             if listening and self._answers("/health", min(HEALTH_SECONDS, remaining)):
-                self._shared |= shared_files(members(self._process.pid))
+                self._note_leftovers()
                 return
             time.sleep(POLL_SECONDS)
 
@@ -135,6 +146,13 @@ class Server:
             time.sleep(0.02)
         remove(self._shared)
         shutil.rmtree(self._directory, ignore_errors=True)
+        self._note.unlink(missing_ok=True)
+
+    def _note_leftovers(self) -> None:
+        found = shared_files(members(self._process.pid)) - self._shared
+        if found or not self._note.exists():
+            self._shared |= found
+            note_leftovers(self._note, self._process.pid, self._directory, self._shared)
 
     def _answers(self, path: str, timeout_seconds: float) -> bool:
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.api_key}"})
