@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 
 from megagrpo.errors import MegagrpoError
 from megagrpo.recipe.defaults import dtype_name, run_directory
@@ -28,12 +29,16 @@ class EngineSpec:
     tokenizer_directory: str
     device: str
     gpus: tuple[int, ...]
-    threads: int
-    api_key: str | None
+    api_key: str | None = field(repr=False)
 
     @property
     def name(self) -> str:
         return f"engine {self.index}"
+
+    @property
+    def threads(self) -> int:
+        """This engine's part of the cores of the node where it is asked, as if all engines were there."""
+        return max(1, (os.cpu_count() or 1) // self.recipe.rollout.engines)
 
 
 def make_engine(spec: EngineSpec) -> Engine:
@@ -71,7 +76,7 @@ def _sglang(spec: EngineSpec) -> SglangEngine:
         longest_pause_seconds=recipe.weights.timeout_seconds,
         options=rollout.sglang.model_extra or {},
     )
-    environment = server_environment(spec.device, rollout.layout.tensor, spec.threads)
+    environment = server_environment(spec.device, rollout.layout.tensor, spec.threads, spec.index)
     if spec.gpus:
         environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.gpus))}
     server = Server(

@@ -149,7 +149,6 @@ class Rollouts:
             tokenizer_directory=str(tokenizer),
             device=self._runtime.device,
             gpus=tuple(place.device for place in self._runtime.places_of_engine(index) if place.device is not None),
-            threads=max(1, (os.cpu_count() or 1) // len(self._index)),
             api_key=os.environ.get(self._recipe.rollout.api_key_variable or ""),
         )
 

@@ -109,7 +109,18 @@ def _gpus(group: PlacementGroup, bundles: int, timeout_seconds: float) -> dict[i
         gpu.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
         for index in range(bundles)
     ]
-    return dict(enumerate(ray.get(asked, timeout=timeout_seconds)))
+    try:
+        return dict(enumerate(ray.get(asked, timeout=timeout_seconds)))
+    except GetTimeoutError:
+        ray.shutdown()
+        raise RankError(
+            Problem(
+                where="cluster: which GPUs the run has",
+                given=f"no answer from all of its {bundles} reserved devices after {timeout_seconds:g} s",
+                needed="a worker that starts on each of them",
+                fix="see Ray's logs on these nodes, or raise cluster.start_timeout_seconds",
+            )
+        ) from None
 
 
 def _require_one_node(devices: DevicePlan, places: tuple[Place, ...]) -> None:

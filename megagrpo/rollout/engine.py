@@ -142,3 +142,9 @@ class UpdateProtocol:
             raise EngineError(
                 Problem(where=f"{self.name}: {called}", given=f"the engine is {self.state.value}", needed=needed)
             )
+
+
+def check_prompts(requests: Sequence[Request], engine: str) -> None:
+    """Raises EngineError for a prompt without tokens: there is nothing to sample after."""
+    if empty := [request for request in requests if not request.tokens]:
+        raise EngineError(Problem(f"{engine}: prompt {empty[0].prompt_id}", given="no tokens", needed="at least one"))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import EngineError, ModelError, Problem
 from megagrpo.rollout.decoding import Response, decode
-from megagrpo.rollout.engine import UpdateProtocol
+from megagrpo.rollout.engine import UpdateProtocol, check_prompts
 from megagrpo.rollout.text import load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
@@ -96,15 +96,7 @@ class TransformersEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         self._protocol.check_serving()
-        empty = [request for request in requests if not request.tokens]
-        if empty:
-            raise EngineError(
-                Problem(
-                    where=f"{self._protocol.name}: prompt {empty[0].prompt_id}",
-                    given="no tokens",
-                    needed="at least one",
-                )
-            )
+        check_prompts(requests, self._protocol.name)
         if not requests:
             return []
         responses: dict[int, Response] = {}

@@ -149,8 +149,9 @@ def server_arguments(
     }
 
 
-def server_environment(device: str, tensor: int, threads: int) -> dict[str, str]:
-    """Environment variables of a server, besides those of this process. On CPUs its ranks have `threads` together."""
+def server_environment(device: str, tensor: int, threads: int, engine: int = 0) -> dict[str, str]:
+    """Environment variables of a server, besides those of this process. On CPUs its ranks have `threads` together, and
+    those of other engines of the run, counted by `engine`, other cores where there are enough."""
     if device != "cpu":
         return {}
     each = max(1, threads // tensor)
@@ -163,6 +164,7 @@ def server_environment(device: str, tensor: int, threads: int) -> dict[str, str]
         return common
     # SGLang wants to be told cores by rank where there are fewer memory nodes than ranks.
     cores = sorted(os.sched_getaffinity(0))
-    blocks = [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(tensor)]
+    first = engine * tensor * each
+    blocks = [[cores[(first + rank * each + i) % len(cores)] for i in range(each)] for rank in range(tensor)]
     bind = "|".join(",".join(map(str, block)) for block in blocks)
     return common | {"SGLANG_CPU_OMP_THREADS_BIND": bind}

@@ -8,7 +8,7 @@ import threading
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
@@ -30,7 +30,7 @@ class Endpoint:
     """Where a server answers, such as http://127.0.0.1:30000, and the key that it asks for."""
 
     url: str
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
 
 class SglangClient:

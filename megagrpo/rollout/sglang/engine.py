@@ -12,7 +12,7 @@ import numpy as np
 
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import EngineLayout
-from megagrpo.rollout.engine import UpdateProtocol
+from megagrpo.rollout.engine import UpdateProtocol, check_prompts
 from megagrpo.rollout.sglang.client import BrokenConnection, Endpoint, SglangClient, new_request_id
 from megagrpo.rollout.sglang.samples import aborted_sample, read_sample
 from megagrpo.rollout.sglang.server import Server
@@ -98,9 +98,7 @@ class SglangEngine:
         paused as the recipe says.
         """
         self._protocol.check_serving()
-        if empty := [request for request in requests if not request.tokens]:
-            where = f"{self._protocol.name}: prompt {empty[0].prompt_id}"
-            raise EngineError(Problem(where, given="no tokens", needed="at least one"))
+        check_prompts(requests, self._protocol.name)
         return self._stream(requests)
 
     def _stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Sample]]:
@@ -252,7 +250,7 @@ class SglangEngine:
             return
         try:
             await self._client.post_async("/flush_cache", {}, self._control_timeout)
-        except EngineError as error:
+        except MegagrpoError as error:
             await self._traffic.fail(error)
         else:
             await self._traffic.release()

@@ -67,9 +67,11 @@ def end_with(owner: int, directory: str) -> None:
     while os.getppid() == owner:
         time.sleep(OWNER_CHECK_SECONDS)
     group = os.getpgrp()
-    remove(shared_files(members(group)))
-    shutil.rmtree(directory, ignore_errors=True)
-    kill_group(group)
+    try:
+        remove(shared_files(members(group)))
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        kill_group(group)
 
 
 def main() -> None:

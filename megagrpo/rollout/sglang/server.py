@@ -33,6 +33,7 @@ POLL_SECONDS = 0.25
 HEALTH_SECONDS = 60.0  # one /health generates a token, which on a busy machine takes long the first time
 END_SECONDS = 10.0
 LOG_LINES_QUOTED = 25
+LOG_BYTES_READ = 1 << 16
 
 
 class Server:
@@ -132,7 +133,15 @@ class Server:
 
     def log_end(self) -> str:
         """The last lines of the log, without the API key."""
-        lines = self.log.read_text(errors="replace").replace(self.api_key, "***").splitlines()
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_BYTES_READ))
+                end = log.read()
+        except OSError as error:
+            return f"nothing that can be read: {error}"
+        # What is read may begin within a line that holds the key: only whole lines are shown.
+        whole = end if len(end) < LOG_BYTES_READ else end.partition(b"\n")[2]
+        lines = whole.decode(errors="replace").replace(self.api_key, "***").splitlines()
         shown = [line for line in lines if line.strip() and "server_args=" not in line]
         return "\n".join(shown[-LOG_LINES_QUOTED:])
 
