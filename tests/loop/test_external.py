@@ -43,6 +43,7 @@ def server(inputs: Path, tmp_path: Path) -> Iterator[Server]:
         started.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(START_SECONDS + RUN_SECONDS)
 def test_a_run_trains_on_what_a_server_of_somebody_else_samples(
     server: Server, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

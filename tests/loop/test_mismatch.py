@@ -56,6 +56,7 @@ def stopped(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return recipe, run("tests.loop.altered_logprob", str(recipe), *SHORT, *LIMIT, "rollout.mismatch.then=stop")
 
 
+@pytest.mark.long
 def test_an_altered_logprob_ends_the_run_with_its_token_once_the_step_is_saved(stopped: tuple[Path, Any]) -> None:
     recipe, done = stopped
     assert done.returncode == EXIT_RUN_FAILED, done.stdout + done.stderr

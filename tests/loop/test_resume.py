@@ -60,6 +60,7 @@ def interrupted_run(inputs: Path, output: Path, moment: Callable[[Path], bool]) 
     return directory
 
 
+@pytest.mark.long
 def test_killed_in_a_step_it_continues_with_the_same_numbers(
     inputs: Path, finished: tuple[Path, str], tmp_path: Path
 ) -> None:

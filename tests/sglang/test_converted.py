@@ -37,6 +37,7 @@ def converted_server(original: Path, tmp_path_factory: pytest.TempPathFactory) -
     yield from serve_directory(hugging_face, 1, root / "llama.log")
 
 
+@pytest.mark.long
 def test_a_converted_model_is_sampled_from_as_transformers_says_of_the_original(
     converted_server: Served, original: Path
 ) -> None:
@@ -46,6 +47,7 @@ def test_a_converted_model_is_sampled_from_as_transformers_says_of_the_original(
     check_holds(converted_server.engine, original)
 
 
+@pytest.mark.long
 def test_a_converted_model_takes_other_weights(converted_server: Served, tmp_path: Path) -> None:
     other = model_directory("llama", tmp_path / "other", seed=1)
     with converted_server.trained() as (engine, trainer):

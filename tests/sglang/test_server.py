@@ -51,6 +51,7 @@ def test_a_server_listens_on_loopback_alone(tied_server: Served) -> None:
     assert listening == {f"0100007F:{port:04X}"}
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_is_named_with_its_log_and_nothing_of_it_stays(tmp_path: Path) -> None:
     directory = model_directory("qwen2_tied", tmp_path / "model")
     server = start_server(directory, EngineLayout(), tmp_path / "engine.log", name="engine 7")
@@ -81,6 +82,7 @@ def test_a_server_that_is_killed_is_named_with_its_log_and_nothing_of_it_stays(t
         engine.generate([request([5, 6], SamplingParams(3))])
 
 
+@pytest.mark.long
 def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     directory = model_directory("qwen2_tied", tmp_path / "model")
     started = f"""

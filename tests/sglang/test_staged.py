@@ -210,6 +210,7 @@ def doomed(tmp_path: Path) -> Iterator[tuple[SglangEngine, int, Path]]:
         server.close()
 
 
+@pytest.mark.long
 def test_a_server_killed_in_the_middle_is_named(doomed: tuple[SglangEngine, int, Path]) -> None:
     engine, group, directory = doomed
     policy = StagedPolicy(engine, directory, LAYOUTS["data2"], Way.DIRECT)

@@ -189,6 +189,7 @@ def test_only_one_process_makes_an_output(model: Path, tmp_path: Path) -> None:
     assert to_megatron(model, tmp_path / "out").continued == 0
 
 
+@pytest.mark.long
 def test_memory_stays_near_one_layer(model: Path, tmp_path: Path) -> None:
     large, total = large_model(tmp_path / "large")
     command = [sys.executable, "-c", MEMORY, *map(str, (large, model, tmp_path))]
