@@ -7,7 +7,7 @@ with the engine rank's own digests, tensor by tensor. Where they differ, digests
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -16,7 +16,7 @@ from megagrpo.weights.boxes import Placement
 from megagrpo.weights.digest import MODULUS, combine, digests
 from megagrpo.weights.executors import streams
 from megagrpo.weights.executors.buckets import Piece
-from megagrpo.weights.executors.streams import Party
+from megagrpo.weights.executors.streams import Parcel, Party
 from megagrpo.weights.plan import WeightPlan
 
 
@@ -77,11 +77,8 @@ def sent_bucket_digests(
     bucket_bytes: int,
 ) -> dict[str, int]:
     """Partial digests of one checkpoint tensor in each bucket that a party sends it in, by the bucket's label."""
-    found = {}
-    for parcel in streams.outgoing(plan, party, active, bucket_bytes):
-        if pieces := [piece for piece in parcel.pieces if piece.source.box.tensor == tensor]:
-            found[streams.label(plan, parcel)] = _digest(tensors, pieces, [piece.source for piece in pieces])
-    return found
+    parcels = streams.outgoing(plan, party, active, bucket_bytes)
+    return _by_bucket(plan, parcels, tensors, tensor, lambda piece: piece.source)
 
 
 def arrived_bucket_digests(
@@ -93,11 +90,8 @@ def arrived_bucket_digests(
     bucket_bytes: int,
 ) -> dict[str, int]:
     """Likewise, of what a destination holds where each bucket went."""
-    found = {}
-    for parcel in streams.incoming(plan, destination, active, bucket_bytes):
-        if pieces := [piece for piece in parcel.pieces if piece.source.box.tensor == tensor]:
-            found[streams.label(plan, parcel)] = _digest(tensors, pieces, [piece.destination for piece in pieces])
-    return found
+    parcels = streams.incoming(plan, destination, active, bucket_bytes)
+    return _by_bucket(plan, parcels, tensors, tensor, lambda piece: piece.destination)
 
 
 def bucket_problems(tensor: str, sent: Mapping[str, int], arrived: Mapping[str, int]) -> list[Problem]:
@@ -112,6 +106,21 @@ def bucket_problems(tensor: str, sent: Mapping[str, int], arrived: Mapping[str, 
         for label, digest in arrived.items()
         if sent.get(label) != digest
     ]
+
+
+def _by_bucket(
+    plan: WeightPlan,
+    parcels: Iterable[Parcel],
+    tensors: Mapping[str, torch.Tensor],
+    tensor: str,
+    end: Callable[[Piece], Placement],
+) -> dict[str, int]:
+    """Digests at one end of the pieces of one checkpoint tensor, by their bucket's label."""
+    found = {}
+    for parcel in parcels:
+        if pieces := [piece for piece in parcel.pieces if piece.source.box.tensor == tensor]:
+            found[streams.label(plan, parcel)] = _digest(tensors, pieces, [end(piece) for piece in pieces])
+    return found
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], pieces: list[Piece], placements: list[Placement]) -> int:
