@@ -176,10 +176,10 @@ def _placement(recipe: Recipe) -> Iterator[RuleProblem]:
 
 def _algorithm(recipe: Recipe) -> Iterator[RuleProblem]:
     algorithm = recipe.algorithm
-    if algorithm.clip_low > 1:
+    if algorithm.loss.clip_low > 1:
         yield broken(
-            "algorithm.clip_low",
-            given=f"{algorithm.clip_low}",
+            "algorithm.loss.clip_low",
+            given=f"{algorithm.loss.clip_low}",
             needed="at most 1: a ratio is never below 0",
             fix="clip_low: 1.0",
         )

@@ -33,10 +33,10 @@ def make_recipe(layout: ParallelLayout, **changes: dict[str, Any]) -> Recipe:
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 3, "temperature": 0.8},
         "reward": {"functions": [{"function": "gsm8k"}]},
         "algorithm": {
-            "clip_high": 0.3,
+            "loss": {"clip_high": 0.3},
             "kl": {"coefficient": 0.1},
             "entropy_coefficient": 0.02,
-            "aggregation": "sequence_mean",
+            "aggregation": "seq_mean_token_mean",
         },
         "train": {
             "layout": vars(layout) | {"expert_tensor": layout.expert_tensor if layout.expert > 1 else layout.tensor},
@@ -130,14 +130,14 @@ def transformers_step(directory: Path, model: torch.nn.Module, case: Case, recip
         advantage = float(case.advantages[sequence.row])
         ratio = (logprobs - old).exp()
         surrogate = torch.min(
-            ratio * advantage, ratio.clip(1 - algorithm.clip_low, 1 + algorithm.clip_high) * advantage
+            ratio * advantage, ratio.clip(1 - algorithm.loss.clip_low, 1 + algorithm.loss.clip_high) * advantage
         )
         log_ratio = reference_of(old) - logprobs
         kl = log_ratio.exp() - log_ratio - 1
         objective = surrogate - algorithm.kl.coefficient * kl + algorithm.entropy_coefficient * entropy
         per_sequence.append(-objective[mask])
     loss = torch.cat(per_sequence).mean()
-    if algorithm.aggregation == "sequence_mean":
+    if algorithm.aggregation == "seq_mean_token_mean":
         loss = torch.stack([losses.mean() for losses in per_sequence]).mean()
     model.zero_grad()
     loss.backward()

@@ -45,7 +45,7 @@ LATENT_LAYOUTS = {
     "context": ParallelLayout(context=2),
     "all": EXPERT_LAYOUTS["all"],
 }
-AGGREGATIONS = {"qwen2_tied": "sequence_mean", "qwen3_moe": "token_mean", "deepseek_v3": "token_mean"}
+AGGREGATIONS = {"qwen2_tied": "seq_mean_token_mean", "qwen3_moe": "token_mean", "deepseek_v3": "token_mean"}
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ RECIPE_CASES: list[tuple[list[str], str, str]] = [
         "cluster.engine_devices",
         "2 devices for 1 engine",
     ),
-    (["algorithm.clip_low=1.5"], "algorithm.clip_low", "at most 1"),
+    (["algorithm.loss.clip_low=1.5"], "algorithm.loss.clip_low", "at most 1"),
     (["algorithm.advantage.epsilon=0"], "algorithm.advantage.epsilon", "above 0"),
     (["reward.functions.0.weight=0"], "reward.functions", "only weights of 0"),
     (["train.optimizer.min_lr=1e-3"], "train.optimizer.min_lr", "min_lr 0.001 above lr 1e-06"),

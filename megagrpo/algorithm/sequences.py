@@ -1,0 +1,40 @@
+"""Sums over whole responses of numbers that lie token by token, on one rank or on several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def _here(sums: Tensor) -> Tensor:
+    return sums
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which response each token of a microbatch belongs to. Every token belongs to one.
+
+    Under context parallelism a response's tokens lie on several ranks: `over_ranks` then sums over those, and its
+    gradient does too, so that what is computed from a sum has the same gradients as on a single rank. All of these
+    ranks have the same sequences and call everything here in the same order.
+    """
+
+    index: Tensor  # int64 [tokens], from 0 to count - 1
+    tokens: Tensor  # float32 [count], response tokens of each sequence on all ranks together
+    over_ranks: Callable[[Tensor], Tensor] = _here  # [count] -> [count], differentiable
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[tokens] -> [count]."""
+        zeros = torch.zeros(len(self.tokens), dtype=values.dtype, device=values.device)
+        return self.over_ranks(zeros.index_add(0, self.index, values))
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[tokens] -> [count]; 0 for a sequence without response tokens."""
+        return self.sum(values) / self.tokens.clamp(min=1)
+
+    def of_tokens(self, per_sequence: Tensor) -> Tensor:
+        """[count] -> [tokens]: each token gets its sequence's."""
+        return per_sequence[self.index]

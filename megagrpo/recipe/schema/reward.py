@@ -1,0 +1,63 @@
+"""reward: how responses are scored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megagrpo.recipe.schema.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class RewardFunction(Section):
+    """One reward, its weight, and its own arguments."""
+
+    function: str
+    """gsm8k, math, format, or FILE.py:FUNCTION, called with data_source, response, ground_truth and extra_info."""
+
+    weight: float = 1.0
+    """The sample's reward is the weighted sum over all functions."""
+
+    counts: Literal["auto", "always", "when_solved"] = "auto"
+    """always: added whatever the others say. when_solved: only if the functions that always count give a sum other
+    than 0, so that a well-formed wrong answer earns nothing. auto: when_solved for `format` beside others that always
+    count, else always."""
+
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the function, such as method: flexible for gsm8k or pattern for format."""
+
+
+class Overlong(Section):
+    """Penalty that grows over the last tokens before the limit (DAPO, arXiv:2503.14476, eq. 13)."""
+
+    buffer_tokens: PositiveInt
+    """The penalty begins this many tokens before rollout.response_tokens_max."""
+
+    penalty: PositiveFloat = 1.0
+    """Subtracted at the limit; between, in proportion to the tokens used of the buffer."""
+
+
+class Reward(Section):
+    """How responses are scored."""
+
+    functions: Annotated[list[RewardFunction], Field(min_length=1)]
+    """One or several functions."""
+
+    workers: NonNegativeInt = 2
+    """Processes that run rewards needing isolation (math, your own functions)."""
+
+    timeout_seconds: PositiveFloat = 10.0
+    """Longest time for one response. Past it the sample is masked and counted, never scored 0."""
+
+    solved_at: float = 1.0
+    """A response is solved if its functions' weighted sum, before penalties, is at least this."""
+
+    overlong: Overlong | None = None
+    """Penalty for responses near the token limit. Off unless given."""
+
+    non_stop_score: float | None = None
+    """Score of a response that reached the token limit instead of a stop token, whatever its functions say. null: as
+    they say."""
+
+    truncated: Literal["score", "mask"] = "score"
+    """Responses that reached the token limit. mask: they are neither trained on nor in their group's statistics."""

@@ -1,0 +1,97 @@
+"""checkpoint, track, cluster: what a run leaves behind, and where it runs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megagrpo.recipe.schema.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class Checkpoint(Section):
+    """What is saved so that a run can continue, and when."""
+
+    every_steps: PositiveInt = 50
+    """Steps between checkpoints. The last step is always saved."""
+
+    keep_last: PositiveInt = 2
+    """Newest checkpoints that are kept."""
+
+    keep_best: str | None = None
+    """Evaluation metric whose best checkpoint is kept as well, such as mean@1. A step between two checkpoints whose
+    evaluation is a new best is saved too."""
+
+    resume: Literal["auto", "never"] = "auto"
+    """auto: continue from the newest complete checkpoint of this run. never: refuse to start if there is one."""
+
+    directory: str | None = None
+    """Where checkpoints go; the default is checkpoints/ in the run's directory."""
+
+    export_hugging_face: bool = True
+    """Write the final weights as a Hugging Face model, with config and tokenizer."""
+
+
+class MLflow(Section):
+    """MLflow tracking."""
+
+    uri: str | None = None
+    """Tracking server; the default is a local sqlite file, mlflow.db, in track.directory."""
+
+    experiment: str = "megagrpo"
+    """Experiment's name."""
+
+
+class WandB(Section):
+    """Weights & Biases tracking; needs `pip install megagrpo[wandb]`."""
+
+    project: str = "megagrpo"
+    """Project's name."""
+
+    entity: str | None = None
+    """Team or user; the default is wandb's own."""
+
+
+class Track(Section):
+    """Where metrics go. metrics.jsonl in the run's directory is always written."""
+
+    directory: str = "runs"
+    """Parent of all runs; this one's directory is DIRECTORY/NAME."""
+
+    console: Literal["auto", "live", "lines", "off"] = "auto"
+    """Progress on the terminal. auto: a live table on a terminal, plain lines elsewhere."""
+
+    mlflow: MLflow | None = MLflow()
+    """null switches it off."""
+
+    tensorboard: bool = False
+    """Write TensorBoard events; needs `pip install megagrpo[tensorboard]`."""
+
+    wandb: WandB | None = None
+    """Off unless given."""
+
+    rollouts_per_step: NonNegativeInt = 2
+    """Whole prompts, responses and scores written to rollouts.jsonl in each step."""
+
+
+class Cluster(Section):
+    """Where the processes run."""
+
+    address: str | None = None
+    """Ray cluster to join, such as auto or ray://host:10001; default: RAY_ADDRESS, else one started on this machine."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What ranks and engines compute on. auto: cuda where there is one."""
+
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """colocated: engines share the trainer's devices and take turns. disaggregated: they have their own."""
+
+    trainer_devices: PositiveInt | None = None
+    """Devices for training; the default, and the only legal value, is the number of ranks of train.layout."""
+
+    engine_devices: PositiveInt | None = None
+    """Devices for engines when disaggregated; the default is one per engine."""
+
+    start_timeout_seconds: PositiveFloat = 300.0
+    """Longest wait for all processes to start."""
+
+    step_timeout_seconds: PositiveFloat = 3600.0
+    """Longest wait for one phase of a step (logprobs, update, weight sync, checkpoint)."""

@@ -1,0 +1,33 @@
+"""weights: how new weights travel to the engines."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megagrpo.recipe.schema.section import PositiveFloat, PositiveInt, Section
+
+
+class Weights(Section):
+    """How new weights travel from the training ranks to the engines after every step."""
+
+    transfer: Literal["auto", "shared_memory", "process_group", "direct", "tensors", "broadcast", "disk"] = "auto"
+    """auto chooses by the plan. Exact shards: shared_memory (same node; CUDA IPC on GPUs), process_group (any node),
+    direct (SGLang's own loader of whole local parameters, in shared memory). Whole tensors: tensors (flattened buckets
+    in shared memory), broadcast (from one training rank), disk (safetensors files in `directory`)."""
+
+    bucket_bytes: PositiveInt = 256 * 1024 * 1024
+    """Largest bucket. Two buckets at once are on the way between a training rank and an engine."""
+
+    directory: str | None = None
+    """For transfer: disk. A directory that training ranks and engines both reach; the default is weights/ in the run's
+    directory."""
+
+    pause: Literal["abort", "retract", "in_place"] = "retract"
+    """What an engine does with requests that still run when an update begins: abort returns them as they are, retract
+    computes their keys and values again with the new weights, in_place goes on with those of the old weights."""
+
+    timeout_seconds: PositiveFloat = 600.0
+    """Longest wait for one sync, and for anyone in it."""
+
+    attempts: PositiveInt = 2
+    """How often an engine may be restarted and brought up to date in one sync before the run stops."""
