@@ -8,19 +8,33 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
+from torch import Tensor
 
-Aggregation = Literal["token_mean", "sequence_mean"]
+from megagrpo.algorithm.sequences import Sequences
+
+Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
 
-def sequence_weights(response_tokens: np.ndarray, kind: Aggregation, tokens: int, sequences: int) -> np.ndarray:
-    """Weight of each response token of each sequence, float64 [sequences].
+def token_weights(
+    kept: Tensor, sequences: Sequences, kind: Aggregation, tokens: float, count: float, divisor: float
+) -> Tensor:
+    """Weight of each response token in the loss, float32 [tokens]; 0 where `kept` (bool [tokens]) is False.
 
-    response_tokens: int [sequences], the response tokens of each *whole* sequence, wherever its tokens are computed.
-    tokens, sequences: response tokens, and sequences with any, of the minibatch over all ranks.
+    tokens, count: kept tokens, and sequences with any, of the minibatch over all ranks.
     token_mean: 1 / tokens, every token counts the same (DAPO, arXiv:2503.14476, eq. 12).
-    sequence_mean: 1 / (own tokens x sequences), every response counts the same (GRPO, arXiv:2402.03300, eq. 3).
+    token_sum: 1.
+    seq_mean_token_sum: 1 / count.
+    seq_mean_token_mean: 1 / (own kept tokens x count), every response counts the same (GRPO, arXiv:2402.03300, eq. 3).
+    seq_mean_token_sum_norm: 1 / (divisor x count), the divisor a constant (Dr.GRPO, arXiv:2503.20783).
     """
+    weights = kept.double()
+    tokens, count = max(tokens, 1.0), max(count, 1.0)
     if kind == "token_mean":
-        return np.full(len(response_tokens), 1.0 / max(tokens, 1))
-    return 1.0 / (np.maximum(response_tokens, 1) * max(sequences, 1))
+        weights = weights / tokens
+    elif kind == "seq_mean_token_sum":
+        weights = weights / count
+    elif kind == "seq_mean_token_mean":
+        weights = weights / (sequences.of_tokens(sequences.sum(weights).clamp(min=1)) * count)
+    elif kind == "seq_mean_token_sum_norm":
+        weights = weights / (divisor * count)
+    return weights.float()

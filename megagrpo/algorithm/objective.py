@@ -1,4 +1,4 @@
-"""The whole objective: clipped policy loss, KL penalty and entropy bonus, summed with global weights."""
+"""The whole objective: policy loss, KL penalty and entropy bonus, summed with global weights."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megagrpo.algorithm.kl import Estimator, kl_estimate
-from megagrpo.algorithm.policy_loss import PolicyLoss, clipped_policy_loss
+from megagrpo.algorithm.policy_loss import PolicyInputs, PolicyLoss, policy_loss
+from megagrpo.algorithm.sequences import Sequences
+from megagrpo.recipe import schema
 
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
     """Constants of the objective. `kl_coefficient` is that of the loss term: 0 when the penalty is in the reward."""
 
-    clip_low: float
-    clip_high: float
+    loss: schema.PolicyLoss
     kl_coefficient: float
     kl_estimator: Estimator
+    kl_straight_through: bool
     entropy_coefficient: float
 
 
@@ -31,6 +33,9 @@ class ObjectiveInputs:
     weights: Tensor
     entropy: Tensor
     reference_logprobs: Tensor | None  # None: no KL term, no estimate
+    sequences: Sequences
+    importance: Tensor | None = None  # of the policy's loss, from correction.py; None: 1
+    chosen: Tensor | None = None  # bool, from covariance.py, for the losses that need it
 
 
 @dataclass(frozen=True)
@@ -43,20 +48,23 @@ class Objective:
 
 
 def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Objective:
-    """Sum over tokens of weight x (policy loss + kl_coefficient x KL - entropy_coefficient x entropy).
+    """Sum over tokens of weight x (importance x policy loss + kl_coefficient x KL - entropy_coefficient x entropy).
 
     GRPO, arXiv:2402.03300, eq. 3, negated. KL is estimated whenever reference logprobs are there, so that it can be
     reported. Raises ValueError if kl_coefficient needs them and they are not.
     """
     if settings.kl_coefficient and inputs.reference_logprobs is None:
         raise ValueError("a KL term without reference logprobs")
-    policy = clipped_policy_loss(
-        inputs.logprobs, inputs.old_logprobs, inputs.advantages, settings.clip_low, settings.clip_high
+    policy = policy_loss(
+        PolicyInputs(inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.sequences, inputs.chosen),
+        settings.loss,
     )
-    per_token = policy.loss
+    per_token = policy.loss if inputs.importance is None else inputs.importance * policy.loss
     kl = None
     if inputs.reference_logprobs is not None:
-        kl = kl_estimate(inputs.logprobs, inputs.reference_logprobs, settings.kl_estimator)
+        kl = kl_estimate(
+            inputs.logprobs, inputs.reference_logprobs, settings.kl_estimator, settings.kl_straight_through
+        )
         if settings.kl_coefficient:
             per_token = per_token + settings.kl_coefficient * kl
     if settings.entropy_coefficient:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.batching.microbatch import RankBatch
 from megagrpo.cluster.actors import RankActor
 from megagrpo.cluster.runtime import Runtime
@@ -106,17 +107,36 @@ class Policy:
         """Logprobs of the loaded batch under the reference policy; they stay on the ranks."""
         self.call("compute_reference_logprobs")
 
-    def sequence_kl(self, rows: int) -> np.ndarray:
-        """KL estimate against the reference, summed over response tokens: float64 [rows], 0 for rows not loaded."""
-        sums = np.zeros(rows)
-        for part in self.call("sequence_kl"):
-            for row, kl in part.items():
-                sums[row] = kl
-        return sums
+    def use_rollout_logprobs_as_old(self) -> None:
+        """Instead of compute_old_logprobs: ratios will be to what the engines sampled from."""
+        self.call("use_rollout_logprobs_as_old")
 
-    def update(self, advantages: np.ndarray, lr: float) -> StepMetrics:
-        """All minibatches and epochs over the loaded batch. `advantages` is float32 [rows]."""
-        return next(metrics for metrics in self.call("update", advantages, lr) if metrics is not None)
+    def token_kl(self, lengths: np.ndarray) -> Ragged:
+        """KL estimates against the reference, by response token. Old and reference logprobs must have been computed.
+
+        lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
+        """
+        return self._ragged("token_kl", lengths)
+
+    def update(self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float) -> StepMetrics:
+        """All minibatches and epochs over the loaded batch.
+
+        advantages: float [rows], or by response token. kl_coefficient: of the loss term.
+        """
+        found = self.call("update", advantages, lr, kl_coefficient)
+        return next(metrics for metrics in found if metrics is not None)
+
+    def update_reference(self) -> None:
+        """Moves the reference towards the policy by the recipe's share."""
+        self.call("update_reference")
+
+    def _ragged(self, method: str, lengths: np.ndarray) -> Ragged:
+        """Numbers by token, which the ranks hold in parts."""
+        ragged = ragged_zeros(lengths, np.float32)
+        for part in self.call(method):
+            if part is not None:
+                ragged.values[ragged.offsets[part.rows] + part.index] = part.values
+        return ragged
 
     @contextmanager
     def released(self) -> Iterator[None]:

@@ -1,95 +1,61 @@
-"""The GRPO loss of one microbatch on the last pipeline stage."""
+"""The policy's loss of one microbatch on the last pipeline stage."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from megagrpo.algorithm.aggregation import Aggregation, sequence_weights
 from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grpo_objective
-from megagrpo.batching.microbatch import Microbatch
-from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
-from megagrpo.megatron.packed import PackedTensors
+from megagrpo.megatron.response import ResponseTokens
 from megagrpo.megatron.results import MetricSums
 
-
-@dataclass
-class ResponseTokens:
-    """The response tokens of one microbatch whose logits this rank computes. Every tensor is [tokens].
-
-    Under context parallelism these are a part of each sequence. Old and reference logprobs are filled in by passes over
-    the same microbatch, and never leave the rank; `before_update` by the update.
-    """
-
-    positions: Tensor  # int64, rows of the logits
-    labels: Tensor  # int64
-    rows: Tensor  # int64, row of the sample in the step
-    places: Tensor  # int64, index of the token in its sequence, prompt included
-    weights: Tensor  # float32, weight in the loss
-    rollout_logprobs: Tensor  # float32
-    old_logprobs: Tensor | None = None  # float32
-    reference_logprobs: Tensor | None = None  # float32
-    before_update: Tensor | None = None  # float32, logprobs under the policy that the rollouts should have come from
-
-
-def response_tokens(
-    packed: PackedTensors, microbatch: Microbatch, aggregation: Aggregation, tokens: int, sequences: int
-) -> ResponseTokens:
-    """Selects the response tokens of `packed`. tokens, sequences: of the whole minibatch over all ranks."""
-    positions = packed.mask.nonzero()[:, 0]
-    rows = packed.rows[positions]
-    counts = np.array([int(s.loss_mask.sum()) for s in microbatch.sequences], dtype=np.int64)
-    of_row = np.zeros(max(microbatch.rows, default=0) + 1, dtype=np.float32)
-    of_row[list(microbatch.rows)] = sequence_weights(counts, aggregation, tokens, sequences)
-    weights = torch.from_numpy(of_row).to(positions.device)[rows]
-    return ResponseTokens(
-        positions=positions,
-        labels=packed.labels[positions],
-        rows=rows,
-        places=packed.positions[positions] + 1,
-        weights=weights,
-        rollout_logprobs=packed.rollout_logprobs[positions],
-    )
+Readout = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+"""(output of the last stage, positions int64 [n], labels int64 [n], whether entropies are wanted) -> logprobs and
+entropies of the policy at the sampling temperature, float32 [n] each.
+"""
 
 
 @dataclass(frozen=True)
 class GrpoLoss:
     """What stays the same over a run."""
 
-    objective: ObjectiveSettings
-    temperature: float
-    shard: VocabularyShard
+    readout: Readout
 
-    def logprobs(self, logits: Tensor, response: ResponseTokens) -> Tensor:
-        """Logprobs of the response tokens, float32 [tokens]. logits: [positions, vocab / tensor]."""
-        return self._logprobs_and_entropy(logits, response, entropy=False)[0]
+    def logprobs(self, output: Tensor, response: ResponseTokens) -> Tensor:
+        """Logprobs of the response tokens, float32 [tokens]."""
+        return self.readout(output, response.positions, response.labels, False)[0]
 
-    def loss(self, logits: Tensor, response: ResponseTokens, advantages: Tensor, metrics: MetricSums) -> Tensor:
+    def loss(
+        self,
+        output: Tensor,
+        response: ResponseTokens,
+        advantages: Tensor,
+        settings: ObjectiveSettings,
+        metrics: MetricSums,
+    ) -> Tensor:
         """This microbatch's part of the loss, a scalar: the sum over all microbatches and ranks is the loss.
 
-        advantages: float32 [rows of the step]. Without old logprobs the policy has not moved since they would have been
-        computed, and the forward pass's own serve.
+        advantages: float32 [tokens]. Without old logprobs the policy has not moved since they would have been computed,
+        and the forward pass's own serve.
         """
-        logprobs, entropy = self._logprobs_and_entropy(logits, response, entropy=True)
-        response.before_update = logprobs.detach() if response.old_logprobs is None else response.old_logprobs
+        if response.weights is None:
+            raise ValueError("the minibatch was not prepared")
+        logprobs, entropy = self.readout(output, response.positions, response.labels, True)
+        if response.before_update is None:
+            response.before_update = logprobs.detach()
         inputs = ObjectiveInputs(
             logprobs=logprobs,
-            old_logprobs=response.before_update,
-            advantages=advantages[response.rows],
+            old_logprobs=logprobs.detach() if response.old_logprobs is None else response.old_logprobs,
+            advantages=advantages,
             weights=response.weights,
             entropy=entropy,
             reference_logprobs=response.reference_logprobs,
+            sequences=response.sequences,
+            importance=response.importance,
+            chosen=response.chosen,
         )
-        objective = grpo_objective(inputs, self.objective)
+        objective = grpo_objective(inputs, settings)
         metrics.add(objective, inputs)
         return objective.loss
-
-    def _logprobs_and_entropy(
-        self, logits: Tensor, response: ResponseTokens, *, entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        return vocabulary_logprobs(
-            logits, response.positions, response.labels, self.shard, temperature=self.temperature, entropy=entropy
-        )

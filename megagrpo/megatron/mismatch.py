@@ -18,7 +18,7 @@ from megagrpo.algorithm.mismatch import (
     percentile_bits,
     worst_tokens,
 )
-from megagrpo.megatron.grpo_loss import ResponseTokens
+from megagrpo.megatron.response import ResponseTokens
 
 
 def reduce_mismatch(

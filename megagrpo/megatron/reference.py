@@ -1,24 +1,30 @@
-"""The frozen reference policy: a second copy of this rank's weights, put in place of the policy's for a while."""
+"""The reference policy: a second copy of this rank's weights, put in place of the policy's for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from megagrpo.megatron.model import unwrapped
+from megagrpo.megatron.model import named_tensors, unwrapped
 
 
 class Reference:
     """Copies the weights that `chunks` have now. Costs their bytes in the model's dtype and nothing else.
 
     The same modules evaluate it, with other storages behind their parameters, so it needs no second set of modules.
+    share: None if it stays as it is; 1 to copy the policy now and then; less to average. An average is kept in float32
+    as well, because small steps would be lost in bfloat16.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], share: float | None = None) -> None:
         self.weights: list[Tensor] = [parameter.detach().clone() for parameter in _parameters(chunks)]
+        self._share = share
+        self._exact = self.weights
+        if share is not None and share < 1:
+            self._exact = [weight.float() for weight in self.weights]  # the same tensors if they are float32
 
     @contextmanager
     def in_place_of(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -32,6 +38,27 @@ class Reference:
         finally:
             for parameter, weight in zip(parameters, policy, strict=True):
                 parameter.data = weight
+
+    def follow(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Moves by `share` of the way to the policy."""
+        if self._share is None:
+            raise ValueError("this reference stays as it is")
+        for exact, weight, parameter in zip(self._exact, self.weights, _parameters(chunks), strict=True):
+            exact.lerp_(parameter.detach().to(exact.dtype), self._share)
+            if exact is not weight:
+                weight.copy_(exact)
+
+    def named(self, chunks: Sequence[torch.nn.Module]) -> Mapping[str, Tensor]:
+        """What a checkpoint needs, by the parameters' names in the rank's manifest."""
+        names = {tensor.data_ptr(): name for name, tensor in named_tensors(chunks).items()}
+        parameters = _parameters(chunks)
+        return {names[p.data_ptr()]: exact for p, exact in zip(parameters, self._exact, strict=True)}
+
+    def restored(self) -> None:
+        """Call it when the tensors of `named` have been filled."""
+        for exact, weight in zip(self._exact, self.weights, strict=True):
+            if exact is not weight:
+                weight.copy_(exact)
 
 
 def _parameters(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,6 +29,15 @@ class StepMetrics:
     grad_norm_max: float
     tokens: int  # response tokens in the batch
     optimizer_steps: int
+
+
+@dataclass(frozen=True)
+class TokenNumbers:
+    """A number for each of one rank's response tokens, in any order, on its way to the driver."""
+
+    rows: np.ndarray  # int64 [tokens], row of the sample in the step
+    index: np.ndarray  # int64 [tokens], index of the token in its response
+    values: np.ndarray  # float32 [tokens]
 
 
 class MetricSums:

@@ -6,8 +6,9 @@ that it holds (checkpoint/state_boxes.py). The files are Megatron's dist_checkpo
 checkpoint does not know its layout: any other loads it, for experts too, and with or without the distributed
 optimizer.
 
-Not in it: the learning rate (a function of the step), the reference policy and padding (known from the model), and the
-model's own bfloat16 weights (the main weights, rounded). Routers' biases, which are not trained, are in it as weights.
+Not in it: the learning rate (a function of the step), a reference policy that stays as it was and padding (both known
+from the model), and the model's own bfloat16 weights (the main weights, rounded). Routers' biases, which are not
+trained, are in it as weights; so is a reference policy that follows.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 
 FORMAT = 1
+REFERENCE = "reference"
 READ_FAILURES = (
     CheckpointException,
     CheckpointingException,
@@ -76,6 +78,7 @@ class TrainingState:
     architecture: Architecture
     layout: ParallelLayout
     manifest: Manifest
+    reference: Mapping[str, torch.Tensor] | None = None  # by storage; None: known from the model
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -149,6 +152,9 @@ def _held(state: TrainingState) -> Iterator[tuple[Placement, StateShard]]:
         shard = shards.get(parameters[placement.storage])
         if shard is not None:
             yield placement, shard
+        if state.reference is not None:
+            weight = state.reference[placement.storage]
+            yield placement, StateShard(0, weight.numel(), {REFERENCE: weight.view(-1)})
 
 
 def _sharded_tensors(state: TrainingState, placement: Placement, shard: StateShard) -> dict[str, ShardedTensor]:
@@ -204,7 +210,9 @@ def _read_common(state: TrainingState, directory: Path) -> dict[str, Any]:
         if common.get("format") != FORMAT:
             problems.append(Problem(f"format of {directory}", f"{common.get('format')}", f"{FORMAT}"))
         for tensor in sorted({placement.box.tensor for placement in state.manifest.placements}):
-            states = ("param",) if tensor in state.untrained else STATES
+            states: tuple[str, ...] = ("param",) if tensor in state.untrained else STATES
+            if state.reference is not None and tensor not in state.untrained:
+                states += (REFERENCE,)
             for key in (f"{name}.{tensor}" for name in states):
                 found = tuple(stored[key].global_shape) if key in stored else "nothing"
                 if found != state.shapes[tensor]:

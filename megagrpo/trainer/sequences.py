@@ -23,6 +23,11 @@ def group_of_row(groups: Sequence[Group]) -> np.ndarray:
     return np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
 
 
+def response_lengths(groups: Sequence[Group]) -> np.ndarray:
+    """Tokens of each row's response: int64 [rows]."""
+    return np.array([len(sample.tokens) for group in groups for sample in group.samples], dtype=np.int64)
+
+
 def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
     """The chosen rows (bool [rows]) as sequences. Aborted samples without a token are left out."""
     samples = [(index, group.prompt, sample) for index, group in enumerate(groups) for sample in group.samples]

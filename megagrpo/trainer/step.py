@@ -19,9 +19,9 @@ from megagrpo.data.cursor import Cursor
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.trainer.clock import PhaseClock
-from megagrpo.trainer.sequences import flat_scores, group_of_row, require_version, train_sequences
+from megagrpo.trainer.sequences import flat_scores, group_of_row, require_version, response_lengths, train_sequences
 from megagrpo.trainer.step_metrics import batch_metrics, rollout_metrics, update_metrics
-from megagrpo.types import Group
+from megagrpo.types import Group, Prompt
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Run:
 
     recipe: Recipe
     total_steps: int
-    cursor: Cursor
+    cursor: Cursor[Prompt]
     rollouts: Rollouts
     scorer: Scorer
     policy: Policy
@@ -67,7 +67,8 @@ def grpo_step(run: Run, step: int) -> Step:
         with clock.phase("logprobs"):
             batches = _load_batch(run, groups, rows, step)
             if batches:
-                scores = penalized_scores(scores, run.policy.sequence_kl(len(scores)), algorithm.kl.coefficient)
+                kl = run.policy.token_kl(response_lengths(groups)).sums()
+                scores = penalized_scores(scores, kl, algorithm.kl.coefficient)
 
     advantages = grpo_advantages(scores, group_ids, algorithm.advantage.standard_deviation, algorithm.advantage.epsilon)
     with_signal = groups_with_signal(advantages, group_ids)
@@ -83,7 +84,8 @@ def grpo_step(run: Run, step: int) -> Step:
     if batches:
         with clock.phase("update"):
             lr = learning_rate(step, run.total_steps, run.recipe.train.optimizer)
-            updated = run.policy.update(advantages.astype(np.float32), lr)
+            coefficient = 0.0 if kl_in_reward(run.recipe) else algorithm.kl.coefficient
+            updated = run.policy.update(advantages.astype(np.float32), lr, coefficient)
             metrics |= {"lr": lr} | update_metrics(updated)
 
     with clock.phase("weight_sync"):

@@ -64,6 +64,21 @@ def take_old_and_reference_from_rollout(rank: Any) -> None:
             response.reference_logprobs = reference_of(response.rollout_logprobs)
 
 
+def update(rank: Any, advantages: np.ndarray, lr: float) -> Any:
+    """The rank's update with the recipe's KL coefficient, if it is a term of the loss."""
+    kl = rank.recipe.algorithm.kl
+    return rank.update(advantages, lr, kl.coefficient if kl.placement == "loss" else 0.0)
+
+
+def row_kl(rank: Any) -> dict[int, float]:
+    """KL estimates summed over the response tokens that this rank speaks for, by row of the step."""
+    found = rank.token_kl()
+    if found is None:
+        return {}
+    sums = np.bincount(found.rows, found.values.astype(np.float64))
+    return {row: sums[row] for row in sorted(set(found.rows.tolist()))}
+
+
 @dataclass(frozen=True)
 class RankStep:
     metrics: Any
@@ -80,9 +95,12 @@ def step(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, lr: fl
     rank.load_batch(batches[rank.where.data])
     take_old_and_reference_from_rollout(rank)
     before = boxes(rank, rank.tensors())
-    rank.compute_gradients(rank._minibatches[0], torch.from_numpy(advantages), MetricSums(rank.device))
-    gradients = boxes(rank, {name: p.main_grad for name, p in parameters_of(rank.chunks).items()})
-    metrics = rank.update(advantages, lr)
+    minibatch = rank._minibatches[0]
+    rank.prepare(minibatch)
+    settings = rank.objective_settings(rank.recipe.algorithm.kl.coefficient)
+    rank.compute_gradients(minibatch, rank._reader(advantages), settings, MetricSums(rank.device))
+    gradients = boxes(rank, {name: p.main_grad for name, p in parameters_of(rank.policy.chunks).items()})
+    metrics = update(rank, advantages, lr)
     return RankStep(metrics, gradients, before, boxes(rank, rank.tensors()))
 
 
@@ -99,7 +117,7 @@ def step_with_keys_of_own_heads(*args: Any) -> RankStep:
 def metrics_of_step(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) -> Any:
     rank.load_batch(batches[rank.where.data])
     take_old_and_reference_from_rollout(rank)
-    return rank.update(advantages, LR)
+    return update(rank, advantages, LR)
 
 
 def gather(steps: Sequence[RankStep], gradients: bool = True) -> StepResult:

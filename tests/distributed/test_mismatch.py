@@ -19,6 +19,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.trainer.mismatch import mismatch_record
 from megagrpo.trainer.sequences import group_of_row, train_sequences
 from megagrpo.types import Group, Prompt, Sample
+from tests.distributed import grpo_ranks
 from tests.distributed.grpo_case import (
     LR,
     PROMPTS,
@@ -81,7 +82,7 @@ def update(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, old:
     rank.load_batch(batches[rank.where.data])
     if old:
         rank.compute_old_logprobs()
-    metrics = rank.update(advantages, LR)
+    metrics = grpo_ranks.update(rank, advantages, LR)
     return None if metrics is None else metrics.mismatch
 
 

@@ -1,0 +1,104 @@
+"""What every training rank is, whatever it trains for: a process among others, the policy, and its weights.
+
+Every method is collective: all ranks call the same ones in the same order. It knows neither Ray nor torchrun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megagrpo.checkpoint.integrity import SavedFile
+from megagrpo.layout.parallel import RankCoordinates, rank_grid
+from megagrpo.megatron import process
+from megagrpo.megatron.logprob import VocabularyShard
+from megagrpo.megatron.offload import Offload, Part
+from megagrpo.megatron.trained_model import TrainedModel
+from megagrpo.recipe.defaults import dtype_name
+from megagrpo.recipe.schema import Recipe
+from megagrpo.weights.boxes import Manifest, Placement
+from megagrpo.weights.digest import digests
+from megagrpo.weights.executors.checkpoint_export import Export, write_part
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.plan import WeightPlan
+
+
+class ModelRank:
+    def __init__(self, recipe: Recipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
+        """Joins the other ranks and loads this rank's weights of the policy.
+
+        device: cpu, cuda or cuda:N. Raises RankError, ModelError or RecipeError.
+        """
+        self.layout = recipe.train.layout.parallel()
+        self.where = rank_grid(self.layout)[rank]
+        cluster, train = recipe.cluster, recipe.train
+        process.start(rank, self.layout.ranks, init_method, device, cluster.start_timeout_seconds)
+        process.start_parallel(self.layout, recipe.seed, cluster.step_timeout_seconds)
+        self.device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        dtype = getattr(torch, dtype_name(recipe, self.device.type))
+        architecture = read_architecture(model_directory)
+        self.policy = TrainedModel(architecture, train, train.optimizer, self.where, model_directory, dtype, device)
+        self.offload = Offload(self.policy.chunks, self.policy.optimizer)
+
+    # --- weights out --------------------------------------------------------------------------------------------------
+
+    def manifest(self) -> Manifest:
+        """What this rank holds of the policy, in coordinates of the Hugging Face checkpoint."""
+        return self.policy.manifest()
+
+    def manifest_of(self, where: RankCoordinates) -> Manifest:
+        return self.policy.manifest_of(where)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The storages of `manifest`: the policy's weights themselves, not copies."""
+        self.offload.require(["parameters"])
+        return self.policy.tensors()
+
+    def weight_digests(self, placements: Iterable[Placement], dtype: str | None = None) -> dict[str, int]:
+        """Partial digests by checkpoint tensor of these parts of the policy, as they would be in `dtype`."""
+        return digests(self.tensors(), placements, dtype)
+
+    def write_export(self, export: Export, plan: WeightPlan, source: int) -> None:
+        """Writes the part of this rank, the plan's `source`-th, of a Hugging Face export. Raises CheckpointError."""
+        write_part(export, plan, source, self.tensors())
+
+    # --- checkpoints, memory, process ---------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> tuple[SavedFile, ...]:
+        """Writes this rank's part of the training state into an empty directory. Raises CheckpointError."""
+        self.offload.require(["parameters", "optimizer"])
+        return self.policy.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """Replaces the training state by a saved one, of any layout. Raises CheckpointError."""
+        self.offload.require(["parameters", "optimizer"])
+        self.policy.load(directory)
+
+    def release(self, parts: Iterable[Part]) -> None:
+        """Moves parts to host memory until `restore`; what needs them raises RankError meanwhile."""
+        self.offload.release(parts)
+
+    def restore(self, parts: Iterable[Part]) -> None:
+        self.offload.restore(parts)
+
+    def close(self) -> None:
+        process.stop()
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether this rank is on the last pipeline stage, which computes them and the loss."""
+        return self.where.pipeline == self.layout.pipeline - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for its tensor ranks, which all know the same of their last stage's tokens."""
+        return self.has_logits and self.where.tensor == 0
+
+    def vocabulary_shard(self) -> VocabularyShard:
+        columns = self.policy.architecture.padded_vocab(self.layout.tensor) // self.layout.tensor
+        group = parallel_state.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None
+        return VocabularyShard(self.policy.architecture.vocab, self.where.tensor * columns, group)

@@ -1,0 +1,105 @@
+"""A model that this rank trains, with its optimizer: the policy is one, a critic another."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megagrpo.checkpoint.integrity import SavedFile
+from megagrpo.errors import Problem, RankError
+from megagrpo.layout.parallel import RankCoordinates
+from megagrpo.megatron import state
+from megagrpo.megatron.config import layer_spec, transformer_config
+from megagrpo.megatron.forward_backward import sum_gradients
+from megagrpo.megatron.model import build_chunks, named_tensors
+from megagrpo.megatron.optimizer import make_optimizer, set_learning_rate, wrap_chunks
+from megagrpo.megatron.reference import Reference
+from megagrpo.megatron.state import TrainingState
+from megagrpo.recipe.schema import Optimizer, Train
+from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.executors import checkpoint_files
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides import megatron_local, megatron_te
+
+
+class TrainedModel:
+    def __init__(
+        self,
+        architecture: Architecture,
+        train: Train,
+        optimizer: Optimizer,
+        where: RankCoordinates,
+        directory: str | Path,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        """Builds this rank's part and loads its weights from a Hugging Face directory. Collective over all ranks.
+
+        Raises ModelError or RecipeError.
+        """
+        self.architecture = architecture
+        self.layout = train.layout.parallel()
+        self.where = where
+        self._dtype_name = str(dtype).removeprefix("torch.")
+        self._settings = optimizer
+        config = transformer_config(architecture, train, dtype, device)
+        self._side = megatron_te if layer_spec(train, device) == "transformer_engine" else megatron_local
+        models = build_chunks(architecture, config, self.layout)
+        checkpoint_files.load(directory, self.manifest(), named_tensors(models))
+        sum_gradients(config)
+        self.chunks = wrap_chunks(models, config, train.distributed_optimizer)
+        self.optimizer = make_optimizer(self.chunks, optimizer, train.distributed_optimizer, dtype)
+        self._reference: Reference | None = None
+        self._state = TrainingState(self.chunks, self.optimizer, architecture, self.layout, self.manifest())
+
+    def manifest(self) -> Manifest:
+        """What this rank holds, in coordinates of the Hugging Face checkpoint."""
+        return self.manifest_of(self.where)
+
+    def manifest_of(self, where: RankCoordinates) -> Manifest:
+        return self._side.manifest(self.architecture, self.layout, where, self._dtype_name)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The storages of `manifest`: the weights themselves, not copies."""
+        return named_tensors(self.chunks)
+
+    def zero_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def optimizer_step(self, lr: float) -> float:
+        """Clips the gradients in the chunks' buffers, steps, and returns their global norm before clipping.
+
+        Raises RankError if it is not finite.
+        """
+        set_learning_rate(self.optimizer, lr, self._settings.weight_decay)
+        _, grad_norm, _ = self.optimizer.step()
+        if not math.isfinite(grad_norm):
+            raise RankError(
+                Problem(
+                    "update: the gradient is not finite",
+                    given=f"norm {grad_norm}",
+                    fix="look at the last steps' metrics and lower train.optimizer.lr; checkpoints are not affected",
+                )
+            )
+        return float(grad_norm)
+
+    def save_reference(self, reference: Reference) -> None:
+        """From now on a reference that follows is part of the training state."""
+        self._reference = reference
+        self._state = replace(self._state, reference=reference.named(self.chunks))
+
+    def save(self, directory: Path) -> tuple[SavedFile, ...]:
+        """Writes this rank's part of the training state into an empty directory. Raises CheckpointError."""
+        return state.save(self._state, directory)
+
+    def load(self, directory: Path) -> None:
+        """Replaces the training state by a saved one, of any layout. Raises CheckpointError."""
+        state.load(self._state, directory)
+        if self._reference:
+            self._reference.restored()
