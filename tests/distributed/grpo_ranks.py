@@ -51,7 +51,7 @@ def boxes(rank: Any, tensors: dict[str, torch.Tensor]) -> Parts:
     from megagrpo.weights.views import box_view
 
     return [
-        (p.box, box_view(tensors[p.storage], p).detach().contiguous().clone().numpy())
+        (p.box, box_view(tensors[p.storage], p).detach().float().contiguous().clone().numpy())
         for p in rank.manifest().placements
         if p.storage in tensors
     ]

@@ -1,0 +1,71 @@
+"""A reference policy that follows the policy, and what a checkpoint remembers of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megagrpo.batching.microbatch import RankBatch
+from megagrpo.layout.parallel import ParallelLayout
+from tests.distributed.grpo_case import LR, assemble, load_reference, make_batches, make_case, make_recipe
+from tests.distributed.grpo_ranks import Parts, boxes, on_ranks, update
+from tests.tiny_models import make_model
+
+HERE = "tests.distributed.test_reference"
+SHARE = 0.25
+
+
+def follow_and_save(
+    rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, directory: Path
+) -> tuple[Parts, Parts, Parts]:
+    """Weights at the start, after an update, and the reference after it has followed; all of it saved."""
+    start = boxes(rank, rank.tensors())
+    rank.load_batch(batches[rank.where.data])
+    rank.compute_reference_logprobs()
+    update(rank, advantages, LR)
+    rank.update_reference()
+    rank.save(directory)
+    return start, boxes(rank, rank.tensors()), reference(rank)
+
+
+def load_and_look(rank: Any, directory: Path) -> tuple[Parts, Parts]:
+    """The reference as it comes from the model, and as it comes from the checkpoint."""
+    before = reference(rank)
+    rank.load(directory)
+    return before, reference(rank)
+
+
+def reference(rank: Any) -> Parts:
+    """What is in place of the policy's weights when reference logprobs are computed."""
+    with rank.reference.in_place_of(rank.policy.chunks):
+        return boxes(rank, rank.tensors())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reference_follows_by_its_share_and_is_in_the_checkpoint(tmp_path, dtype):
+    model = make_model("qwen2_tied", tmp_path / "model", num_hidden_layers=2)
+    case = make_case(load_reference(model), temperature=0.8)
+    algorithm = {"kl": {"coefficient": 0.1}, "reference": {"update_every_steps": 1, "share": SHARE}}
+    changes = {"algorithm": algorithm, "model": {"path": "unused", "dtype": dtype}}
+    saving = make_recipe(ParallelLayout(tensor=2), **changes)
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    batches = make_batches(saving, case.sequences)
+    results = on_ranks(f"{HERE}:follow_and_save", saving, model, batches, case.advantages, checkpoint)
+    start, policy, followed = (assemble(list(parts)) for parts in zip(*results, strict=True))
+    tolerance = {"float32": 1e-6, "bfloat16": 2**-8}[dtype]
+    for name in start:
+        wanted = (1 - SHARE) * start[name].astype(np.float64) + SHARE * policy[name]
+        np.testing.assert_allclose(followed[name], wanted, rtol=tolerance, atol=tolerance / 10)
+    assert max(np.abs(policy[name] - start[name]).max() for name in start) > LR / 2
+
+    loading = make_recipe(ParallelLayout(pipeline=2), **changes)
+    loaded = on_ranks(f"{HERE}:load_and_look", loading, model, checkpoint)
+    fresh, restored = (assemble(list(parts)) for parts in zip(*loaded, strict=True))
+    for name in start:
+        np.testing.assert_array_equal(fresh[name], start[name])
+        np.testing.assert_array_equal(restored[name], followed[name])
