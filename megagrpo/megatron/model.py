@@ -13,6 +13,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.layers import block_spec
 from megagrpo.megatron.packed import PackedTensors
 from megagrpo.megatron.rotary import inverse_frequencies
+from megagrpo.megatron.value_head import ValueHead
 from megagrpo.weights.families.architecture import Architecture
 
 
@@ -49,13 +50,16 @@ def _build_chunk(
     if fused and arch.latent is None:
         # GPTModel's arguments do not reach all of Llama 3's scaling.
         chunk.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim).to(torch.cuda.current_device())
+    if arch.value_head and chunk.post_process:
+        chunk.output_layer = ValueHead(config)
     return chunk
 
 
 def forward(chunk: torch.nn.Module, packed: PackedTensors) -> torch.Tensor:
     """Logits [tokens, padded vocab / tensor] if `chunk` (wrapped or not) is the last, else what the next one receives.
 
-    Logits are for all tokens of this context rank, also with sequence parallelism, and in the model's dtype.
+    Logits are for all tokens of this context rank, also with sequence parallelism, and in the model's dtype. A critic's
+    last chunk gives values in their place: float32 [tokens, 1].
     """
     output = chunk(
         input_ids=packed.tokens,
@@ -76,12 +80,13 @@ def unwrapped(chunk: torch.nn.Module) -> GPTModel:
 def named_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Every weight of this rank by its name in the weights manifest: chunk{c}.{name in that GPTModel}.
 
-    These are the parameters, and of the buffers the routers' biases.
+    These are the parameters without adapters, and of the buffers the routers' biases.
     """
     found = {}
     for index, chunk in enumerate(map(unwrapped, chunks)):
         for name, parameter in chunk.named_parameters():
-            found[f"chunk{index}.{name}"] = parameter.data
+            if ".adapter." not in name:  # those of lora.py are no weights of the model
+                found[f"chunk{index}.{name}"] = parameter.data
         for name, buffer in chunk.named_buffers():
             if name.endswith("router.expert_bias"):
                 found[f"chunk{index}.{name}"] = buffer

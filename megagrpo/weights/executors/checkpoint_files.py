@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from safetensors import safe_open
 
 from megagrpo.errors import ModelError, WeightPlanError
 from megagrpo.weights import fp8_blocks
-from megagrpo.weights.boxes import Manifest, Placement
+from megagrpo.weights.boxes import Fill, Manifest, Placement
+from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.fp8_blocks import SCALE_SUFFIX
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint
@@ -20,16 +23,25 @@ from megagrpo.weights.views import box_view, fill_padding, stored_tensors
 
 
 @torch.no_grad()
-def load(directory: str | Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+def load(
+    directory: str | Path,
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor],
+    arch: Architecture | None = None,
+) -> None:
     """Fills `tensors` (by storage name, as in the manifest) from the model in `directory`, cast to their dtype.
 
-    Weights in fp8 with scales are read as the bfloat16 that they stand for.
+    `arch` is what the manifest is of, if not what config.json describes: a critic starts from a language model, or from
+    one with a value head. Optional tensors (Tensor.optional) that the files lack become zeros. Weights in fp8 with
+    scales are read as the bfloat16 that they stand for.
 
     Raises: ModelError listing everything that is missing or has another shape; nothing has been written then.
     """
     directory = Path(directory)
     storages = stored_tensors(manifest, tensors)
-    files = checkpoint.manifests(directory)
+    files = checkpoint.manifests(directory, arch)
+    if arch is not None:
+        manifest = _without_missing(manifest, arch, files)
     try:
         plan = make_plan(files, [manifest])
     except WeightPlanError as error:
@@ -49,6 +61,18 @@ def load(directory: str | Path, manifest: Manifest, tensors: Mapping[str, torch.
                 into = transfer.destination_placement
                 box_view(storages[into.storage], into).copy_(read)
     fill_padding(manifest, storages)
+
+
+def _without_missing(manifest: Manifest, arch: Architecture, files: Sequence[Manifest]) -> Manifest:
+    """The manifest with zeros in place of optional tensors that are in none of the files."""
+    found = {placement.box.tensor for file in files for placement in file.placements}
+    missing = {tensor.name for tensor in tensors_of(arch) if tensor.optional and tensor.name not in found}
+    new = [placement for placement in manifest.placements if placement.box.tensor in missing]
+    return replace(
+        manifest,
+        placements=tuple(placement for placement in manifest.placements if placement.box.tensor not in missing),
+        fills=(*manifest.fills, *(Fill(placement.storage, placement.at, placement.local_shape) for placement in new)),
+    )
 
 
 def _region(opened: Any, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:

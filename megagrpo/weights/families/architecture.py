@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -96,6 +96,8 @@ class Architecture:
     rope: Rope
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    value_head: bool = False
+    """A critic: in place of the head over the vocabulary it has one that gives a number for each token."""
 
     @property
     def has_dense_layers(self) -> bool:
@@ -107,8 +109,13 @@ class Architecture:
         return -(-self.vocab // tensor) * tensor
 
 
+def critic_of(arch: Architecture) -> Architecture:
+    """The same transformer with a value head. It has no head over the vocabulary that could be tied."""
+    return replace(arch, tied_embeddings=False, value_head=True)
+
+
 Role = Literal[
-    "embedding", "head", "final_norm", "input_norm", "post_attention_norm",
+    "embedding", "head", "value_head", "final_norm", "input_norm", "post_attention_norm",
     "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o",
     "q_down", "q_down_norm", "q_up", "kv_down", "kv_down_norm", "kv_up",
     "gate", "up", "down", "router", "router_bias", "expert_gate", "expert_up", "expert_down",
@@ -132,5 +139,10 @@ class Tensor:
         return self.role != "router_bias"
 
     def stored_as(self, dtype: str) -> str:
-        """The dtype of its storage in a model of `dtype`: a router's bias is float32 in every side."""
-        return "float32" if self.role == "router_bias" else dtype
+        """The dtype of its storage in a model of `dtype`: routers' biases and value heads are float32 in every side."""
+        return "float32" if self.role in ("router_bias", "value_head") else dtype
+
+    @property
+    def optional(self) -> bool:
+        """Whether it may be missing in a model directory. A value head is then new, and starts from zeros."""
+        return self.role == "value_head"

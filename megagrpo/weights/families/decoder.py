@@ -20,7 +20,9 @@ def decoder_tensors(arch: Architecture, mlp: LayerTensors) -> tuple[Tensor, ...]
         tensors.append(Tensor(prefix + "post_attention_layernorm.weight", (arch.hidden,), "post_attention_norm", layer))
         tensors += mlp(arch, layer)
     tensors.append(Tensor("model.norm.weight", (arch.hidden,), "final_norm"))
-    if not arch.tied_embeddings:
+    if arch.value_head:  # named as in transformers' models ForSequenceClassification and ForTokenClassification
+        tensors.append(Tensor("score.weight", (1, arch.hidden), "value_head"))
+    elif not arch.tied_embeddings:
         tensors.append(Tensor("lm_head.weight", (arch.vocab, arch.hidden), "head"))
     return tuple(tensors)
 

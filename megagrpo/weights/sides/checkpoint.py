@@ -21,6 +21,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FP8 = "F8_E4M3"
+VALUE_BIAS = "score.bias"
 LARGEST_HEADER_BYTES = 100_000_000
 
 
@@ -34,16 +35,17 @@ class Entry:
     end: int
 
 
-def manifests(directory: str | Path) -> tuple[Manifest, ...]:
+def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[Manifest, ...]:
     """One manifest per safetensors file of the model; the holder is the file's name.
 
+    `arch` is what to look for in the files: by default what config.json describes. A critic's may be others' backbone.
     Experts may be stored one by one, or stacked as transformers 5 holds them. Weights in fp8 with scales have the dtype
     of what they stand for (fp8_blocks.py). Tensors that are not of the model are left out: see `extra_tensors`.
 
     Raises: ModelError listing every missing tensor, wrong shape, unknown dtype and unreadable file.
     """
     directory = Path(directory)
-    arch = read_architecture(directory)
+    arch = arch or read_architecture(directory)
     tensors = tensors_of(arch)
     parts, shapes = _known(arch)
     headers = [(path, read_header(path)) for path in weight_files(directory)]
@@ -51,6 +53,8 @@ def manifests(directory: str | Path) -> tuple[Manifest, ...]:
     problems, found = [], []
     held: set[str] = set()
     for path, entries in headers:
+        if arch.value_head and VALUE_BIAS in entries:
+            problems.append(Problem(f"{path.name}: {VALUE_BIAS}", "a value head with a bias", "score.weight alone"))
         storages, placements = {}, []
         for name, entry in entries.items():
             if name not in parts:
@@ -67,7 +71,7 @@ def manifests(directory: str | Path) -> tuple[Manifest, ...]:
     problems += [
         Problem(f"{directory}: {tensor.name}", "in none of its safetensors files", str(list(tensor.shape)))
         for tensor in tensors
-        if tensor.name not in held
+        if tensor.name not in held and not tensor.optional
     ]
     if problems:
         raise ModelError(problems)

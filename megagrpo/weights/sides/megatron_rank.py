@@ -116,7 +116,9 @@ class _Rank:
                 self.add_mlp(in_layer, held.roles)
         if last:
             self.builder.whole(prefix + "decoder.final_layernorm.weight", model.roles["final_norm"])
-            if not arch.tied_embeddings:
+            if arch.value_head:
+                self.builder.whole(prefix + "output_layer.weight", model.roles["value_head"])
+            elif not arch.tied_embeddings:
                 self.add_vocabulary(prefix + "output_layer.weight", model.roles["head"])
             elif not first:  # a tied head on another stage than the embedding is a second copy of it
                 self.add_vocabulary(prefix + "output_layer.weight", model.roles["embedding"])

@@ -1,0 +1,47 @@
+"""The critic's loss, per token, and how well its values explain the returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """Everything is [tokens]. Only `loss` carries a gradient."""
+
+    loss: Tensor
+    clipped: Tensor  # bool: the clipped value is the worse one, so that this token has no gradient
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
+    """max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, each [tokens]; (v - R)^2 / 2 if `clip` is None.
+
+    PPO's (arXiv:1707.06347, eq. 9) with the clipping of its reference implementation (arXiv:2005.12729, section 3):
+    a value that has moved by more than `clip` towards its return since the rollout is not moved any further.
+    """
+    squared = (values - returns).square()
+    if clip is None:
+        return ValueLoss(0.5 * squared, torch.zeros_like(values, dtype=torch.bool))
+    near = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+    squared_near = (near - returns).square()
+    # torch.maximum splits the gradient of equals; inside of the range both are the same and have the whole of it.
+    clipped = squared_near > squared
+    return ValueLoss(0.5 * torch.where(clipped, squared_near, squared), clipped.detach())
+
+
+def explained_variance(tokens: float, returns: tuple[float, float], residuals: tuple[float, float]) -> float:
+    """1 - Var(R - v) / Var(R) from (sum, sum of squares) of the returns R and of R - v over `tokens` tokens.
+
+    1: values are the returns; 0: no better than a constant. 0 where all returns are equal: there is nothing to explain.
+    """
+    if not tokens:
+        return 0.0
+
+    def variance(sums: tuple[float, float]) -> float:
+        return max(sums[1] / tokens - (sums[0] / tokens) ** 2, 0.0)
+
+    total = variance(returns)
+    return 1.0 - variance(residuals) / total if total > 0.0 else 0.0
