@@ -21,7 +21,10 @@ LayerSpec = Literal["local", "transformer_engine"]
 
 
 def layer_spec(train: Train, device: str) -> LayerSpec:
-    """What `train.layer_spec` means on `device` (cpu or cuda). Raises RecipeError if it cannot run there."""
+    """What `train.layer_spec` means on `device` (cpu or cuda). Raises RecipeError if it cannot run there.
+
+    Adapters hold on to the linear layers of the local spec: with them auto is local.
+    """
     runs = device != "cpu" and find_spec("transformer_engine") is not None
     if train.layer_spec == "transformer_engine" and not runs:
         raise RecipeError(
@@ -33,7 +36,7 @@ def layer_spec(train: Train, device: str) -> LayerSpec:
             )
         )
     if train.layer_spec == "auto":
-        return "transformer_engine" if runs else "local"
+        return "transformer_engine" if runs and train.lora is None else "local"
     return train.layer_spec
 
 

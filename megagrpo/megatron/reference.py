@@ -1,4 +1,4 @@
-"""The reference policy: a second copy of this rank's weights, put in place of the policy's for a while."""
+"""The reference policy: a second copy of the weights that are trained, put in place of the policy's for a while."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megagrpo.megatron.model import named_tensors, unwrapped
+from megagrpo.megatron.state_shards import parameters_of
 
 
 class Reference:
-    """Copies the weights that `chunks` have now. Costs their bytes in the model's dtype and nothing else.
+    """Copies the trained weights that `chunks` have now. Costs their bytes in the model's dtype and nothing else.
+
+    With adapters these are the adapters alone; before the first step they add nothing to the model.
 
     The same modules evaluate it, with other storages behind their parameters, so it needs no second set of modules.
     share: None if it stays as it is; 1 to copy the policy now and then; less to average. An average is kept in float32
@@ -50,9 +52,7 @@ class Reference:
 
     def named(self, chunks: Sequence[torch.nn.Module]) -> Mapping[str, Tensor]:
         """What a checkpoint needs, by the parameters' names in the rank's manifest."""
-        names = {tensor.data_ptr(): name for name, tensor in named_tensors(chunks).items()}
-        parameters = _parameters(chunks)
-        return {names[p.data_ptr()]: exact for p, exact in zip(parameters, self._exact, strict=True)}
+        return dict(zip(_trained(chunks), self._exact, strict=True))
 
     def restored(self) -> None:
         """Call it when the tensors of `named` have been filled."""
@@ -61,5 +61,10 @@ class Reference:
                 weight.copy_(exact)
 
 
+def _trained(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """By name in the rank's manifest. The others are the same in policy and reference."""
+    return {name: parameter for name, parameter in parameters_of(chunks).items() if parameter.requires_grad}
+
+
 def _parameters(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    return [parameter for chunk in chunks for parameter in unwrapped(chunk).parameters()]
+    return list(_trained(chunks).values())

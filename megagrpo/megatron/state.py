@@ -48,8 +48,7 @@ from megagrpo.megatron.state_shards import (
 )
 from megagrpo.megatron.state_writer import write
 from megagrpo.weights.boxes import Manifest, Placement
-from megagrpo.weights.families import tensors_of
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.architecture import Tensor
 
 FORMAT = 1
 REFERENCE = "reference"
@@ -69,25 +68,26 @@ READ_FAILURES = (
 class TrainingState:
     """What this rank trains, and what it needs to know to say where each part of it belongs.
 
-    `manifest` is this rank's, from the side that the layer spec belongs to (weights/sides/megatron_*).
+    `manifest` is this rank's, from the side that the layer spec belongs to (weights/sides/megatron_*); with adapters it
+    is theirs, and the weights that they adapt are not part of the state.
     The parameters, gradients and optimizer must be on the device (offload.py) when it is saved or loaded.
     """
 
     chunks: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
-    architecture: Architecture
+    tensors: Sequence[Tensor]  # of the checkpoint: all that some rank trains, and what is saved with it
     layout: ParallelLayout
     manifest: Manifest
     reference: Mapping[str, torch.Tensor] | None = None  # by storage; None: known from the model
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {tensor.name: tensor.shape for tensor in tensors_of(self.architecture)}
+        return {tensor.name: tensor.shape for tensor in self.tensors}
 
     @cached_property
     def untrained(self) -> frozenset[str]:
         """Tensors that have no moments."""
-        return frozenset(tensor.name for tensor in tensors_of(self.architecture) if not tensor.trained)
+        return frozenset(tensor.name for tensor in self.tensors if not tensor.trained)
 
 
 def save(state: TrainingState, directory: Path) -> tuple[SavedFile, ...]:
@@ -258,7 +258,7 @@ def _written_files(directory: Path) -> tuple[SavedFile, ...]:
     rank = dist.get_rank()
     mine = sorted(directory.glob(f"__{rank}_*"))
     if rank == 0:
-        mine += sorted(path for path in directory.iterdir() if not path.name.startswith("__"))
+        mine += sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("__"))
         sync_directories([directory])
     return tuple(describe(directory, path) for path in mine)
 

@@ -29,8 +29,8 @@ class StateShard:
     tensors: Mapping[str, torch.Tensor]
 
 
-def parameters_of(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
-    """Trained parameters by the names of their storages in the rank's manifest: chunk{c}.{name in that GPTModel}."""
+def parameters_of(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """All parameters by the names of their storages in the rank's manifest: chunk{c}.{name in that GPTModel}."""
     return {f"chunk{c}.{name}": p for c, chunk in enumerate(chunks) for name, p in unwrapped(chunk).named_parameters()}
 
 

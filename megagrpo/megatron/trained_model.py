@@ -15,13 +15,15 @@ from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron import state
 from megagrpo.megatron.config import layer_spec, transformer_config
 from megagrpo.megatron.forward_backward import sum_gradients
+from megagrpo.megatron.lora import Adapters
 from megagrpo.megatron.model import build_chunks, named_tensors
 from megagrpo.megatron.optimizer import make_optimizer, set_learning_rate, wrap_chunks
 from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.state import TrainingState
-from megagrpo.recipe.schema import Optimizer, Train
+from megagrpo.recipe.schema import Lora, Optimizer, Train
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.executors import checkpoint_files
+from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides import megatron_local, megatron_te
 
@@ -36,9 +38,12 @@ class TrainedModel:
         directory: str | Path,
         dtype: torch.dtype,
         device: str,
+        adapters: Lora | None = None,
+        seed: int = 0,
     ) -> None:
         """Builds this rank's part and loads its weights from a Hugging Face directory. Collective over all ranks.
 
+        With `adapters` the weights stay as they are and only the adapters are trained; they begin from `seed`.
         Raises ModelError or RecipeError.
         """
         self.architecture = architecture
@@ -49,12 +54,16 @@ class TrainedModel:
         config = transformer_config(architecture, train, dtype, device)
         self._side = megatron_te if layer_spec(train, device) == "transformer_engine" else megatron_local
         models = build_chunks(architecture, config, self.layout)
-        checkpoint_files.load(directory, self.manifest(), named_tensors(models))
+        checkpoint_files.load(directory, self.manifest(), named_tensors(models), architecture)
+        self.adapters = Adapters(models, architecture, self.manifest(), adapters, seed) if adapters else None
         sum_gradients(config)
         self.chunks = wrap_chunks(models, config, train.distributed_optimizer)
         self.optimizer = make_optimizer(self.chunks, optimizer, train.distributed_optimizer, dtype)
         self._reference: Reference | None = None
-        self._state = TrainingState(self.chunks, self.optimizer, architecture, self.layout, self.manifest())
+        trained, held = tensors_of(architecture), self.manifest()
+        if self.adapters:
+            trained, held = self.adapters.checkpoint_tensors, self.adapters.manifest
+        self._state = TrainingState(self.chunks, self.optimizer, trained, self.layout, held)
 
     def manifest(self) -> Manifest:
         """What this rank holds, in coordinates of the Hugging Face checkpoint."""
@@ -64,8 +73,9 @@ class TrainedModel:
         return self._side.manifest(self.architecture, self.layout, where, self._dtype_name)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The storages of `manifest`: the weights themselves, not copies."""
-        return named_tensors(self.chunks)
+        """The storages of `manifest`: the weights themselves; copies where adapters are added to them."""
+        weights = named_tensors(self.chunks)
+        return self.adapters.merged(weights) if self.adapters else weights
 
     def zero_gradients(self) -> None:
         for chunk in self.chunks:

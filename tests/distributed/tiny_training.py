@@ -23,7 +23,7 @@ from megagrpo.megatron.packed import pack
 from megagrpo.megatron.state import TrainingState
 from megagrpo.recipe import schema
 from megagrpo.weights.executors import checkpoint_files
-from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.sides import megatron_local
 
 LENGTHS = (9, 17, 5, 12)
@@ -60,7 +60,7 @@ class TinyTraining:
         settings = schema.Optimizer(lr=1e-2, weight_decay=0.1, clip_grad=1.0)
         self.optimizer = make_optimizer(self.wrapped, settings, self.distributed_optimizer, self.dtype)
         sum_gradients(self.config)
-        self.state = TrainingState(self.wrapped, self.optimizer, self.architecture, self.layout, manifest)
+        self.state = TrainingState(self.wrapped, self.optimizer, tensors_of(self.architecture), self.layout, manifest)
 
     def step(self) -> tuple[float, float]:
         """One Adam step on all sequences: loss (mean over tokens) and gradient norm, on every rank."""

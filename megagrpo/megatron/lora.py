@@ -1,0 +1,142 @@
+"""Low-rank adapters on Megatron's linear layers: frozen weights W, and W x + alpha / r B A x with trained A and B."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from torch import Tensor
+from torch.nn import Parameter
+
+from megagrpo.recipe.schema import Lora
+from megagrpo.weights import adapters
+from megagrpo.weights.adapters import AdaptedLinear
+from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.families.architecture import Architecture
+
+
+class LoraLinear(torch.nn.Module):
+    """What one linear layer of Megatron gets added to its output: scale x B A x for each matrix fused in it.
+
+    Over tensor ranks only the [tokens, r] products travel. A layer cut by rows has all of every A, and its rows of the
+    B's; one cut by columns has its columns of A and all of B. What is on all tensor ranks sees only their own tokens,
+    as Megatron's norms do, and its gradients are summed with theirs.
+    """
+
+    def __init__(self, linear: ColumnParallelLinear | RowParallelLinear, held: AdaptedLinear, lora: Lora) -> None:
+        super().__init__()
+        self.held, self.rank, self.scale = held, lora.rank, lora.alpha / lora.rank
+        self._by_rows = isinstance(linear, ColumnParallelLinear)
+        self._tensor_group = linear.tp_group
+        weight = linear.weight
+        self.lora_A = Parameter(weight.new_zeros(len(held.parts) * lora.rank, held.columns))
+        self.lora_B = Parameter(weight.new_zeros(weight.shape[0], lora.rank))
+        self._mark(self.lora_A, whole=self._by_rows, cut_axis=1, linear=linear)
+        self._mark(self.lora_B, whole=not self._by_rows, cut_axis=0, linear=linear)
+        owners = weight.new_zeros(weight.shape[0], len(held.parts), 1)
+        for run in held.runs:
+            if run.part is not None:
+                owners[run.at : run.at + run.count, run.part] = 1
+        self.register_buffer("_owners", owners, persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [tokens, 1, in] as the layer gets it, to [tokens, 1, out] as the layer returns it."""
+        low = F.linear(hidden, self.lora_A) * self.scale
+        if self._tensor_group.size() > 1:
+            if self._by_rows:
+                low = gather_from_sequence_parallel_region(
+                    low, tensor_parallel_output_grad=True, group=self._tensor_group
+                )
+            else:
+                low = reduce_scatter_to_sequence_parallel_region(low, group=self._tensor_group)
+        # Rows of different matrices multiply different parts of `low`: one product with zeros for the other parts.
+        return F.linear(low, (self.lora_B[:, None] * self._owners).flatten(1))
+
+    @torch.no_grad()
+    def begin(self, seed: int) -> None:
+        """The values before training: A's as PEFT's, B's zeros. The same in every layout."""
+        columns = slice(self.held.column, self.held.column + self.held.columns)
+        for index, matrix in enumerate(self.held.parts):
+            whole = adapters.initial_a(matrix.name, self.rank, matrix.shape[1], seed)
+            self.lora_A[index * self.rank : (index + 1) * self.rank].copy_(whole[:, columns])
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """A copy of the layer's weight with the adapters added."""
+        result = weight.clone()
+        for run in self.held.runs:
+            if run.part is not None:
+                rows = slice(run.at, run.at + run.count)
+                a = self.lora_A[run.part * self.rank : (run.part + 1) * self.rank]
+                result[rows] = adapters.merged(weight[rows], a, self.lora_B[rows], self.scale)
+        return result
+
+    def _mark(self, parameter: Parameter, *, whole: bool, cut_axis: int, linear: torch.nn.Module) -> None:
+        """How Megatron reduces its gradient and counts it in the gradient norm, once over all ranks."""
+        expert: bool = linear.is_expert
+        # Experts are not split over tensor ranks: these have different ones, or are data ranks to one another.
+        set_tensor_model_parallel_attributes(parameter, expert or not whole, cut_axis, 1)
+        parameter.allreduce = not expert
+        parameter.sequence_parallel = whole and not expert and self._tensor_group.size() > 1
+
+
+class Adapters:
+    """All adapters of a rank's model chunks. From now on nothing else in the chunks is trained.
+
+    `base` is the manifest of their weights, which must be loaded. Attach before the chunks are wrapped: the wrapper
+    makes gradient buffers for what is trained. `manifest` is what this rank holds of the adapters, in coordinates of
+    `checkpoint_tensors`.
+    """
+
+    def __init__(self, chunks: Sequence[GPTModel], arch: Architecture, base: Manifest, lora: Lora, seed: int) -> None:
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+            if chunk.pre_process:
+                # Megatron recomputes a layer's gradients only if its input asks for one.
+                chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
+        linears = adapters.adapted_linears(arch, base, lora.targets)
+        self.matrices = adapters.adapted_matrices(arch, lora.targets)
+        self.checkpoint_tensors = adapters.adapter_tensors(self.matrices, lora.rank)
+        self.manifest = adapters.adapter_manifest(base, linears, lora.rank)
+        self._layers = {held.weight: _attach(chunks, held, lora) for held in linears}
+        for layer in self._layers.values():
+            layer.begin(seed)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The storages of `manifest`: the adapters' weights themselves, not copies."""
+        found = {}
+        for layer in self._layers.values():
+            found[layer.held.a] = layer.lora_A.data
+            found[layer.held.b] = layer.lora_B.data
+        return found
+
+    def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The model's weights by storage, with copies in place of those that have adapters."""
+        return {
+            name: self._layers[name].merged(weight) if name in self._layers else weight
+            for name, weight in weights.items()
+        }
+
+
+def _attach(chunks: Sequence[GPTModel], held: AdaptedLinear, lora: Lora) -> LoraLinear:
+    chunk, _, module = held.weight.removesuffix(".weight").partition(".")
+    linear = chunks[int(chunk.removeprefix("chunk"))].get_submodule(module)
+    linear.adapter = LoraLinear(linear, held, lora)
+
+    def add(_linear: torch.nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> Any:
+        return output[0] + linear.adapter(inputs[0]), output[1]
+
+    linear.register_forward_hook(add)
+    return linear.adapter

@@ -1,0 +1,187 @@
+"""Low-rank adapters (arXiv:2106.09685) in checkpoint coordinates: the tensors of a PEFT checkpoint, and who holds what.
+
+Every adapted matrix W [out, in] of the Hugging Face model has its own A [r, in] and B [out, r], and is
+W + alpha / r B A with them. Where a rank fuses matrices into one linear layer, it stacks their A's and cuts their B's
+as it cuts the matrices: what it holds of the adapters follows from what it holds of the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
+from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families.architecture import Architecture, Role, Tensor
+
+FUSED: tuple[tuple[Role, ...], ...] = (
+    ("q", "k", "v"),
+    ("o",),
+    ("gate", "up"),
+    ("down",),
+    ("expert_gate", "expert_up"),
+    ("expert_down",),
+)
+"""What Megatron has in one linear layer, in its order."""
+
+TARGETS: Mapping[Role, str] = {
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "o": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "expert_gate": "gate_proj",
+    "expert_up": "up_proj",
+    "expert_down": "down_proj",
+}
+"""Names in recipes, whatever a family calls these matrices."""
+
+PREFIX, SUFFIX_A, SUFFIX_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+
+def key_a(matrix: str) -> str:
+    """PEFT's name of the A of a checkpoint tensor."""
+    return PREFIX + matrix.removesuffix(".weight") + SUFFIX_A
+
+
+def key_b(matrix: str) -> str:
+    return PREFIX + matrix.removesuffix(".weight") + SUFFIX_B
+
+
+def adapted_matrices(arch: Architecture, targets: Collection[str]) -> tuple[Tensor, ...]:
+    """The model's matrices that have an adapter, in model order."""
+    return tuple(tensor for tensor in tensors_of(arch) if TARGETS.get(tensor.role) in targets)
+
+
+def adapter_tensors(matrices: Sequence[Tensor], rank: int) -> tuple[Tensor, ...]:
+    """A [rank, in] and B [out, rank] of each matrix, under PEFT's names."""
+    found = []
+    for matrix in matrices:
+        out, inputs = matrix.shape
+        found.append(replace(matrix, name=key_a(matrix.name), shape=(rank, inputs)))
+        found.append(replace(matrix, name=key_b(matrix.name), shape=(out, rank)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of a rank's linear layer that belong to one matrix: its `part`-th, or None where that has no adapter."""
+
+    at: int
+    count: int
+    part: int | None
+
+
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """A linear layer of one rank, with the adapters of the matrices fused in it.
+
+    `weight` is its storage in the rank's manifest; `a` [parts x r, in here] and `b` [out here, r] are those of the
+    adapters. Rows of `b` without an adapter are zeros. The rank has columns column .. column + columns of the matrices.
+    """
+
+    weight: str
+    parts: tuple[Tensor, ...]
+    runs: tuple[Run, ...]
+    column: int
+    columns: int
+
+    @property
+    def a(self) -> str:
+        return self.weight.removesuffix("weight") + "adapter.lora_A"
+
+    @property
+    def b(self) -> str:
+        return self.weight.removesuffix("weight") + "adapter.lora_B"
+
+
+def adapted_linears(arch: Architecture, base: Manifest, targets: Collection[str]) -> tuple[AdaptedLinear, ...]:
+    """The linear layers in a Megatron rank's manifest that have adapters.
+
+    Each tensor rank has the A's of all matrices of a fused layer, also where it has no row of one of them.
+    """
+    tensors = {tensor.name: tensor for tensor in tensors_of(arch)}
+    siblings = {(t.role, t.layer, t.expert): t for t in tensors.values()}
+    in_storage: dict[str, list[Placement]] = {}
+    for placement in base.placements:
+        in_storage.setdefault(placement.storage, []).append(placement)
+    found = []
+    for storage, placements in in_storage.items():
+        first = tensors[placements[0].box.tensor]
+        fused = next((roles for roles in FUSED if first.role in roles), ())
+        matrices = [siblings[role, first.layer, first.expert] for role in fused if TARGETS[role] in targets]
+        if not matrices:
+            continue
+        index = {matrix.name: number for number, matrix in enumerate(matrices)}
+        runs = [Run(p.at[0], p.box.shape[0], index.get(p.box.tensor)) for p in placements]
+        box = placements[0].box
+        found.append(AdaptedLinear(storage, tuple(matrices), tuple(runs), box.start[1], box.shape[1]))
+    return tuple(found)
+
+
+def adapter_manifest(base: Manifest, linears: Sequence[AdaptedLinear], rank: int) -> Manifest:
+    """What the holder of `base` holds of the adapters, in coordinates of the PEFT checkpoint."""
+    storages: dict[str, Storage] = {}
+    placements: list[Placement] = []
+    fills: list[Fill] = []
+    starts = {(p.storage, p.at[0]): p.box.start[0] for p in base.placements}
+    for linear in linears:
+        held = base.storages[linear.weight]
+        storages[linear.a] = Storage(linear.a, (len(linear.parts) * rank, linear.columns), held.dtype)
+        storages[linear.b] = Storage(linear.b, (held.shape[0], rank), held.dtype)
+        for index, matrix in enumerate(linear.parts):
+            box = Box(key_a(matrix.name), (0, linear.column), (rank, linear.columns))
+            placements.append(Placement(linear.a, (index * rank, 0), (0, 1), box))
+        for run in linear.runs:
+            if run.part is None:
+                fills.append(Fill(linear.b, (run.at, 0), (run.count, rank)))
+                continue
+            start = starts[linear.weight, run.at]
+            box = Box(key_b(linear.parts[run.part].name), (start, 0), (run.count, rank))
+            placements.append(Placement(linear.b, (run.at, 0), (0, 1), box))
+    return Manifest(base.holder, storages, tuple(placements), tuple(fills))
+
+
+def initial_a(matrix: str, rank: int, inputs: int, seed: int) -> torch.Tensor:
+    """The whole A [rank, inputs] of a matrix before training, float32: as PEFT's, uniform within 1 / sqrt(inputs).
+
+    A function of the name and the seed alone, so that every layout begins with the same numbers.
+    """
+    digest = hashlib.blake2b(f"{seed} {matrix}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return (2 * torch.rand(rank, inputs, generator=generator) - 1) / inputs**0.5
+
+
+def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """weight + scale B A for a block of a matrix, computed in float32 at least and rounded once to weight's dtype."""
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(exact) + scale * (b.to(exact) @ a.to(exact))).to(weight.dtype)
+
+
+def peft_config(matrices: Sequence[Tensor], rank: int, alpha: float, base_model: str) -> dict[str, Any]:
+    """The adapter_config.json of a PEFT checkpoint with these adapters."""
+    modules = {matrix.name.removesuffix(".weight").rpartition(".")[2] for matrix in matrices}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,  # PEFT's is a whole number
+        "lora_dropout": 0.0,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_rslora": False,
+        "use_dora": False,
+    }
