@@ -15,7 +15,7 @@ from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import call_all, settle, wait_for
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import Recipe
-from megagrpo.rollout.generate import evaluation_sampling, groups_of, requests_for, rollout_sampling
+from megagrpo.rollout.generate import evaluation_sampling, greedy_sampling, groups_of, requests_for, rollout_sampling
 from megagrpo.rollout.spread import assign
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
@@ -74,11 +74,24 @@ class Rollouts:
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Training rollouts of step `step`, in the order of the prompts."""
-        return self._generate(prompts, self._recipe.rollout.samples_per_prompt, rollout_sampling(self._recipe), step)
+        per_prompt = self._recipe.rollout.samples_per_prompt
+        requests = self._requests(prompts, per_prompt, rollout_sampling(self._recipe), step)
+        return groups_of(prompts, self._samples(requests), per_prompt)
+
+    def generate_with_greedy(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Group], list[Group]]:
+        """Training rollouts, and a group of one greedy response for each prompt, generated together."""
+        per_prompt = self._recipe.rollout.samples_per_prompt
+        requests = self._requests(prompts, per_prompt, rollout_sampling(self._recipe), step)
+        greedy = self._requests(prompts, 1, greedy_sampling(self._recipe), step, first_index=per_prompt)
+        samples = self._samples([*requests, *greedy])
+        sampled, likeliest = samples[: len(requests)], samples[len(requests) :]
+        return groups_of(prompts, sampled, per_prompt), groups_of(prompts, likeliest, 1)
 
     def generate_for_evaluation(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Evaluation responses. The seeds are the same at every evaluation, so that only the weights differ."""
-        return self._generate(prompts, self._recipe.eval.samples_per_prompt, evaluation_sampling(self._recipe), step=0)
+        per_prompt = self._recipe.eval.samples_per_prompt
+        requests = self._requests(prompts, per_prompt, evaluation_sampling(self._recipe), step=0)
+        return groups_of(prompts, self._samples(requests), per_prompt)
 
     def release_memory(self) -> None:
         """Gives the engines' memory to training on the same devices, where they can; the next weights take it back."""
@@ -97,13 +110,23 @@ class Rollouts:
             grace_seconds=0.0,
         )
 
-    def _generate(self, prompts: Sequence[Prompt], per_prompt: int, sampling: SamplingParams, step: int) -> list[Group]:
-        requests = requests_for(
-            prompts, samples_per_prompt=per_prompt, sampling=sampling, recipe_seed=self._recipe.seed, step=step
+    def _requests(
+        self, prompts: Sequence[Prompt], per_prompt: int, sampling: SamplingParams, step: int, first_index: int = 0
+    ) -> list[Request]:
+        return requests_for(
+            prompts,
+            samples_per_prompt=per_prompt,
+            sampling=sampling,
+            recipe_seed=self._recipe.seed,
+            step=step,
+            first_index=first_index,
         )
+
+    def _samples(self, requests: Sequence[Request]) -> list[Sample]:
+        """A sample for each request, in their order."""
         shares = dict(zip(self.actors, assign(requests, len(self.actors)), strict=True))
         samples = self._ask(requests, {name: share for name, share in shares.items() if share})
-        return groups_of(prompts, [samples[i] for i in range(len(requests))], per_prompt)
+        return [samples[i] for i in range(len(requests))]
 
     def _ask(self, requests: Sequence[Request], shares: Mapping[str, Sequence[int]]) -> dict[int, Sample]:
         """Samples by index of their request. An engine that fails is brought back and asked again, once in a step."""

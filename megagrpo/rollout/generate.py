@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.schema import Recipe
@@ -23,6 +24,11 @@ def rollout_sampling(recipe: Recipe) -> SamplingParams:
     )
 
 
+def greedy_sampling(recipe: Recipe) -> SamplingParams:
+    """As training rollouts, but the likeliest token each time."""
+    return replace(rollout_sampling(recipe), temperature=0.0)
+
+
 def evaluation_sampling(recipe: Recipe) -> SamplingParams:
     """How evaluation responses are sampled."""
     evaluation = recipe.eval
@@ -36,16 +42,23 @@ def evaluation_sampling(recipe: Recipe) -> SamplingParams:
 
 
 def requests_for(
-    prompts: Sequence[Prompt], *, samples_per_prompt: int, sampling: SamplingParams, recipe_seed: int, step: int
+    prompts: Sequence[Prompt],
+    *,
+    samples_per_prompt: int,
+    sampling: SamplingParams,
+    recipe_seed: int,
+    step: int,
+    first_index: int = 0,
 ) -> list[Request]:
-    """`samples_per_prompt` requests for each prompt, side by side.
+    """`samples_per_prompt` requests for each prompt, side by side, counted from `first_index`.
 
     A prompt that occurs again in one step goes on counting its samples, so that they are other samples.
     """
     requests = []
     asked: Counter[str] = Counter()
     for prompt in prompts:
-        for index in range(asked[prompt.id], asked[prompt.id] + samples_per_prompt):
+        first = first_index + asked[prompt.id]
+        for index in range(first, first + samples_per_prompt):
             seed = sample_seed(recipe_seed, step, prompt.id, index)
             requests.append(Request(prompt.id, index, prompt.tokens, seed, sampling))
         asked[prompt.id] += samples_per_prompt
