@@ -11,6 +11,9 @@ from megagrpo.algorithm.policy_loss import LOG_RATIO_LIMIT
 
 Estimator = Literal["k1", "k2", "k3", "abs"]
 
+K3_LIMIT = 10.0
+"""One token that both policies see quite differently must not drown the others."""
+
 
 def kl_estimate(
     logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimator, straight_through: bool = False
@@ -18,22 +21,24 @@ def kl_estimate(
     """Estimate at the sampled tokens, [tokens], with d = reference - policy logprob, r = exp(d):
 
     k1: -d, unbiased and of high variance (as a loss term its expected gradient is 0: use it in the reward);
-    k2: d^2 / 2, biased, low variance;
-    k3: r - 1 - d, unbiased, low variance, never negative; d is clamped before exp;
+    k2: d^2 / 2, biased, low variance; its expected gradient is that of the divergence;
+    k3: r - 1 - d, unbiased, low variance, never negative; d is clamped before exp and the value at K3_LIMIT;
     abs: |d|.
-
-    straight_through: this value with the gradient of k2.
+    straight_through: this value, with the gradient of k2 (arXiv:2510.01555).
     """
-    if straight_through:
-        value = kl_estimate(logprobs, reference_logprobs, estimator).detach()
-        k2 = kl_estimate(logprobs, reference_logprobs, "k2")
-        return value + (k2 - k2.detach())
-    difference = reference_logprobs - logprobs
+    value = _value(reference_logprobs - logprobs, estimator)
+    if not straight_through:
+        return value
+    k2 = _value(reference_logprobs - logprobs, "k2")
+    return value.detach() + (k2 - k2.detach())
+
+
+def _value(difference: Tensor, estimator: Estimator) -> Tensor:
     if estimator == "k1":
         return -difference
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
         difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        return torch.expm1(difference) - difference
+        return (torch.expm1(difference) - difference).clamp(max=K3_LIMIT)
     return difference.abs()

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megagrpo.algorithm.kl import kl_estimate
 from megagrpo.algorithm.policy_loss import LOG_RATIO_LIMIT
+from megagrpo.algorithm.selection import kth_smallest
+from megagrpo.algorithm.sequences import Sequences
 
 PERCENT = 99
 NO_ROW = -1
 
-# A float32 without its sign bit has 31 bits, and sorts as the integer they are: three digits of 11, 10 and 10 bits.
-DIGITS = ((20, 11), (10, 10), (0, 10))
+# A float32 without its sign bit sorts as the integer that its other 31 bits are.
 BITS_WITHOUT_SIGN = 0x7FFFFFFF
 
 
@@ -45,23 +45,34 @@ class Mismatch:
     max: float  # of |d|
     k1: float  # mean of -d: unbiased estimate of KL(rollout || train)
     k3: float  # mean of exp(d) - 1 - d: the same, never negative, of low variance
+    reverse_k3: float  # mean of exp(d) d - (exp(d) - 1): the same for KL(train || rollout)
     ratio_mean: float  # of exp(d), the importance weights; 1 if the distributions are equal
     effective_share: float  # (sum of weights)^2 / (tokens x sum of squares): of the tokens, those that count
+    chi2_token: float  # mean of exp(d)^2, less 1: chi^2 divergence, the variance of the weights
+    chi2_sequence: float  # mean over responses of (product of exp(d))^2, less 1
+    train_perplexity: float  # exp of the mean of -logprob
+    rollout_perplexity: float
     worst: tuple[TokenMismatch, ...]  # largest |d| first
 
 
-def mismatch_sums(train: Tensor, rollout: Tensor) -> Tensor:
-    """float64 [6]: tokens, and sums of |d|, k1, k3, exp(d) and exp(d)^2. train, rollout: float32 [tokens]."""
-    difference = train - rollout
-    ratio = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).double().exp()
+def mismatch_sums(train: Tensor, rollout: Tensor, sequences: Sequences) -> Tensor:
+    """float64 [10], which add over ranks; `mismatch_of` reads them. train, rollout: float32 [tokens]."""
+    difference = (train - rollout).double()
+    clamped = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio, excess = clamped.exp(), clamped.expm1()
+    of_sequence = sequences.of_tokens(sequences.sum(difference)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return torch.stack(
         [
             torch.ones_like(ratio),
-            difference.abs().double(),
-            kl_estimate(rollout, train, "k1").double(),
-            kl_estimate(rollout, train, "k3").double(),
+            difference.abs(),
+            -difference,
+            excess - clamped,
+            ratio * clamped - excess,
             ratio,
             ratio.square(),
+            of_sequence.square() * sequences.shares(),
+            sequences.shares(),
+            train.double(),
         ]
     ).sum(1)
 
@@ -75,22 +86,11 @@ def percentile_bits(bits: Tensor, total: int, sum_over_ranks: Callable[[Tensor],
     """The smallest of all ranks' bits that at least PERCENT % of them do not exceed; 0 if there are none. Exact.
 
     bits: int32 [tokens of this rank], not negative; total: tokens of all ranks; sum_over_ranks sums an int64 tensor in
-    place. A radix selection: three histograms are summed, of 16, 8 and 8 KiB, whatever the number of tokens.
+    place.
     """
     if total == 0:
         return 0
-    wanted = -(-total * PERCENT // 100)
-    found = 0
-    for shift, width in DIGITS:
-        digit = (bits >> shift) & ((1 << width) - 1)
-        counts = torch.bincount(digit, minlength=1 << width)
-        sum_over_ranks(counts)
-        up_to = counts.cumsum(0)
-        chosen = int((up_to < wanted).sum())
-        wanted -= int(up_to[chosen] - counts[chosen])
-        bits = bits[digit == chosen]
-        found = found << width | chosen
-    return found
+    return kth_smallest(bits, -(-total * PERCENT // 100), BITS_WITHOUT_SIGN.bit_length(), sum_over_ranks)[0]
 
 
 def float_of_bits(bits: int) -> float:
@@ -120,7 +120,7 @@ def merge_worst(found: Tensor, count: int) -> tuple[TokenMismatch, ...]:
 
 def mismatch_of(sums: Tensor, p99: float, largest: float, worst: tuple[TokenMismatch, ...]) -> Mismatch:
     """From the sums over all ranks, as `mismatch_sums` makes them."""
-    tokens, absolute, k1, k3, ratio, squares = sums.tolist()
+    tokens, absolute, k1, k3, reverse_k3, ratio, squares, sequence_squares, sequences, logprob = sums.tolist()
     count = max(tokens, 1.0)
     return Mismatch(
         tokens=round(tokens),
@@ -129,7 +129,17 @@ def mismatch_of(sums: Tensor, p99: float, largest: float, worst: tuple[TokenMism
         max=largest,
         k1=k1 / count,
         k3=k3 / count,
+        reverse_k3=reverse_k3 / count,
         ratio_mean=ratio / count if tokens else 1.0,
         effective_share=ratio**2 / (tokens * squares) if tokens else 1.0,
+        chi2_token=squares / count - 1 if tokens else 0.0,
+        chi2_sequence=sequence_squares / sequences - 1 if tokens else 0.0,
+        train_perplexity=_exp(-logprob / count),
+        rollout_perplexity=_exp(-(logprob + k1) / count),
         worst=worst,
     )
+
+
+def _exp(value: float) -> float:
+    """Infinity where math.exp would raise."""
+    return torch.tensor(value, dtype=torch.float64).exp().item()

@@ -38,3 +38,7 @@ class Sequences:
     def of_tokens(self, per_sequence: Tensor) -> Tensor:
         """[count] -> [tokens]: each token gets its sequence's."""
         return per_sequence[self.index]
+
+    def shares(self) -> Tensor:
+        """float64 [tokens]: each one's part of its sequence. Their sum over all ranks is the number of sequences."""
+        return 1 / self.of_tokens(self.tokens.double())

@@ -18,7 +18,7 @@ from megagrpo.algorithm.mismatch import (
     percentile_bits,
     worst_tokens,
 )
-from megagrpo.megatron.response import ResponseTokens
+from megagrpo.megatron.response import ResponseTokens, joined
 
 
 def reduce_mismatch(
@@ -39,7 +39,7 @@ def reduce_mismatch(
         if group.size() > 1:
             dist.all_reduce(tensor, op=operation, group=group)
 
-    sums = mismatch_sums(train, rollout)
+    sums = mismatch_sums(train, rollout, joined(responses, device))
     reduce(sums)
     bits = absolute_difference_bits(train, rollout)
     largest = torch.cat([bits, bits.new_zeros(1)]).max()

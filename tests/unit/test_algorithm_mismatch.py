@@ -23,6 +23,7 @@ from megagrpo.algorithm.mismatch import (
     percentile_bits,
     worst_tokens,
 )
+from megagrpo.algorithm.sequences import Sequences
 
 LOGPROBS = st.floats(-40, 0, width=32)
 PAIRS = st.lists(st.tuples(LOGPROBS, LOGPROBS), min_size=1, max_size=400)
@@ -77,12 +78,18 @@ def test_no_token_has_no_percentile():
     assert percentile_bits(torch.empty(0, dtype=torch.int32), 0, lambda _: None) == 0
 
 
+def responses_of(tokens: int, length: int = 7) -> Sequences:
+    """Responses of `length` tokens and one with the rest."""
+    index = torch.arange(tokens) // length
+    return Sequences(index, torch.bincount(index).float())
+
+
 def alone(train: torch.Tensor, rollout: torch.Tensor, worst: int = 3) -> Mismatch:
     """All of it, on one rank."""
     bits = absolute_difference_bits(train, rollout)
     numbers = torch.arange(len(train))
     return mismatch_of(
-        mismatch_sums(train, rollout),
+        mismatch_sums(train, rollout, responses_of(len(train))),
         float_of_bits(percentile_bits(bits, len(bits), lambda _: None)),
         float_of_bits(int(bits.max())),
         merge_worst(worst_tokens(numbers, numbers + 10, train, rollout, worst), worst),
@@ -103,6 +110,37 @@ def test_the_figures_are_those_of_the_formulas_in_float64(pairs):
     assert found.k3 == pytest.approx((weights - 1 - d).mean(), rel=1e-4, abs=1e-6)
     assert found.ratio_mean == pytest.approx(weights.mean(), rel=1e-4)
     assert found.effective_share == pytest.approx(weights.sum() ** 2 / (len(d) * (weights**2).sum()), rel=1e-4)
+    assert found.reverse_k3 == pytest.approx((weights * d - weights + 1).mean(), rel=1e-4, abs=1e-6)
+    assert found.chi2_token == pytest.approx((weights**2).mean() - 1, rel=1e-4, abs=1e-5)
+    products = [min(d[first : first + 7].sum(), 20.0) for first in range(0, len(d), 7)]
+    products = [np.exp(2 * max(each, -20.0)) for each in products]
+    assert found.chi2_sequence == pytest.approx(np.mean(products) - 1, rel=1e-3, abs=1e-4)
+    assert found.train_perplexity == pytest.approx(np.exp(-train.astype(np.float64).mean()), rel=1e-5)
+    assert found.rollout_perplexity == pytest.approx(np.exp(-rollout.astype(np.float64).mean()), rel=1e-5)
+
+
+@given(PAIRS, st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_sums_of_ranks_that_hold_parts_of_the_same_responses_add(pairs, ranks):
+    train, rollout = torch.tensor(pairs).T
+    whole = responses_of(len(pairs))
+    parts = [(train[rank::ranks], rollout[rank::ranks], whole.index[rank::ranks]) for rank in range(ranks)]
+    differences = torch.zeros(len(whole.tokens), dtype=torch.float64).index_add(
+        0, whole.index, (train - rollout).double()
+    )
+    added = sum(mismatch_sums(t, r, Sequences(index, whole.tokens, lambda _: differences)) for t, r, index in parts)
+    torch.testing.assert_close(added, mismatch_sums(train, rollout, whole), rtol=1e-9, atol=1e-9)
+
+
+def test_divergences_are_those_of_the_distributions():
+    train, rollout = (
+        torch.log_softmax(torch.tensor(x, dtype=torch.float64), 0) for x in ([0.3, -1.0, 2.0], [0.0, 0.4, 1.0])
+    )
+    draws = torch.multinomial(rollout.exp(), 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    found = alone(train[draws].float(), rollout[draws].float())
+    assert found.k3 == pytest.approx(float((rollout.exp() * (rollout - train)).sum()), rel=0.02)
+    assert found.reverse_k3 == pytest.approx(float((train.exp() * (train - rollout)).sum()), rel=0.02)
+    assert found.chi2_token == pytest.approx(float(((2 * train - rollout).exp()).sum()) - 1, rel=0.02)
 
 
 def test_equal_logprobs_have_no_mismatch():
@@ -110,10 +148,12 @@ def test_equal_logprobs_have_no_mismatch():
     found = alone(logprobs, logprobs)
     assert (found.mean, found.p99, found.max, found.k1, found.k3) == (0, 0, 0, 0, 0)
     assert (found.ratio_mean, found.effective_share) == (1, 1)
+    assert (found.reverse_k3, found.chi2_token, found.chi2_sequence) == (0, pytest.approx(0), pytest.approx(0))
+    assert found.train_perplexity == found.rollout_perplexity
 
 
 def test_no_token_has_no_mismatch():
-    found = mismatch_of(mismatch_sums(torch.empty(0), torch.empty(0)), 0.0, 0.0, ())
+    found = mismatch_of(mismatch_sums(torch.empty(0), torch.empty(0), responses_of(0)), 0.0, 0.0, ())
     assert (found.tokens, found.mean, found.k3, found.ratio_mean, found.effective_share) == (0, 0, 0, 1, 1)
 
 

@@ -26,6 +26,22 @@ from tests.track_recipe import make_recipe
 
 TOKEN = WorstToken("sums/3", 2, 5, 11, "12+34=", "4", "6#", -0.25, -2.5, 6)
 RECORD = MismatchRecord(7, 640, 0.001, 0.02, 2.25, 0.003, 0.0004, 1.01, 0.98, (TOKEN, replace(TOKEN, position=6)))
+FOUND = Mismatch(
+    tokens=9,
+    mean=0.1,
+    p99=0.2,
+    max=0.3,
+    k1=0.4,
+    k3=0.5,
+    reverse_k3=0.5,
+    ratio_mean=0.6,
+    effective_share=0.7,
+    chi2_token=0.8,
+    chi2_sequence=0.9,
+    train_perplexity=1.1,
+    rollout_perplexity=1.2,
+    worst=(),
+)
 
 
 def write(directory: Path, *records: MismatchRecord, resumed_step: int = 0) -> None:
@@ -147,7 +163,7 @@ def test_a_row_and_a_position_become_the_token_with_its_text() -> None:
         Group(Prompt("a", (1, 2, 3), "x", ""), (sample(0, [9], [0]), sample(1, [], []))),
         Group(Prompt("b", (4, 5), "x", ""), (sample(0, [9, 9], [0, 0]), sample(1, [6, 7, 8], [3, 4, 4]))),
     ]
-    found = Mismatch(9, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, (TokenMismatch(3, 3, -1.5, -2.0),))
+    found = replace(FOUND, worst=(TokenMismatch(3, 3, -1.5, -2.0),))
     record = mismatch_record(5, found, groups, lambda tokens: "".join(map(str, tokens)))
     (token,) = record.worst
     assert token == WorstToken("b", 1, 1, 7, "456", "7", "8", -1.5, -2.0, 4)
@@ -191,7 +207,7 @@ def test_past_the_threshold_a_run_is_warned_or_ended_and_otherwise_nothing_is_sa
     recipe = run_of(tmp_path, **settings)
     sample = Sample("a", 0, np.array([4]), np.array([-2.0]), np.array([4]), "stop", "")
     groups = [Group(Prompt("a", (1, 2, 3), "x", ""), (sample,))]
-    found = Mismatch(9, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, (TokenMismatch(0, 3, -1.7, -2.0),))
+    found = replace(FOUND, worst=(TokenMismatch(0, 3, -1.7, -2.0),))
     with Tracker(recipe, 10) as tracker:
         tracker.start()
         problem = report_mismatch(recipe, 5, found, groups, tracker, str)
