@@ -5,7 +5,8 @@ Every method is collective: all ranks call the same ones in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -17,18 +18,21 @@ from megagrpo.algorithm.kl import kl_estimate
 from megagrpo.algorithm.objective import ObjectiveSettings
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.microbatch import RankBatch
+from megagrpo.checkpoint.integrity import SavedFile
 from megagrpo.errors import Problem, RankError
+from megagrpo.megatron.critic import Critic, stored_values
+from megagrpo.megatron.critic_metrics import CriticMetrics
 from megagrpo.megatron.forward_backward import forward, forward_backward
 from megagrpo.megatron.grpo_loss import GrpoLoss
-from megagrpo.megatron.logprob import vocabulary_logprobs
-from megagrpo.megatron.minibatch import Minibatch, of_tokens, weigh_tokens
+from megagrpo.megatron.minibatch import Minibatch, needs_old_logprobs, of_tokens, prepare
 from megagrpo.megatron.mismatch import reduce_mismatch
 from megagrpo.megatron.model_rank import ModelRank
-from megagrpo.megatron.offload import Offload
-from megagrpo.megatron.packed import PackedTensors, pack
+from megagrpo.megatron.offload import Offload, Part
+from megagrpo.megatron.packed import PackedTensors
 from megagrpo.megatron.reference import Reference
-from megagrpo.megatron.response import ResponseTokens, response_tokens
+from megagrpo.megatron.response import ResponseTokens
 from megagrpo.megatron.results import MetricSums, StepMetrics, TokenNumbers
+from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import Recipe
 
 Advantages = np.ndarray | Ragged
@@ -51,20 +55,21 @@ class TrainRank(ModelRank):
         self._loss = GrpoLoss(self._readout)
         self._divisor = algorithm.aggregation_divisor or float(recipe.rollout.response_tokens_max)
         self._minibatches: list[Minibatch] = []
+        self._critic: Critic | None = None
+
+    def add_critic(self, directory: str) -> None:
+        """Builds PPO's critic and loads it from a model directory. Raises ModelError or RecipeError."""
+        settings = self.recipe.algorithm.critic
+        if settings is None:
+            raise RankError(Problem("add_critic", "algorithm.critic: null", "a critic in the recipe"))
+        dtype = getattr(torch, dtype_name(self.recipe, self.device.type))
+        self._critic = Critic(settings, self.recipe.train, self.where, directory, dtype, self.device)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def load_batch(self, batch: RankBatch) -> None:
         """Takes this data rank's part of a step, and forgets the one before."""
-        self._minibatches = []
-        for micros, tokens, sequences in zip(batch.minibatches, batch.tokens, batch.sequences, strict=True):
-            packed = [
-                pack(micro, layout=self.layout, context_rank=self.where.context, device=self.device) for micro in micros
-            ]
-            responses = []
-            if self.has_logits:
-                responses = [response_tokens(tensors, micro) for tensors, micro in zip(packed, micros, strict=True)]
-            self._minibatches.append(Minibatch(packed, responses, tokens, sequences))
+        self._minibatches = self.minibatches(batch)
 
     def compute_old_logprobs(self) -> None:
         """Logprobs of the loaded batch under the policy as it is now; they stay here."""
@@ -93,17 +98,18 @@ class TrainRank(ModelRank):
         old, reference = self._stored("old_logprobs"), self._stored("reference_logprobs")
         return self._token_numbers(kl_estimate(old, reference, self.recipe.algorithm.kl.estimator))
 
-    def update(self, advantages: Advantages, lr: float, kl_coefficient: float) -> StepMetrics | None:
+    def update(self, advantages: Advantages, lr: float, kl_coefficient: float, step: int) -> StepMetrics | None:
         """All minibatches and epochs of the loaded batch. kl_coefficient: of the loss term, 0 if there is none.
 
-        With more than one optimizer step the ratio is to the policy before the first: old logprobs must be there; and
-        reference logprobs, if there is a reference. One rank returns the metrics of all, the others None. Raises
-        RankError if one of these passes is missing or a gradient is not finite.
+        With more than one optimizer step the ratio is to the policy before the first: old logprobs must be there, as
+        they must for a correction and losses by covariance; and reference logprobs, if there is a reference. `step`
+        seeds random choices. One rank returns the metrics of all, the others None. Raises RankError if one of these
+        passes is missing or a gradient is not finite.
         """
         self.offload.require(["parameters", "gradients", "optimizer"])
         algorithm = self.recipe.algorithm
         minibatches = [minibatch for minibatch in self._minibatches if minibatch.packed]
-        if self.has_logits and len(minibatches) * algorithm.epochs > 1:
+        if self.has_logits and (len(minibatches) * algorithm.epochs > 1 or needs_old_logprobs(algorithm)):
             self._stored("old_logprobs")
         if self.has_logits and self.reference is not None:
             self._stored("reference_logprobs")
@@ -111,7 +117,7 @@ class TrainRank(ModelRank):
         metrics = MetricSums(self.device)
         settings = self.objective_settings(kl_coefficient)
         for minibatch in minibatches:
-            self.prepare(minibatch)
+            metrics.add_correction(self.prepare(minibatch, of_token, step))
         grad_norms = []
         for _ in range(algorithm.epochs):
             for minibatch in minibatches:
@@ -135,9 +141,11 @@ class TrainRank(ModelRank):
             entropy_coefficient=algorithm.entropy_coefficient,
         )
 
-    def prepare(self, minibatch: Minibatch) -> None:
+    def prepare(self, minibatch: Minibatch, advantages: Callable[[ResponseTokens], Tensor], step: int) -> Tensor | None:
         """What the loss of a minibatch needs to know of all its tokens, on all ranks, before the first gradient."""
-        weigh_tokens(minibatch, self.recipe.algorithm.aggregation, self._divisor)
+        return prepare(
+            minibatch, advantages, self.recipe.algorithm, self._divisor, self.recipe.seed + step, self.device
+        )
 
     def compute_gradients(
         self,
@@ -155,6 +163,28 @@ class TrainRank(ModelRank):
 
         forward_backward(self.policy.chunks, minibatch.packed, loss)
 
+    def compute_values(self) -> None:
+        """The critic's estimates for the loaded batch; they stay here."""
+        self.critic.compute_values(self._packed(), self._responses())
+
+    def token_values(self) -> TokenNumbers | None:
+        """What compute_values found. Each token comes from one rank; ranks that have none return None."""
+        parts = [stored_values(response) for response in self._responses()]
+        return self._token_numbers(torch.cat(parts)) if parts else None
+
+    def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics | None:
+        """All minibatches and epochs of the loaded batch, towards these returns; compute_values must have been called.
+
+        One rank returns the metrics of all, the others None. Raises RankError if a gradient is not finite.
+        """
+        return self.critic.update(self._minibatches, self._reader(returns), self.recipe.algorithm.epochs, lr)
+
+    @property
+    def critic(self) -> Critic:
+        if self._critic is None:
+            raise RankError(Problem("the critic", "add_critic was not called", "a recipe with algorithm.critic"))
+        return self._critic
+
     def update_reference(self) -> None:
         """Moves the reference towards the policy by the recipe's share."""
         if self.reference is None:
@@ -162,17 +192,36 @@ class TrainRank(ModelRank):
         self.offload.require(["parameters", "reference"])
         self.reference.follow(self.policy.chunks)
 
+    # --- checkpoints and memory, with the critic ----------------------------------------------------------------------
+
+    def save(self, directory: Path) -> tuple[SavedFile, ...]:
+        """As ModelRank; the critic's state lies in a directory of its own in this one."""
+        files = super().save(directory)
+        return files + self._critic.save(directory) if self._critic else files
+
+    def load(self, directory: Path) -> None:
+        super().load(directory)
+        if self._critic:
+            self._critic.load(directory)
+
+    def release(self, parts: Iterable[Part | Literal["critic"]]) -> None:
+        """As ModelRank; `critic` is all of the critic."""
+        parts = list(parts)
+        super().release(part for part in parts if part != "critic")
+        if self._critic and "critic" in parts:
+            self._critic.release()
+
+    def restore(self, parts: Iterable[Part | Literal["critic"]]) -> None:
+        parts = list(parts)
+        super().restore(part for part in parts if part != "critic")
+        if self._critic and "critic" in parts:
+            self._critic.restore()
+
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _readout(self, output: Tensor, positions: Tensor, labels: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        return vocabulary_logprobs(
-            output,
-            positions,
-            labels,
-            self.vocabulary_shard(),
-            temperature=self.recipe.rollout.temperature,
-            entropy=entropy,
-        )
+        temperature = self.recipe.rollout.temperature
+        return self.logprobs(output, positions, labels, temperature=temperature, entropy=entropy)
 
     def _compute_logprobs(self, name: Literal["old_logprobs", "reference_logprobs"]) -> None:
         self.offload.require(["parameters"])
