@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,6 +23,10 @@ class Prompt:
     ground_truth: str
     ability: str = ""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+    def content(self) -> bytes:
+        """What must be the same when a run continues: answer and tokens."""
+        return f"{self.ground_truth}\0{len(self.tokens)}\0".encode() + array("q", self.tokens).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +74,16 @@ class Sample:
 class Score:
     """What the rewards said of one sample.
 
-    `value` is None if a reward raised or timed out: the sample is masked, never a score of 0.
+    `value` is None if a reward raised or timed out: the sample is masked, never a score of 0. It is None, too, where
+    the recipe leaves a good score out: then `masked` says why, and `error` is empty.
     """
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
+    masked: str = ""
+    counted: tuple[float, ...] = ()  # raw score of each function in the recipe's order, 0 where its gate was shut
+    solved: bool = False  # the functions' weighted sum, before penalties and masks, reached reward.solved_at
 
 
 @dataclass(frozen=True, slots=True)

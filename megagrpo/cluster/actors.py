@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megagrpo.recipe.defaults import dtype_name, sync_directory
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import Recipe, SftRecipe
 
 if TYPE_CHECKING:
     from megagrpo.cluster.engines import EngineSpec
@@ -28,9 +28,10 @@ def hide_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-@ray.remote(max_restarts=0)
-class RankActor:
-    """One training rank in its own process. It keeps its end of the weight sync, which every sync reuses."""
+class RankProcess:
+    """One training rank in its own process. `rank` is what `start` made."""
+
+    rank: Any
 
     def free_address(self) -> str:
         """tcp://host:port on this node, reachable by the other ranks, with a port that is free now."""
@@ -38,17 +39,37 @@ class RankActor:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def start(self, recipe: Recipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
+    def prepare(self, device: str) -> None:
+        """Before anything imports torch."""
         if device == "cpu":
             hide_gpus()
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused kernels: compiling them for a CPU gains nothing
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.rank, method)(*arguments)
+
+
+@ray.remote(max_restarts=0)
+class SftActor(RankProcess):
+    """A rank of supervised fine-tuning."""
+
+    def start(self, recipe: SftRecipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
+        self.prepare(device)
+        from megagrpo.megatron.sft_rank import SftRank
+
+        self.rank = SftRank(recipe, rank, init_method, model_directory, device)
+
+
+@ray.remote(max_restarts=0)
+class RankActor(RankProcess):
+    """A rank of GRPO or PPO. It keeps its end of the weight sync, which every sync reuses."""
+
+    def start(self, recipe: Recipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
+        self.prepare(device)
         from megagrpo.megatron.rank import TrainRank
 
         self.recipe, self.model_directory = recipe, model_directory
         self.rank = TrainRank(recipe, rank, init_method, model_directory, device)
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.rank, method)(*arguments)
 
     def connect(self, plan: WeightPlan, source: int, way: Way, meeting: Meeting, ranks_per_engine: int) -> None:
         """Opens this rank's end of the weight sync: it is the plan's `source`-th."""

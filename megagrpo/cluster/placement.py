@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megagrpo.recipe.defaults import engine_devices
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe, SftRecipe
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class DevicePlan:
     engine_share: float  # of its first device, where its actor runs
 
 
-def plan_devices(recipe: Recipe, device: str) -> DevicePlan:
+def plan_devices(recipe: AnyRecipe, device: str) -> DevicePlan:
     """Ranks on the first devices in rank order; engines beside them (colocated) or on devices of their own."""
     ranks = recipe.train.layout.parallel().ranks
-    engines, each = recipe.rollout.engines, engine_devices(recipe)
     resource = "GPU" if device == "cuda" else "CPU"
     of_rank = tuple(range(ranks))
+    if isinstance(recipe, SftRecipe):
+        return DevicePlan(resource, ranks, of_rank, (), 1.0, 0.0)
+    engines, each = recipe.rollout.engines, engine_devices(recipe)
     if each == 0:
         return DevicePlan(resource, ranks, of_rank, ((),) * engines, 1.0, 0.0)
     if recipe.cluster.placement == "colocated":

@@ -1,103 +1,33 @@
-"""The policy as the trainer sees it: all training ranks as one object. Every call has a deadline."""
+"""The policy as the trainer sees it: the training ranks of GRPO or PPO as one object. Every call has a deadline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import ray
 
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
-from megagrpo.batching.microbatch import RankBatch
 from megagrpo.cluster.actors import RankActor
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import call_all, wait_for
-from megagrpo.errors import RankError
-from megagrpo.layout.parallel import rank_grid
+from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.recipe.schema import Recipe
-from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.topology import Place
 
 if TYPE_CHECKING:
+    from megagrpo.megatron.critic_metrics import CriticMetrics
     from megagrpo.megatron.results import StepMetrics
-    from megagrpo.weights.executors.checkpoint_export import Export
-    from megagrpo.weights.plan import WeightPlan
 
 
-class Policy:
-    """One actor per training rank. Ready once constructed."""
+class Policy(TrainRanks):
+    actor_class = RankActor
 
-    def __init__(self, runtime: Runtime, recipe: Recipe, model_directory: Path) -> None:
-        self._timeout = recipe.cluster.step_timeout_seconds
-        self._offload = list(recipe.train.offload)
-        self._released = False
-        self._data_rank = {f"train rank {at.rank}": at.data for at in rank_grid(recipe.train.layout.parallel())}
-        self._places = tuple(runtime.place_of_rank(rank) for rank in range(len(self._data_rank)))
-        self.actors: dict[str, Any] = {
-            name: runtime.start_rank(RankActor, rank) for rank, name in enumerate(self._data_rank)
-        }
-        first = next(iter(self.actors))
-        address = wait_for(
-            {first: self.actors[first].free_address.remote()},
-            doing="starting",
-            timeout_seconds=recipe.cluster.start_timeout_seconds,
-            error=RankError,
-        )[first]
-        wait_for(
-            {
-                name: actor.start.remote(recipe, rank, address, str(model_directory), runtime.device)
-                for rank, (name, actor) in enumerate(self.actors.items())
-            },
-            doing="starting",
-            timeout_seconds=recipe.cluster.start_timeout_seconds,
-            error=RankError,
-        )
-
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of every TrainRank with the same arguments; results by rank. Raises RankError."""
-        results = call_all(
-            self.actors,
-            lambda actor: actor.call.remote(method, *arguments),
-            doing=method,
-            timeout_seconds=self._timeout,
-            error=RankError,
-        )
-        return [results[name] for name in self.actors]
-
-    def manifests(self) -> list[Manifest]:
-        return self.call("manifest")
-
-    def places(self) -> tuple[Place, ...]:
-        return self._places
-
-    def write_export(self, export: Export, plan: WeightPlan) -> None:
-        """Every rank writes its boxes into a Hugging Face export's files. `plan`'s sources are the ranks, in order."""
-        shared = ray.put(plan)
-        wait_for(
-            {
-                name: actor.call.remote("write_export", export, shared, rank)
-                for rank, (name, actor) in enumerate(self.actors.items())
-            },
-            doing="export",
-            timeout_seconds=self._timeout,
-            error=RankError,
-        )
-
-    def load_batch(self, batches: Sequence[RankBatch]) -> None:
-        """Hands each data rank its part of the step; ranks of one data rank read one shared object."""
-        shared = [ray.put(batch) for batch in batches]
-        wait_for(
-            {
-                name: actor.call.remote("load_batch", shared[self._data_rank[name]])
-                for name, actor in self.actors.items()
-            },
-            doing="load_batch",
-            timeout_seconds=self._timeout,
-            error=RankError,
-        )
+    def __init__(
+        self, runtime: Runtime, recipe: Recipe, model_directory: Path, critic_directory: Path | None = None
+    ) -> None:
+        """critic_directory: of a recipe with a critic; by default it starts from the policy's model."""
+        super().__init__(runtime, recipe, model_directory)
+        if recipe.algorithm.critic is not None:
+            self.call("add_critic", str(critic_directory or model_directory))
 
     def compute_old_logprobs(self) -> None:
         """Logprobs of the loaded batch under the policy as it is before the update; they stay on the ranks."""
@@ -118,12 +48,28 @@ class Policy:
         """
         return self._ragged("token_kl", lengths)
 
-    def update(self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float) -> StepMetrics:
+    def update(self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float, step: int) -> StepMetrics:
         """All minibatches and epochs over the loaded batch.
 
-        advantages: float [rows], or by response token. kl_coefficient: of the loss term.
+        advantages: float [rows], or by response token. kl_coefficient: of the loss term. step: seeds random choices.
         """
-        found = self.call("update", advantages, lr, kl_coefficient)
+        found = self.call("update", advantages, lr, kl_coefficient, step)
+        return next(metrics for metrics in found if metrics is not None)
+
+    def compute_values(self) -> None:
+        """The critic's estimates for the loaded batch, before its update; they stay on the ranks."""
+        self.call("compute_values")
+
+    def token_values(self, lengths: np.ndarray) -> Ragged:
+        """The critic's estimates by response token: of the return from that token on, before it was chosen.
+
+        lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
+        """
+        return self._ragged("token_values", lengths)
+
+    def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics:
+        """All minibatches and epochs over the loaded batch, towards these returns. The policy stays as it is."""
+        found = self.call("update_critic", returns, lr)
         return next(metrics for metrics in found if metrics is not None)
 
     def update_reference(self) -> None:
@@ -137,26 +83,3 @@ class Policy:
             if part is not None:
                 ragged.values[ragged.offsets[part.rows] + part.index] = part.values
         return ragged
-
-    @contextmanager
-    def released(self) -> Iterator[None]:
-        """Inside it, the parts named in train.offload are in host memory: engines on the same devices have room."""
-        self._move("release")
-        self._released = True
-        yield
-        self._move("restore")
-        self._released = False
-
-    @contextmanager
-    def needed(self) -> Iterator[None]:
-        """Inside it, everything is where it can be used, also while `released`."""
-        released = self._released
-        if released:
-            self._move("restore")
-        yield
-        if released:
-            self._move("release")
-
-    def _move(self, method: str) -> None:
-        if self._offload:
-            self.call(method, self._offload)

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megagrpo.cluster.placement import DevicePlan, plan_devices
 from megagrpo.errors import Problem, RankError
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.topology import Place
 
 
@@ -60,7 +60,7 @@ class Runtime:
         return tuple(self.places[bundle] for bundle in self.devices.bundles_of_engine[engine])
 
 
-def start(recipe: Recipe) -> Runtime:
+def start(recipe: AnyRecipe) -> Runtime:
     """Joins `cluster.address` (or RAY_ADDRESS), or starts Ray on this machine, and reserves the run's devices.
 
     Raises RankError if there is no such cluster, or if the devices cannot be had in `cluster.start_timeout_seconds`.
@@ -154,7 +154,7 @@ def _connect(address: str, settings: dict[str, Any]) -> None:
         ) from error
 
 
-def _local_device(recipe: Recipe) -> str:
+def _local_device(recipe: AnyRecipe) -> str:
     if recipe.cluster.device != "auto":
         return recipe.cluster.device
     import torch
@@ -162,7 +162,7 @@ def _local_device(recipe: Recipe) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _device_of(resources: Mapping[str, float], recipe: Recipe) -> str:
+def _device_of(resources: Mapping[str, float], recipe: AnyRecipe) -> str:
     """On a cluster that was joined: GPUs wherever it has any. The driver's own machine may have none."""
     if recipe.cluster.device != "auto":
         return recipe.cluster.device

@@ -1,29 +1,41 @@
-"""A place in the endless, shuffled sequence of prompts, small enough to be saved with every checkpoint."""
+"""A place in the endless, shuffled sequence of prompts or examples, small enough to be saved with every checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, Generic, Protocol, TypeGuard, TypeVar
 
 import numpy as np
 
 from megagrpo.data.order import permutation
 from megagrpo.errors import DataError, Problem
-from megagrpo.types import Prompt
 
 
-class Cursor:
+class Item(Protocol):
+    """What a cursor goes over: a dataclass whose content must be the same when a run continues."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def id(self) -> str: ...
+
+    def content(self) -> bytes: ...
+
+
+AnyItem = TypeVar("AnyItem", bound=Item)
+
+
+class Cursor(Generic[AnyItem]):
     """Epoch after epoch over `prompts`, each a permutation drawn from (seed, epoch).
 
     Invariant: 0 <= position < len(prompts), and (epoch, position) with the constructor's arguments decide everything
     that follows; nothing else is remembered.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, prompts: Sequence[AnyItem], *, seed: int, shuffle: bool = True) -> None:
         if not prompts:
             raise DataError(Problem("no prompts to train on", needed="at least one prompt"))
         self.epoch = 0
@@ -38,13 +50,13 @@ class Cursor:
         """Prompts in one epoch."""
         return len(self._prompts)
 
-    def next(self, count: int) -> list[Prompt]:
+    def next(self, count: int) -> list[AnyItem]:
         """The next `count` prompts; they may straddle epochs.
 
         Ids are unique within the list: a prompt that comes again (it was taken twice, or a new epoch began) has `+1`,
         `+2`, ... appended, so that its samples have seeds and names of their own.
         """
-        taken: list[Prompt] = []
+        taken: list[AnyItem] = []
         while len(taken) < count:
             indices = self._order[self.position : self.position + count - len(taken)]
             taken += [self._prompts[i] for i in indices]
@@ -93,18 +105,17 @@ class Cursor:
         return permutation(len(self), self._seed, epoch)
 
 
-def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Hash of ids, tokens and answers, in order: other files, rows, template or amounts give another one."""
+def fingerprint(items: Sequence[Item]) -> str:
+    """Hash of ids and contents, in order: other files, rows, template or amounts give another one."""
     digest = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        digest.update(f"{prompt.id}\0{prompt.ground_truth}\0{len(prompt.tokens)}\0".encode())
-        digest.update(array("q", prompt.tokens).tobytes())
+    for item in items:
+        digest.update(f"{item.id}\0".encode() + item.content())
     return digest.hexdigest()
 
 
-def _with_unique_ids(prompts: list[Prompt]) -> list[Prompt]:
+def _with_unique_ids(prompts: list[AnyItem]) -> list[AnyItem]:
     seen: Counter[str] = Counter()
-    unique = []
+    unique: list[AnyItem] = []
     for prompt in prompts:
         again = seen[prompt.id]
         seen[prompt.id] += 1

@@ -58,7 +58,7 @@ def brief(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def column_problem(path: Path, column: str, present: Iterable[str]) -> Problem:
+def column_problem(path: Path, column: str, present: Iterable[str], documentation: str = "docs/data.md") -> Problem:
     """`column` is not in the file: say which are, and which of them looks like a misspelling."""
     names = list(present)
     near = difflib.get_close_matches(column, names, n=1)
@@ -66,7 +66,7 @@ def column_problem(path: Path, column: str, present: Iterable[str]) -> Problem:
         where=f"{path}: no column {column!r}",
         given=f"columns {', '.join(names) or '(none)'}",
         needed=f"a column {column!r}",
-        fix=f"rename {near[0]!r} to {column!r}" if near else "see docs/data.md for the columns of a prompt file",
+        fix=f"rename {near[0]!r} to {column!r}" if near else f"see {documentation} for the columns of such a file",
     )
 
 

@@ -1,12 +1,12 @@
-"""Several prompt files, each with an amount, as one list of prompts."""
+"""Several data files, each with an amount, as one list of prompts or examples."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,11 +19,12 @@ from megagrpo.recipe.schema import DataFile
 from megagrpo.types import Prompt
 
 Amount = int | float | Literal["all"]
+AnyItem = TypeVar("AnyItem")
 
 
 @dataclass(frozen=True, slots=True)
 class FileCount:
-    """What became of one file: its rows, the over-long among them (dropped or truncated), and the prompts taken."""
+    """What became of one file: its rows, the over-long among them (dropped or truncated), and the items taken."""
 
     path: str
     rows: int
@@ -52,35 +53,50 @@ def load_mixture(
 
     Raises DataError with the problems of all files.
     """
-    prompts: list[Prompt] = []
+
+    def prompts_of(path: Path, label: str) -> tuple[Sequence[Prompt], int, int]:
+        rendered = render(
+            read_rows(path),
+            tokenizer,
+            path=path,
+            label=label,
+            tokens_max=tokens_max,
+            overlong=overlong,
+            template_arguments=template_arguments,
+        )
+        return rendered.prompts, rendered.rows, rendered.overlong
+
+    return Mixture(*mix(files, prompts_of, seed=seed))
+
+
+def mix(
+    files: Sequence[DataFile], read: Callable[[Path, str], tuple[Sequence[AnyItem], int, int]], *, seed: int
+) -> tuple[tuple[AnyItem, ...], tuple[FileCount, ...]]:
+    """Items of all files. `read` receives a path and a short name for it, and gives items, rows and over-long rows.
+
+    Raises DataError with the problems of all files.
+    """
+    items: list[AnyItem] = []
     counts: list[FileCount] = []
     problems: list[Problem] = []
     labels = file_labels([file.path for file in files])
     for index, (file, label) in enumerate(zip(files, labels, strict=True)):
         path = Path(file.path)
         try:
-            rendered = render(
-                read_rows(path),
-                tokenizer,
-                path=path,
-                label=label,
-                tokens_max=tokens_max,
-                overlong=overlong,
-                template_arguments=template_arguments,
-            )
-            taken = take(len(rendered.prompts), file.amount, path=path, key=(seed, index))
+            found, rows, overlong = read(path, label)
+            taken = take(len(found), file.amount, path=path, key=(seed, index))
         except DataError as error:
             problems += error.problems
             continue
-        prompts += [rendered.prompts[i] for i in taken]
-        counts.append(FileCount(file.path, rendered.rows, rendered.overlong, len(taken)))
+        items += [found[i] for i in taken]
+        counts.append(FileCount(file.path, rows, overlong, len(taken)))
     if problems:
         raise DataError(problems)
-    return Mixture(tuple(prompts), tuple(counts))
+    return tuple(items), tuple(counts)
 
 
 def take(available: int, amount: Amount, *, path: Path, key: tuple[int, ...] = (0,)) -> np.ndarray:
-    """Sorted int64 indices of the prompts taken from a file that has `available`; the choice depends on `key` only.
+    """Sorted int64 indices of the items taken from a file that has `available`; the choice depends on `key` only.
 
     An integer takes that many different ones; a float takes each floor(amount) times and a random share for the rest.
     """

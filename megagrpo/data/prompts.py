@@ -19,7 +19,7 @@ Overlong = Literal["drop", "truncate_left", "error"]
 BATCH_ROWS = 1024
 
 # What a template can do to a message it did not expect: raise by itself, or use a value as what it is not.
-_RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
+RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def load_tokenizer(
         raise ModelError(
             Problem(
                 f"{path}: no usable tokenizer",
-                given=_first_line(reason),
+                given=first_line(reason),
                 needed="a directory or hub id with tokenizer files (tokenizer.json, tokenizer_config.json)",
                 fix="check model.path, or set model.tokenizer",
             )
@@ -85,7 +85,7 @@ def render(
         texts = _texts(batch, tokenizer, template_arguments or {}, path, findings)
         if findings.count:
             continue
-        for row, ids in zip(batch, _encode(tokenizer, texts), strict=True):
+        for row, ids in zip(batch, encode(tokenizer, texts), strict=True):
             if not ids:
                 findings.add([Problem(f"{place(path, row.number)}: the chat template makes no tokens of it")])
                 continue
@@ -133,28 +133,27 @@ def _texts(
     try:
         return list(render_chats(chats))
     except TemplateSyntaxError as reason:
-        raise ModelError(
-            Problem(
-                "the chat template is not valid Jinja",
-                given=f"line {reason.lineno}: {reason.message}",
-                fix="correct the template",
-            )
-        ) from None
-    except _RENDER_ERRORS:
+        raise template_error(reason) from None
+    except RENDER_ERRORS:
         for row, chat in zip(rows, chats, strict=True):
             try:
                 render_chats(chat)
-            except _RENDER_ERRORS as reason:
+            except RENDER_ERRORS as reason:
                 where = f"{place(path, row.number)}: the chat template refuses the messages"
                 findings.add(
-                    [Problem(where, given=_first_line(reason), fix="correct the row's prompt, or the template")]
+                    [Problem(where, given=first_line(reason), fix="correct the row's prompt, or the template")]
                 )
         if not findings.count:
             raise
         return []
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+def template_error(reason: TemplateSyntaxError) -> ModelError:
+    given = f"line {reason.lineno}: {reason.message}"
+    return ModelError(Problem("the chat template is not valid Jinja", given, fix="correct the template"))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     # The template has written the special tokens already.
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)[
         "input_ids"
@@ -175,10 +174,10 @@ def _read_template(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:
         raise ModelError(
-            Problem(f"{path}: the chat template cannot be read", given=_first_line(reason), needed="a Jinja file")
+            Problem(f"{path}: the chat template cannot be read", given=first_line(reason), needed="a Jinja file")
         ) from None
 
 
-def _first_line(reason: BaseException) -> str:
+def first_line(reason: BaseException) -> str:
     lines = str(reason).strip().splitlines()
     return lines[0] if lines else type(reason).__name__

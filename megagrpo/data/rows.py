@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megagrpo.data.files import Findings, Record, brief, column_problem, columns, path_problem, place, records
-from megagrpo.errors import DataError, Problem
+from megagrpo.data.checking import RowSchema, look, read
+from megagrpo.data.files import Record, brief
+from megagrpo.errors import Problem
 
 REQUIRED = ("data_source", "prompt", "reward_model")
 OPTIONAL = ("ability", "extra_info")
 ROLES = ("system", "user", "assistant", "tool")
-ROWS_IN_QUICK_CHECK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,64 +37,33 @@ class Row:
 
 def read_rows(path: Path) -> list[Row]:
     """All rows of a prompt file. Raises DataError with up to ten of its problems and the count of the others."""
-    findings, rows = _check(path, limit=None)
-    findings.raise_if_any()
-    return rows
+    return read(path, PROMPT_ROWS)
 
 
 def file_problems(path: Path) -> list[Problem]:
     """A quick look, whatever the file's size: that it opens, its columns, its first rows. Raises nothing."""
-    problem = path_problem(path)
-    if problem is not None:
-        return [problem]
-    try:
-        findings, _ = _check(path, limit=ROWS_IN_QUICK_CHECK)
-    except DataError as error:
-        return list(error.problems)
-    return findings.problems()
-
-
-def _check(path: Path, limit: int | None) -> tuple[Findings, list[Row]]:
-    findings = Findings(path)
-    rows: list[Row] = []
-    present = columns(path)
-    if present:  # a first JSONL line that cannot be read has none, and is reported as a row
-        findings.add(column_problem(path, name, present) for name in REQUIRED if name not in present)
-        if findings.count:
-            return findings, rows
-    seen = 0
-    for number, record in islice(records(path, REQUIRED + OPTIONAL), limit):
-        seen += 1
-        if isinstance(record, Problem):
-            findings.add([record])
-            continue
-        problems = _row_problems(record, place(path, number))
-        if problems:
-            findings.add(problems)
-        else:
-            rows.append(_row(record, number))
-    if not seen:
-        findings.add([Problem(f"{path}: the file has no rows", needed="at least one row")])
-    return findings, rows
+    return look(path, PROMPT_ROWS)
 
 
 def _row(record: Record, number: int) -> Row:
     return Row(
         number=number,
         data_source=record["data_source"],
-        messages=tuple({k: v for k, v in message.items() if v is not None} for message in record["prompt"]),
+        messages=given_fields(record["prompt"]),
         ground_truth=record["reward_model"]["ground_truth"],
         ability=record.get("ability") or "",
         extra_info=record.get("extra_info") or {},
     )
 
 
+def given_fields(messages: list[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Messages without the fields that only other rows of a parquet file have."""
+    return tuple({k: v for k, v in message.items() if v is not None} for message in messages)
+
+
 def _row_problems(record: Record, where: str) -> list[Problem]:
-    missing = [name for name in REQUIRED if name not in record]
-    if missing:
-        return [Problem(f"{where}: no {name!r}", given=f"keys {', '.join(record)}", needed=name) for name in missing]
     problems = _text_problems(record["data_source"], f"{where}, data_source")
-    problems += _message_problems(record["prompt"], f"{where}, prompt")
+    problems += _prompt_problems(record["prompt"], f"{where}, prompt")
     problems += _ground_truth_problems(record["reward_model"], f"{where}, reward_model")
     if record.get("ability") is not None:
         problems += _text_problems(record["ability"], f"{where}, ability")
@@ -107,13 +75,10 @@ def _row_problems(record: Record, where: str) -> list[Problem]:
     return problems
 
 
-def _message_problems(messages: object, where: str) -> list[Problem]:
+def message_problems(messages: object, where: str) -> list[Problem]:
+    """What is wrong with the form of a list of messages."""
     if not isinstance(messages, list):
-        fix = (
-            "wrap it as [{role: user, content: TEXT}], or use `megagrpo prepare jsonl`"
-            if isinstance(messages, str)
-            else ""
-        )
+        fix = "wrap it as [{role: user, content: TEXT}]" if isinstance(messages, str) else ""
         return [Problem(where, given=brief(messages), needed="a list of messages {role, content}", fix=fix)]
     if not messages:
         return [Problem(where, given="no messages", needed="at least one message {role, content}")]
@@ -128,7 +93,14 @@ def _message_problems(messages: object, where: str) -> list[Problem]:
                 Problem(f"{at}.role", given=brief(message.get("role")), needed=f"one of {', '.join(ROLES)}")
             )
         problems += _text_problems(message.get("content"), f"{at}.content")
-    if not problems and messages[-1]["role"] == "assistant":
+    return problems
+
+
+def _prompt_problems(messages: object, where: str) -> list[Problem]:
+    problems = message_problems(messages, where)
+    if problems or not isinstance(messages, list):
+        return problems
+    if messages[-1]["role"] == "assistant":
         problems.append(
             Problem(
                 f"{where}[{len(messages) - 1}].role",
@@ -159,3 +131,6 @@ def _text_problems(value: object, where: str) -> list[Problem]:
         except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which no tokenizer accepts
             return [Problem(where, given=brief(value), needed="valid Unicode text", fix="remove the lone surrogate")]
     return []
+
+
+PROMPT_ROWS = RowSchema(REQUIRED, OPTIONAL, _row_problems, _row, "docs/data.md")

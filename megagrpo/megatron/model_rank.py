@@ -12,14 +12,18 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megagrpo.batching.microbatch import RankBatch
 from megagrpo.checkpoint.integrity import SavedFile
 from megagrpo.layout.parallel import RankCoordinates, rank_grid
 from megagrpo.megatron import process
-from megagrpo.megatron.logprob import VocabularyShard
+from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.minibatch import Minibatch
 from megagrpo.megatron.offload import Offload, Part
+from megagrpo.megatron.packed import pack
+from megagrpo.megatron.response import response_tokens
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.defaults import dtype_name
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.boxes import Manifest, Placement
 from megagrpo.weights.digest import digests
 from megagrpo.weights.executors.checkpoint_export import Export, write_part
@@ -28,7 +32,7 @@ from megagrpo.weights.plan import WeightPlan
 
 
 class ModelRank:
-    def __init__(self, recipe: Recipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
+    def __init__(self, recipe: AnyRecipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
         """Joins the other ranks and loads this rank's weights of the policy.
 
         device: cpu, cuda or cuda:N. Raises RankError, ModelError or RecipeError.
@@ -41,8 +45,38 @@ class ModelRank:
         self.device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
         dtype = getattr(torch, dtype_name(recipe, self.device.type))
         architecture = read_architecture(model_directory)
-        self.policy = TrainedModel(architecture, train, train.optimizer, self.where, model_directory, dtype, device)
+        self.policy = TrainedModel(
+            architecture,
+            train,
+            train.optimizer,
+            self.where,
+            model_directory,
+            dtype,
+            device,
+            adapters=train.lora,
+            seed=recipe.seed,
+        )
         self.offload = Offload(self.policy.chunks, self.policy.optimizer)
+
+    def minibatches(self, batch: RankBatch) -> list[Minibatch]:
+        """This data rank's part of a step as tensors on its device."""
+        minibatches = []
+        for micros, tokens, sequences in zip(batch.minibatches, batch.tokens, batch.sequences, strict=True):
+            packed = [
+                pack(micro, layout=self.layout, context_rank=self.where.context, device=self.device) for micro in micros
+            ]
+            responses = []
+            if self.has_logits:
+                responses = [response_tokens(tensors, micro) for tensors, micro in zip(packed, micros, strict=True)]
+            minibatches.append(Minibatch(packed, responses, tokens, sequences))
+        return minibatches
+
+    def logprobs(
+        self, output: Tensor, positions: Tensor, labels: Tensor, *, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Of `labels` at `positions` of the last stage's output, and entropies if wanted: float32 [n] each."""
+        shard = self.vocabulary_shard()
+        return vocabulary_logprobs(output, positions, labels, shard, temperature=temperature, entropy=entropy)
 
     # --- weights out --------------------------------------------------------------------------------------------------
 
@@ -54,7 +88,7 @@ class ModelRank:
         return self.policy.manifest_of(where)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The storages of `manifest`: the policy's weights themselves, not copies."""
+        """The storages of `manifest`: the policy's weights themselves; copies where adapters are added to them."""
         self.offload.require(["parameters"])
         return self.policy.tensors()
 

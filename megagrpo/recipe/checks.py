@@ -7,14 +7,18 @@ from collections.abc import Callable, Iterator
 from megagrpo.recipe.defaults import engine_devices
 from megagrpo.recipe.engine_checks import ENGINE_RULES
 from megagrpo.recipe.fields import nearest
+from megagrpo.recipe.rank_checks import RANK_RULES
 from megagrpo.recipe.rule_problem import RuleProblem, broken
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.sft_checks import SFT_RULES
 
 RUN_LENGTHS = ("total_steps", "total_epochs", "total_episodes")
 
 
-def recipe_problems(recipe: Recipe) -> list[RuleProblem]:
+def recipe_problems(recipe: AnyRecipe) -> list[RuleProblem]:
     """Every broken rule of the recipe alone; `where` is a dotted path."""
+    if isinstance(recipe, SftRecipe):
+        return [problem for rule in SFT_RULES for problem in rule(recipe)]
     return [problem for rule in RULES for problem in rule(recipe)]
 
 
@@ -103,44 +107,6 @@ def _lengths(recipe: Recipe) -> Iterator[RuleProblem]:
         )
 
 
-def _layout(recipe: Recipe) -> Iterator[RuleProblem]:
-    layout = recipe.train.layout.parallel()
-    for text in layout.problems():
-        field = "virtual_pipeline" if text.startswith("virtual_pipeline") else "expert"
-        read = ("pipeline",) if field == "virtual_pipeline" else ("expert_tensor", "tensor", "context", "data")
-        given = f"virtual_pipeline {layout.virtual_pipeline} with pipeline {layout.pipeline}"
-        if field == "expert":
-            default = "" if recipe.train.layout.expert_tensor else " (the default: as tensor)"
-            given = f"expert {layout.expert} x expert_tensor {layout.expert_tensor}{default}"
-        yield broken(
-            f"train.layout.{field}",
-            reads=tuple(f"train.layout.{name}" for name in read),
-            given=given,
-            needed=text,
-            fix="virtual_pipeline: 1"
-            if field == "virtual_pipeline"
-            else "lower expert or expert_tensor, or raise data",
-        )
-    sizes = tuple(f"train.layout.{name}" for name in ("tensor", "pipeline", "context", "data"))
-    devices = recipe.cluster.trainer_devices
-    if devices is not None and devices != layout.ranks:
-        yield broken(
-            "cluster.trainer_devices",
-            reads=sizes,
-            given=f"{devices} devices",
-            needed=f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} "
-            f"x data {layout.data} = {layout.ranks} ranks, one device each",
-            fix=_devices_fix(devices, layout.ranks, layout.data),
-        )
-
-
-def _devices_fix(devices: int, ranks: int, data: int) -> str:
-    replica = ranks // data
-    if devices % replica == 0:
-        return f"trainer_devices: {ranks}, or train.layout.data: {devices // replica}"
-    return f"trainer_devices: {ranks}, or sizes whose product is {devices}"
-
-
 def _placement(recipe: Recipe) -> Iterator[RuleProblem]:
     own, engines, each = recipe.cluster.engine_devices, recipe.rollout.engines, engine_devices(recipe)
     ranks = recipe.train.layout.parallel().ranks
@@ -200,35 +166,6 @@ def _algorithm(recipe: Recipe) -> Iterator[RuleProblem]:
         )
 
 
-def _optimizer(recipe: Recipe) -> Iterator[RuleProblem]:
-    optimizer = recipe.train.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        yield broken(
-            "train.optimizer.min_lr",
-            reads=("train.optimizer.lr",),
-            given=f"min_lr {optimizer.min_lr} above lr {optimizer.lr}",
-            needed="at most lr, the peak",
-            fix="lower min_lr or raise lr",
-        )
-    elif optimizer.min_lr > 0 and optimizer.schedule == "constant":
-        yield broken(
-            "train.optimizer.min_lr",
-            reads=("train.optimizer.schedule", "train.optimizer.lr"),
-            given=f"{optimizer.min_lr} with schedule: constant",
-            needed="0: a constant schedule stays at lr",
-            fix="schedule: linear or cosine, or remove min_lr",
-        )
-    steps = recipe.train.total_steps
-    if steps is not None and optimizer.warmup_steps > steps:
-        yield broken(
-            "train.optimizer.warmup_steps",
-            reads=("train.total_steps",),
-            given=f"{optimizer.warmup_steps} of {steps} steps in all",
-            needed="at most train.total_steps",
-            fix="lower it",
-        )
-
-
 def _offload(recipe: Recipe) -> Iterator[RuleProblem]:
     offload = recipe.train.offload
     if repeated := sorted({part for part in offload if offload.count(part) > 1}):
@@ -250,17 +187,6 @@ def _offload(recipe: Recipe) -> Iterator[RuleProblem]:
             given="reference, with algorithm.kl.coefficient 0",
             needed="a reference policy: there is none without a KL penalty",
             fix="remove reference from the list, or give a coefficient",
-        )
-
-
-def _device(recipe: Recipe) -> Iterator[RuleProblem]:
-    if recipe.cluster.device == "cpu" and recipe.train.layer_spec == "transformer_engine":
-        yield broken(
-            "train.layer_spec",
-            reads=("cluster.device",),
-            given="transformer_engine with cluster.device: cpu",
-            needed="local or auto: Transformer Engine runs on CUDA only",
-            fix="layer_spec: auto",
         )
 
 
@@ -341,6 +267,6 @@ def pass_at(samples: int) -> list[int]:
 
 
 RULES: tuple[Callable[[Recipe], Iterator[RuleProblem]], ...] = (
-    _sampling, _batch, _algorithm, _run_length, _lengths, _layout, _optimizer, _offload, _device,
+    _sampling, _batch, _algorithm, _run_length, _lengths, *RANK_RULES, _offload,
     _evaluation, _evaluation_metrics, _placement, *ENGINE_RULES,
 )  # fmt: skip

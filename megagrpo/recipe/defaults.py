@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe
 
 
-def dtype_name(recipe: Recipe, device: str) -> str:
+def dtype_name(recipe: AnyRecipe, device: str) -> str:
     """float32 or bfloat16: of weights and activations, in ranks and engines alike."""
     if recipe.model.dtype != "auto":
         return recipe.model.dtype
@@ -19,15 +19,15 @@ def engine_devices(recipe: Recipe) -> int:
     return {"transformers": 1, "sglang": recipe.rollout.layout.tensor, "external": 0}[recipe.rollout.engine]
 
 
-def run_directory(recipe: Recipe) -> Path:
+def run_directory(recipe: AnyRecipe) -> Path:
     return Path(recipe.track.directory) / recipe.name
 
 
-def checkpoint_directory(recipe: Recipe) -> Path:
+def checkpoint_directory(recipe: AnyRecipe) -> Path:
     return Path(recipe.checkpoint.directory) if recipe.checkpoint.directory else run_directory(recipe) / "checkpoints"
 
 
-def export_directory(recipe: Recipe) -> Path:
+def export_directory(recipe: AnyRecipe) -> Path:
     """Where the final Hugging Face model goes."""
     return run_directory(recipe) / "hugging_face"
 

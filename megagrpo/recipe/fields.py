@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from megagrpo.recipe.schema import Recipe, Section
+from megagrpo.recipe.schema import AnyRecipe, Section
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,16 @@ class Expected:
         return _words(self.annotation, self.metadata)
 
 
-RECIPE = Expected(Recipe)
-
-
-def expected_at(path: str) -> Expected | None:
+def expected_at(path: str, recipe_class: type[AnyRecipe]) -> Expected | None:
     """What may stand at a dotted path; None if the schema has no such place."""
-    here: Expected | None = RECIPE
+    here: Expected | None = Expected(recipe_class)
     for key in path.split(".") if path else ():
         here = here.below(key) if here else None
     return here
 
 
-def is_field(path: str) -> bool:
-    return bool(path) and expected_at(path) is not None
+def is_field(path: str, recipe_class: type[AnyRecipe]) -> bool:
+    return bool(path) and expected_at(path, recipe_class) is not None
 
 
 def nearest(given: str, valid: Iterable[str]) -> str | None:
@@ -85,9 +82,9 @@ def nearest(given: str, valid: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(given, list(valid), n=1, cutoff=0.6)), None)
 
 
-def paths_ending_in(key: str) -> list[str]:
+def paths_ending_in(key: str, recipe_class: type[AnyRecipe]) -> list[str]:
     """Dotted paths of all fields with this name, outside of lists."""
-    return [path for path in _paths(Recipe, "") if path.rpartition(".")[2] == key]
+    return [path for path in _paths(recipe_class, "") if path.rpartition(".")[2] == key]
 
 
 def _paths(section: type[Section], prefix: str) -> Iterator[str]:

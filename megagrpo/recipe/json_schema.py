@@ -1,6 +1,6 @@
-"""The recipe's JSON schema, with which editors complete keys, show the docs and mark mistakes.
+"""The recipes' JSON schemas, with which editors complete keys, show the docs and mark mistakes.
 
-`python -m megagrpo.recipe.json_schema` writes it to yaml_recipes/recipe.schema.json.
+`python -m megagrpo.recipe.json_schema` writes them to yaml_recipes/.
 """
 
 from __future__ import annotations
@@ -8,20 +8,28 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 
-FILE = Path(__file__).parents[2] / "yaml_recipes" / "recipe.schema.json"
-FIRST_LINE = "# yaml-language-server: $schema=recipe.schema.json"
-"""How a recipe beside the schema names it."""
+DIRECTORY = Path(__file__).parents[2] / "yaml_recipes"
+FILES: dict[type[AnyRecipe], Path] = {
+    Recipe: DIRECTORY / "recipe.schema.json",
+    SftRecipe: DIRECTORY / "sft.schema.json",
+}
 
 
-def json_schema() -> str:
+def json_schema(recipe_class: type[AnyRecipe]) -> str:
     """The schema's text, JSON Schema draft 2020-12."""
-    described = Recipe.model_json_schema()
+    described = recipe_class.model_json_schema()
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **described, "title": "megagrpo recipe"}
     return json.dumps(schema, indent=2) + "\n"
 
 
+def first_line(recipe_class: type[AnyRecipe]) -> str:
+    """How a recipe beside the schema names it."""
+    return f"# yaml-language-server: $schema={FILES[recipe_class].name}"
+
+
 if __name__ == "__main__":
-    FILE.write_text(json_schema(), encoding="utf-8")
-    print(FILE)
+    for recipe_class, file in FILES.items():
+        file.write_text(json_schema(recipe_class), encoding="utf-8")
+        print(file)

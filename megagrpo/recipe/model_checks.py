@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megagrpo.recipe.rule_problem import RuleProblem, broken
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture
 
 
-def model_problems(recipe: Recipe, architecture: Architecture) -> list[RuleProblem]:
+def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[RuleProblem]:
     """Every rule that the layout or the lengths break for this model; `where` is a dotted path.
 
     Any tensor size fits the vocabulary: its rows are padded up to a multiple of it (Architecture.padded_vocab).
@@ -18,11 +18,11 @@ def model_problems(recipe: Recipe, architecture: Architecture) -> list[RuleProbl
         *_pipeline(recipe, architecture),
         *_tensor(recipe, architecture),
         *_experts(recipe, architecture),
-        *_tokens(recipe, architecture),
+        *(_examples(recipe, architecture) if isinstance(recipe, SftRecipe) else _tokens(recipe, architecture)),
     ]
 
 
-def _pipeline(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]:
+def _pipeline(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProblem]:
     layout, layers = recipe.train.layout, architecture.layers
     pieces = layout.pipeline * layout.virtual_pipeline
     if layers % pieces == 0:
@@ -40,7 +40,7 @@ def _pipeline(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProble
     )
 
 
-def _tensor(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]:
+def _tensor(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProblem]:
     tensor, groups = recipe.train.layout.tensor, architecture.query_groups
     divided = {"attention heads (num_attention_heads)": architecture.heads}
     if architecture.has_dense_layers:
@@ -69,7 +69,7 @@ def _tensor(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]
         )
 
 
-def _experts(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]:
+def _experts(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProblem]:
     layout = recipe.train.layout
     if architecture.experts is None:
         if layout.expert > 1:
@@ -123,6 +123,16 @@ def _tokens(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]
             given=", ".join(map(str, outside)),
             needed=f"token ids below {architecture.vocab}, the size of the vocabulary",
             fix="remove them",
+        )
+
+
+def _examples(recipe: SftRecipe, architecture: Architecture) -> Iterator[RuleProblem]:
+    if recipe.data.tokens_max > architecture.max_positions:
+        yield broken(
+            "data.tokens_max",
+            given=f"{recipe.data.tokens_max}",
+            needed=f"at most {architecture.max_positions}, the model's max_position_embeddings",
+            fix="lower it",
         )
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.recipe.fields import RECIPE, Expected
+from megagrpo.recipe.fields import Expected
 from megagrpo.recipe.places import Places
+from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.recipe.schema_problems import unknown_key
 from megagrpo.recipe.yaml12 import parse
 
@@ -37,22 +38,22 @@ def apply_overrides(
             problems += [(path, problem) for problem in error.problems]
             continue
         problems += [(path, problem) for _, problem in value.problems]
-        if problem := _put(tree, path, value.tree):
+        if problem := _put(tree, path, value.tree, places.recipe_class):
             problems.append((problem.where.rpartition(".")[0], replace(problem, where=here)))
         else:
             places = places.overridden(path, text)
     return tree, places, problems
 
 
-def _put(tree: dict[str, Any], path: str, value: Any) -> Problem | None:
+def _put(tree: dict[str, Any], path: str, value: Any, recipe_class: type[AnyRecipe]) -> Problem | None:
     """Set `path` in `tree`; if the schema or a list has no such place, say so."""
     keys = path.split(".")
-    above = [RECIPE]  # what the schema expects around each key
+    above = [Expected(recipe_class)]  # what the schema expects around each key
     for depth, key in enumerate(keys):
         inner = above[-1].below(key)
         if inner is None:
             at, section = ".".join(keys[: depth + 1]), above[-1].section
-            return unknown_key(at, key, section) if section else _nothing_below(at, above[-1])
+            return unknown_key(at, key, section, recipe_class) if section else _nothing_below(at, above[-1])
         above.append(inner)
     container: Any = tree
     for depth, (key, expected) in enumerate(zip(keys, above, strict=False)):

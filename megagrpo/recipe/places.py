@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from megagrpo.errors import Problem
 from megagrpo.recipe.fields import is_field
+from megagrpo.recipe.schema import AnyRecipe, Recipe
 
 ITEM = re.compile(r"\[(\d+)\]")
 
@@ -19,6 +20,7 @@ class Places:
     source: str
     lines: Mapping[str, int] = field(default_factory=dict)
     overrides: Mapping[str, str] = field(default_factory=dict)
+    recipe_class: type[AnyRecipe] = Recipe
 
     def where(self, path: str) -> str:
         """`FILE:LINE path` of a written value, of the section around it if it was left at its default."""
@@ -45,7 +47,7 @@ class Places:
     def located(self, problem: Problem) -> Problem:
         """The problem with its place if its `where` is a field of the recipe (items as .0 or [0]), else as it is."""
         path = ITEM.sub(r".\1", problem.where)
-        return replace(problem, where=self.where(path)) if is_field(path) else problem
+        return replace(problem, where=self.where(path)) if is_field(path, self.recipe_class) else problem
 
 
 def _outwards(path: str) -> Iterator[str]:

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from megagrpo.errors import Problem
-from megagrpo.recipe.fields import RECIPE, Expected, nearest, paths_ending_in
-from megagrpo.recipe.schema import Section
+from megagrpo.recipe.fields import Expected, nearest, paths_ending_in
+from megagrpo.recipe.schema import AnyRecipe, Section
 
 LONGEST_VALUE = 60
 
 
-def schema_problems(tree: Mapping[str, Any], errors: Iterable[Mapping[str, Any]]) -> list[Problem]:
+def schema_problems(
+    tree: Mapping[str, Any], errors: Iterable[Mapping[str, Any]], recipe_class: type[AnyRecipe]
+) -> list[Problem]:
     """One problem for each place named by `errors` (pydantic's ValidationError.errors()); `where` is the dotted path.
 
     A union reports an error for each member; these have the same place and become one problem. A missing key is left
@@ -21,20 +23,22 @@ def schema_problems(tree: Mapping[str, Any], errors: Iterable[Mapping[str, Any]]
     """
     found: dict[str, Problem] = {}
     for error in sorted(errors, key=lambda error: error["type"] == "missing"):
-        keys, expected = _place(error["loc"])
+        keys, expected = _place(error["loc"], recipe_class)
         path = ".".join(map(str, keys))
         beside = [p.fix for at, p in found.items() if at.rpartition(".")[0] == path.rpartition(".")[0]]
         misspelt = error["type"] == "missing" and _did_you_mean(str(keys[-1])) in beside
         if path not in found and not misspelt:
-            found[path] = _problem(error["type"], keys, _value(tree, keys), expected)
+            found[path] = _problem(error["type"], keys, _value(tree, keys), expected, recipe_class)
     return list(found.values())
 
 
-def wrong_places(errors: Iterable[Mapping[str, Any]]) -> dict[tuple[str | int, ...], Expected | None]:
+def wrong_places(
+    errors: Iterable[Mapping[str, Any]], recipe_class: type[AnyRecipe]
+) -> dict[tuple[str | int, ...], Expected | None]:
     """Keys of all wrong, missing and unknown fields, and what may stand there (None: the key is unknown)."""
     places = {}
     for error in errors:
-        keys, expected = _place(error["loc"])
+        keys, expected = _place(error["loc"], recipe_class)
         places[tuple(keys)] = None if error["type"] == "extra_forbidden" else expected
     return places
 
@@ -53,10 +57,10 @@ def shown(value: Any) -> str:
     return f"'{text}' (text)" if isinstance(value, str) else text
 
 
-def unknown_key(path: str, key: str, section: type[Section]) -> Problem:
+def unknown_key(path: str, key: str, section: type[Section], recipe_class: type[AnyRecipe]) -> Problem:
     """A key that the section does not have, with the name it was probably meant to be."""
     guess = nearest(key, section.model_fields)
-    elsewhere = paths_ending_in(key)
+    elsewhere = paths_ending_in(key, recipe_class)
     if "." in key:
         fix = "write one key on a line, each section's keys indented below it (dots are for overrides)"
     elif guess:
@@ -72,10 +76,10 @@ def _did_you_mean(name: str) -> str:
     return f"did you mean `{name}`?"
 
 
-def _place(location: Iterable[str | int]) -> tuple[list[str | int], Expected]:
+def _place(location: Iterable[str | int], recipe_class: type[AnyRecipe]) -> tuple[list[str | int], Expected]:
     """The part of pydantic's location that is a path (union members add their own names), and what may stand there."""
     keys: list[str | int] = []
-    here = RECIPE
+    here = Expected(recipe_class)
     for key in location:
         inner = here.below(str(key))
         if inner is None and here.section is None:
@@ -95,10 +99,12 @@ def _value(tree: Any, keys: Iterable[str | int]) -> Any:
     return tree
 
 
-def _problem(kind: str, keys: Sequence[str | int], value: Any, expected: Expected) -> Problem:
+def _problem(
+    kind: str, keys: Sequence[str | int], value: Any, expected: Expected, recipe_class: type[AnyRecipe]
+) -> Problem:
     path, key = ".".join(map(str, keys)), str(keys[-1])
     if kind == "extra_forbidden" and expected.section:
-        return unknown_key(path, key, expected.section)
+        return unknown_key(path, key, expected.section, recipe_class)
     if kind == "missing":
         return Problem(path, given="nothing", needed=_needed(expected), fix=f"add `{key}:`")
     return Problem(path, given=shown(value), needed=_needed(expected), fix=_fix(key, value, expected))

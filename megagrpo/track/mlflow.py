@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.recipe import schema
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.track.sink import RunStart, Status
 
 FINISH_TIMEOUT_SECONDS = 60.0
@@ -119,7 +119,7 @@ class _MLflowRun:
         local = None if settings.uri else (Path(run.recipe.track.directory).resolve() / "mlruns").as_uri()
         return self._client.create_experiment(settings.experiment, artifact_location=local)
 
-    def _log_recipe(self, recipe: Recipe) -> None:
+    def _log_recipe(self, recipe: AnyRecipe) -> None:
         from mlflow.entities import Param
 
         params = [Param(key, value[:PARAM_CHARACTERS]) for key, value in flat(recipe.model_dump()).items()]
@@ -138,7 +138,7 @@ class _MLflowRun:
         self._client.set_terminated(self.run_id, STATUSES[status])
 
 
-def tracking_uri(recipe: Recipe) -> str:
+def tracking_uri(recipe: AnyRecipe) -> str:
     """The recipe's server, or the sqlite file in track.directory."""
     uri = recipe.track.mlflow.uri if recipe.track.mlflow else None
     return uri or f"sqlite:///{(Path(recipe.track.directory) / 'mlflow.db').resolve()}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe
 
 Status = Literal["finished", "failed", "interrupted"]
 """How a run ended: by itself, by an error, or by a signal or Ctrl-C."""
@@ -17,7 +17,7 @@ Status = Literal["finished", "failed", "interrupted"]
 class RunStart:
     """A run that starts, or continues after `resumed_step` (0 for one that starts)."""
 
-    recipe: Recipe
+    recipe: AnyRecipe
     directory: Path
     total_steps: int
     resumed_step: int = 0

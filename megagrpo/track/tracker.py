@@ -10,7 +10,7 @@ from types import TracebackType
 
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.load import dump
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.track import environment
 from megagrpo.track.console import make_console
 from megagrpo.track.jsonl import JsonlMetrics, RolloutTraces
@@ -24,7 +24,7 @@ from megagrpo.types import Group
 class Tracker:
     """Leaving it as a context finishes all trackers, with the status that the exception tells."""
 
-    def __init__(self, recipe: Recipe, total_steps: int) -> None:
+    def __init__(self, recipe: AnyRecipe, total_steps: int) -> None:
         self._recipe = recipe
         self._total_steps = total_steps
         self._console = make_console(recipe.track.console, sys.stdout)
@@ -105,7 +105,7 @@ class Tracker:
             self.finish("failed" if issubclass(kind, Exception) else "interrupted")
 
 
-def _sinks_with_run(recipe: Recipe, say: Callable[[str], None]) -> dict[str, SinkWithRun]:
+def _sinks_with_run(recipe: AnyRecipe, say: Callable[[str], None]) -> dict[str, SinkWithRun]:
     sinks: dict[str, SinkWithRun] = {}
     if recipe.track.mlflow:
         sinks["mlflow"] = MLflowTracker(recipe.track.mlflow, say)
@@ -116,7 +116,7 @@ def _sinks_with_run(recipe: Recipe, say: Callable[[str], None]) -> dict[str, Sin
     return sinks
 
 
-def _other_sinks(recipe: Recipe) -> list[Sink]:
+def _other_sinks(recipe: AnyRecipe) -> list[Sink]:
     if not recipe.track.tensorboard:
         return []
     from megagrpo.track.tensorboard import TensorBoardTracker

@@ -7,17 +7,18 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from megagrpo.cluster.placement import plan_devices
+from megagrpo.data import messages
 from megagrpo.data.files import records
 from megagrpo.data.rows import file_problems
 from megagrpo.errors import MegagrpoError, PreflightError, Problem
 from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
-from megagrpo.recipe.load import LoadedRecipe
+from megagrpo.recipe.load import Kind, LoadedRecipe
 from megagrpo.recipe.model_checks import model_problems
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.reward.functions import reward_problems
 from megagrpo.rollout.sglang.arguments import sglang_problems
 from megagrpo.trainer.model_files import CONFIG_FILES, TOKENIZER_FILES, local_directory, tokenizer_problems
@@ -31,16 +32,16 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Preflight:
+class Preflight(Generic[Kind]):
     """A recipe that can run, and what was found out on the way. Directories are local, hub ids resolved."""
 
-    recipe: Recipe
+    recipe: Kind
     architecture: Architecture
     model_directory: Path
     tokenizer_directory: Path
 
 
-def preflight(loaded: LoadedRecipe, *, plan_only: bool = False) -> Preflight:
+def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflight[Kind]:
     """Check the recipe's rules, the model, the data files, the rewards, Megatron's options, devices, packages and
     directories.
 
@@ -60,12 +61,15 @@ def preflight(loaded: LoadedRecipe, *, plan_only: bool = False) -> Preflight:
         vocabulary = architecture.vocab if architecture else None
         problems += tokenizer_problems(tokenizer, recipe.model.chat_template, vocabulary)
     problems += _data_problems(loaded)
-    problems += _attempt(problems, lambda: list(_metric_problems(recipe))) or []
-    problems += reward_problems(recipe.reward)
+    if isinstance(recipe, Recipe):
+        grpo = recipe
+        problems += _attempt(problems, lambda: list(_metric_problems(grpo))) or []
+        problems += reward_problems(recipe.reward)
     if not plan_only:
         problems += _device_problems(recipe)
     problems += _package_problems(recipe)
-    problems += _engine_problems(recipe, architecture, plan_only)
+    if isinstance(recipe, Recipe):
+        problems += _engine_problems(recipe, architecture, plan_only)
     problems += _directory_problems(recipe)
     problems += _megatron_problems(recipe, None if problems else architecture)
     if problems or not (model and architecture and tokenizer):
@@ -84,23 +88,25 @@ def _attempt(problems: list[Problem], find: Callable[[], Found]) -> Found | None
         return None
 
 
-def _model_directory(recipe: Recipe, weights: bool) -> Path:
+def _model_directory(recipe: AnyRecipe, weights: bool) -> Path:
     patterns = CONFIG_FILES + TOKENIZER_FILES + (("*.safetensors",) if weights else ())
     return local_directory(recipe.model.path, recipe.model.revision, patterns, "model.path")
 
 
-def _tokenizer_directory(recipe: Recipe, model: Path | None) -> Path | None:
+def _tokenizer_directory(recipe: AnyRecipe, model: Path | None) -> Path | None:
     if recipe.model.tokenizer is None:
         return model
     return local_directory(recipe.model.tokenizer, None, TOKENIZER_FILES, "model.tokenizer")
 
 
-def _data_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
-    sections = {"data.train": loaded.recipe.data.train, "eval.files": loaded.recipe.eval.files}
+def _data_problems(loaded: LoadedRecipe[AnyRecipe]) -> Iterator[Problem]:
+    recipe = loaded.recipe
+    look = messages.file_problems if isinstance(recipe, SftRecipe) else file_problems
+    sections = {"data.train": recipe.data.train, "eval.files": recipe.eval.files}
     for section, files in sections.items():
         for index, file in enumerate(files):
             written = loaded.places.where(f"{section}.{index}.path")
-            for problem in file_problems(Path(file.path)):
+            for problem in look(Path(file.path)):
                 yield replace(problem, where=f"{written}: {problem.where}")
 
 
@@ -128,7 +134,7 @@ def _metric_problems(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _megatron_problems(recipe: Recipe, architecture: Architecture | None) -> list[Problem]:
+def _megatron_problems(recipe: AnyRecipe, architecture: Architecture | None) -> list[Problem]:
     """Wrong options, and, for an architecture, combinations of them with the model and layout that Megatron refuses."""
     if not recipe.train.megatron:
         return []
@@ -176,14 +182,14 @@ def _engine_problems(recipe: Recipe, architecture: Architecture | None, plan_onl
         )
 
 
-def _device(recipe: Recipe) -> str:
+def _device(recipe: AnyRecipe) -> str:
     import torch  # a second; the other checks do without
 
     cuda = recipe.cluster.device == "cuda" or (recipe.cluster.device == "auto" and torch.cuda.is_available())
     return "cuda" if cuda else "cpu"
 
 
-def _device_problems(recipe: Recipe) -> Iterator[Problem]:
+def _device_problems(recipe: AnyRecipe) -> Iterator[Problem]:
     """The GPUs of this machine, for a run that is given no other."""
     if recipe.cluster.device != "cuda" or recipe.cluster.address or os.environ.get("RAY_ADDRESS"):
         return
@@ -192,15 +198,18 @@ def _device_problems(recipe: Recipe) -> Iterator[Problem]:
     devices, needed = torch.cuda.device_count(), plan_devices(recipe, "cuda").bundles
     if devices < needed:
         smaller = "a smaller train.layout" if devices else "cluster.device: cpu"
+        engines = ""
+        if isinstance(recipe, Recipe):
+            engines = f" and rollout.engines with placement: {recipe.cluster.placement}"
         yield Problem(
             "cluster.device",
             given=f"cuda, on a machine with {devices or 'no'} CUDA device{'' if devices == 1 else 's'}",
-            needed=f"{needed} for train.layout and rollout.engines with placement: {recipe.cluster.placement}",
+            needed=f"{needed} for train.layout{engines}",
             fix=f"{smaller}, or a Ray cluster that has them: cluster.address or RAY_ADDRESS",
         )
 
 
-def _package_problems(recipe: Recipe) -> Iterator[Problem]:
+def _package_problems(recipe: AnyRecipe) -> Iterator[Problem]:
     chosen = {
         "track.wandb": ("wandb", recipe.track.wandb is not None, "pip install megagrpo[wandb]"),
         "track.tensorboard": ("tensorboard", recipe.track.tensorboard, "pip install megagrpo[tensorboard]"),
@@ -215,7 +224,7 @@ def _package_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(field, given="switched on", needed=f"the package {package}, which is not installed", fix=fix)
 
 
-def _directory_problems(recipe: Recipe) -> Iterator[Problem]:
+def _directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
     directories = {"track.directory": run_directory(recipe)}
     if recipe.checkpoint.directory is not None:
         directories["checkpoint.directory"] = checkpoint_directory(recipe)

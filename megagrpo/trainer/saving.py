@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from megagrpo.checkpoint.recipe_changes import allow_changes
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.cluster.policy import Policy
+from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.errors import MegagrpoError, Problem, RecipeError
 from megagrpo.recipe.defaults import checkpoint_directory, export_directory
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.trainer.preflight import Preflight
 from megagrpo.weights.executors.checkpoint_export import begin_export, finish_export
 from megagrpo.weights.plan import make_plan
@@ -23,7 +23,7 @@ from megagrpo.weights.plan import make_plan
 EXPORTED_BY = "megagrpo.json"
 
 
-def open_store(recipe: Recipe) -> CheckpointStore:
+def open_store(recipe: AnyRecipe) -> CheckpointStore:
     saving = recipe.checkpoint
     # Absolute, because ranks may have other working directories.
     return CheckpointStore(
@@ -31,7 +31,7 @@ def open_store(recipe: Recipe) -> CheckpointStore:
     )
 
 
-def checkpoint_to_resume(store: CheckpointStore, recipe: Recipe) -> Checkpoint | None:
+def checkpoint_to_resume(store: CheckpointStore, recipe: AnyRecipe) -> Checkpoint | None:
     """The newest complete checkpoint of this run; None if there is none.
 
     Raises RecipeError if there is one and the recipe says never to resume, or if the recipe has changed in a way that
@@ -54,27 +54,29 @@ def checkpoint_to_resume(store: CheckpointStore, recipe: Recipe) -> Checkpoint |
     return found
 
 
-def recipe_values(recipe: Recipe) -> dict[str, Any]:
+def recipe_values(recipe: AnyRecipe) -> dict[str, Any]:
     """The resolved recipe as JSON values, as checkpoints remember it."""
     return recipe.model_dump(mode="json")
 
 
-def save(policy: Policy, store: CheckpointStore, state: TrainerState) -> Path:
+def save(ranks: TrainRanks, store: CheckpointStore, state: TrainerState) -> Path:
     """Writes a complete checkpoint of `state.step`. Raises CheckpointError; older ones are then untouched."""
     directory = store.begin(state.step)
     try:
-        written = policy.call("save", directory)
+        written = ranks.call("save", directory)
     except MegagrpoError:
         store.abandon(state.step)
         raise
     return store.commit(state, chain.from_iterable(written)).path
 
 
-def export(policy: Policy, checked: Preflight, tokenizer: PreTrainedTokenizerBase, step: int, dtype: str) -> Path:
+def export(
+    ranks: TrainRanks, checked: Preflight[AnyRecipe], tokenizer: PreTrainedTokenizerBase, step: int, dtype: str
+) -> Path:
     """Writes the policy as a Hugging Face model: every rank its own boxes, nothing gathered. Raises CheckpointError."""
     recipe = checked.recipe
     begun = begin_export(export_directory(recipe), checked.model_directory, checked.architecture, dtype)
-    policy.write_export(begun, make_plan(policy.manifests(), begun.files))
+    ranks.write_export(begun, make_plan(ranks.manifests(), begun.files))
     if recipe.model.tokenizer or recipe.model.chat_template:  # else the model's own files were copied as they are
         tokenizer.save_pretrained(begun.partial)
     (begun.partial / EXPORTED_BY).write_text(json.dumps({"run": recipe.name, "step": step}) + "\n", encoding="utf-8")
@@ -82,7 +84,7 @@ def export(policy: Policy, checked: Preflight, tokenizer: PreTrainedTokenizerBas
     return export_directory(recipe)
 
 
-def exported_step(recipe: Recipe) -> int | None:
+def exported_step(recipe: AnyRecipe) -> int | None:
     """The step whose weights are in the run's export directory; None if there is no export."""
     try:
         written = json.loads((export_directory(recipe) / EXPORTED_BY).read_text(encoding="utf-8"))

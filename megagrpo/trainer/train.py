@@ -44,7 +44,7 @@ class Progress:
         return self.stopping.reason_to_stop() if self.stopping else None
 
 
-def train(checked: Preflight) -> int:
+def train(checked: Preflight[Recipe]) -> int:
     """Runs the recipe to its end, from its newest checkpoint if it has one; 0. Raises MegagrpoError."""
     recipe = checked.recipe
     with ExitStack() as closing:
@@ -80,7 +80,7 @@ def train(checked: Preflight) -> int:
         closing.callback(rollouts.close)
         policy = Policy(ray, recipe, model_directory)
         rollouts.wait_until_ready()
-        scorer = Scorer(recipe.reward)
+        scorer = Scorer(recipe.reward, recipe.rollout.response_tokens_max)
         closing.callback(scorer.close)
         if resumed:
             policy.call("load", resumed.rank_directory)
@@ -166,7 +166,7 @@ def _evaluate(run: Run, progress: Progress, held_out: Sequence[Prompt]) -> Progr
     with run.clock.phase("eval"), run.policy.released():
         groups = run.rollouts.generate_for_evaluation(held_out)
         require_version(groups, run.weights.version)
-        groups = run.scorer.score(groups)
+        groups = run.scorer.score_unshaped(groups)
     evaluation = evaluation_metrics(groups, run.recipe.eval.samples_per_prompt)
     stopping = progress.stopping.after(evaluation) if progress.stopping else None
     return replace(progress, evaluation=evaluation, stopping=stopping)

@@ -118,7 +118,7 @@ def assert_speaks(problem: RuleProblem, field: str, words: str) -> None:
     assert problem.where == field
     assert words in str(problem)
     assert all((problem.given, problem.needed, problem.fix))
-    assert all(is_field(name) for name in problem.fields)
+    assert all(is_field(name, Recipe) for name in problem.fields)
 
 
 @pytest.mark.parametrize(

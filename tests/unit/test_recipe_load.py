@@ -164,8 +164,8 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(path: Path) -> None:
 
 
 def test_a_key_in_the_wrong_section_is_sent_to_the_right_one(path: Path) -> None:
-    path.write_text(path.read_text() + "lr: 1.0e-6\n")
-    assert [fix for _, fix in problems_of(path)] == ["`lr` belongs at train.optimizer.lr"]
+    path.write_text(path.read_text() + "clip_grad: 0.5\n")
+    assert [fix for _, fix in problems_of(path)] == ["`clip_grad` belongs at train.optimizer.clip_grad"]
 
 
 def test_an_override_inside_an_override_is_located(path: Path) -> None:

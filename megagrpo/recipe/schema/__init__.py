@@ -21,15 +21,21 @@ from megagrpo.recipe.schema.reward import Overlong, Reward, RewardFunction
 from megagrpo.recipe.schema.rollout import DynamicSampling, EngineLayout, Mismatch, Rollout, Sglang
 from megagrpo.recipe.schema.run import Checkpoint, Cluster, MLflow, Track, WandB
 from megagrpo.recipe.schema.section import Section
+from megagrpo.recipe.schema.sft import ConversationFile, SftData, SftEval, SftRecipe
 from megagrpo.recipe.schema.train import Layout, Lora, Optimizer, Train
 from megagrpo.recipe.schema.weights import Weights
+
+AnyRecipe = Recipe | SftRecipe
+"""What they have in common: kind, name, seed, model, train, checkpoint, track, cluster."""
 
 __all__ = [
     "KL",
     "Advantage",
     "Algorithm",
+    "AnyRecipe",
     "Checkpoint",
     "Cluster",
+    "ConversationFile",
     "Correction",
     "Critic",
     "Data",
@@ -53,6 +59,9 @@ __all__ = [
     "RewardFunction",
     "Rollout",
     "Section",
+    "SftData",
+    "SftEval",
+    "SftRecipe",
     "Sglang",
     "Track",
     "Train",

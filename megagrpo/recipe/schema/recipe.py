@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -17,11 +17,16 @@ from megagrpo.recipe.schema.section import NonNegativeInt, Section
 from megagrpo.recipe.schema.train import Train
 from megagrpo.recipe.schema.weights import Weights
 
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
 
 class Recipe(Section):
     """One experiment, whole."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    kind: Literal["grpo"] = "grpo"
+    """grpo: reinforcement learning, for `megagrpo train`. A recipe of kind sft has other sections: see docs/sft.md."""
+
+    name: RunName
     """Name of the run and of its directory; letters, digits, dot, dash and underscore."""
 
     seed: NonNegativeInt = 0

@@ -1,0 +1,121 @@
+"""All training ranks as one object, whatever they train for. Every call has a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import ray
+
+from megagrpo.batching.microbatch import RankBatch
+from megagrpo.cluster.runtime import Runtime
+from megagrpo.cluster.waiting import call_all, wait_for
+from megagrpo.errors import RankError
+from megagrpo.layout.parallel import rank_grid
+from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.topology import Place
+
+if TYPE_CHECKING:
+    from megagrpo.weights.executors.checkpoint_export import Export
+    from megagrpo.weights.plan import WeightPlan
+
+
+class TrainRanks:
+    """One actor per training rank. Ready once constructed."""
+
+    actor_class: ClassVar[Any]  # decorated by ray.remote
+
+    def __init__(self, runtime: Runtime, recipe: AnyRecipe, model_directory: Path) -> None:
+        self._timeout = recipe.cluster.step_timeout_seconds
+        self._offload = list(recipe.train.offload)
+        self._released = False
+        self._data_rank = {f"train rank {at.rank}": at.data for at in rank_grid(recipe.train.layout.parallel())}
+        self._places = tuple(runtime.place_of_rank(rank) for rank in range(len(self._data_rank)))
+        self.actors: dict[str, Any] = {
+            name: runtime.start_rank(self.actor_class, rank) for rank, name in enumerate(self._data_rank)
+        }
+        first = next(iter(self.actors))
+        address = wait_for(
+            {first: self.actors[first].free_address.remote()},
+            doing="starting",
+            timeout_seconds=recipe.cluster.start_timeout_seconds,
+            error=RankError,
+        )[first]
+        wait_for(
+            {
+                name: actor.start.remote(recipe, rank, address, str(model_directory), runtime.device)
+                for rank, (name, actor) in enumerate(self.actors.items())
+            },
+            doing="starting",
+            timeout_seconds=recipe.cluster.start_timeout_seconds,
+            error=RankError,
+        )
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of every rank with the same arguments; results by rank. Raises RankError."""
+        results = call_all(
+            self.actors,
+            lambda actor: actor.call.remote(method, *arguments),
+            doing=method,
+            timeout_seconds=self._timeout,
+            error=RankError,
+        )
+        return [results[name] for name in self.actors]
+
+    def manifests(self) -> list[Manifest]:
+        return self.call("manifest")
+
+    def places(self) -> tuple[Place, ...]:
+        return self._places
+
+    def write_export(self, export: Export, plan: WeightPlan) -> None:
+        """Every rank writes its boxes into a Hugging Face export's files. `plan`'s sources are the ranks, in order."""
+        shared = ray.put(plan)
+        wait_for(
+            {
+                name: actor.call.remote("write_export", export, shared, rank)
+                for rank, (name, actor) in enumerate(self.actors.items())
+            },
+            doing="export",
+            timeout_seconds=self._timeout,
+            error=RankError,
+        )
+
+    def load_batch(self, batches: Sequence[RankBatch]) -> None:
+        """Hands each data rank its part of the step; ranks of one data rank read one shared object."""
+        shared = [ray.put(batch) for batch in batches]
+        wait_for(
+            {
+                name: actor.call.remote("load_batch", shared[self._data_rank[name]])
+                for name, actor in self.actors.items()
+            },
+            doing="load_batch",
+            timeout_seconds=self._timeout,
+            error=RankError,
+        )
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Inside it, the parts named in train.offload are in host memory: engines on the same devices have room."""
+        self._move("release")
+        self._released = True
+        yield
+        self._move("restore")
+        self._released = False
+
+    @contextmanager
+    def needed(self) -> Iterator[None]:
+        """Inside it, everything is where it can be used, also while `released`."""
+        released = self._released
+        if released:
+            self._move("restore")
+        yield
+        if released:
+            self._move("release")
+
+    def _move(self, method: str) -> None:
+        if self._offload:
+            self.call(method, self._offload)

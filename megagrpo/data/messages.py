@@ -1,0 +1,247 @@
+"""Conversations to learn from: rendered by the chat template, and every token of the assistant's marked.
+
+messages   list of {role, content}   the first is not the assistant's, the last one is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+
+from megagrpo.data.checking import RowSchema, look, read
+from megagrpo.data.files import Findings, Record, brief, place
+from megagrpo.data.mixture import FileCount, mix
+from megagrpo.data.prompts import RENDER_ERRORS, encode, first_line, template_error
+from megagrpo.data.rows import given_fields, message_problems
+from megagrpo.errors import DataError, Problem
+from megagrpo.recipe.schema import DataFile
+
+Messages = Sequence[Mapping[str, Any]]
+Overlong = Literal["drop", "truncate", "error"]
+SHOWN_CHARACTERS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One valid row. `number` counts as in `files.place`."""
+
+    number: int
+    messages: Messages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """One conversation as tokens. `loss_mask[t]` says whether token t is the assistant's."""
+
+    id: str
+    tokens: np.ndarray  # int32 [tokens]
+    loss_mask: np.ndarray  # bool [tokens]
+
+    def content(self) -> bytes:
+        """What must be the same when a run continues."""
+        return f"{len(self.tokens)}\0".encode() + self.tokens.tobytes() + self.loss_mask.tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """The examples of one epoch, file after file. A row that is taken twice is in it twice."""
+
+    examples: tuple[Example, ...]
+    files: tuple[FileCount, ...]
+
+
+def file_problems(path: Path) -> list[Problem]:
+    """A quick look, whatever the file's size: that it opens, its columns, its first rows. Raises nothing."""
+    return look(path, CONVERSATION_ROWS)
+
+
+def load_examples(
+    files: Sequence[DataFile],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tokens_max: int,
+    overlong: Overlong = "drop",
+    template_arguments: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Examples:
+    """Read, render and mix. Amounts count the examples that are left after over-long ones are dropped.
+
+    Raises DataError with the problems of all files, ModelError if the template is not valid Jinja.
+    """
+    read_one = partial(
+        _examples_of,
+        tokenizer=tokenizer,
+        tokens_max=tokens_max,
+        overlong=overlong,
+        template_arguments=template_arguments or {},
+    )
+    return Examples(*mix(files, read_one, seed=seed))
+
+
+def _examples_of(
+    path: Path,
+    label: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens_max: int,
+    overlong: Overlong,
+    template_arguments: Mapping[str, Any],
+) -> tuple[list[Example], int, int]:
+    """Examples of one file, its rows, and the over-long ones among these."""
+    conversations = read(path, CONVERSATION_ROWS)
+    findings = Findings(path)
+    examples: list[Example] = []
+    count_overlong = 0
+    special = _special_tokens(tokenizer)
+    for conversation in conversations:
+        where = place(path, conversation.number)
+        try:
+            pieces = list(_pieces(conversation.messages, tokenizer, template_arguments))
+        except TemplateSyntaxError as reason:
+            raise template_error(reason) from None
+        except NotAPrefixError as reason:
+            findings.add([reason.problem(where)])
+            continue
+        except RENDER_ERRORS as reason:
+            refused = f"{where}: the chat template refuses the messages"
+            fix = "correct the row's messages, or the template"
+            findings.add([Problem(refused, given=first_line(reason), fix=fix)])
+            continue
+        tokens, loss_mask = _tokens(pieces, tokenizer, special)
+        if len(tokens) > tokens_max:
+            count_overlong += 1
+            if overlong == "error":
+                findings.add([_overlong_problem(where, len(tokens), tokens_max)])
+            tokens, loss_mask = tokens[:tokens_max], loss_mask[:tokens_max]
+            if overlong == "drop" or not loss_mask.any():
+                continue
+        examples.append(Example(f"{label}:{conversation.number}", tokens, loss_mask))
+    findings.raise_if_any()
+    if not examples:
+        raise DataError(
+            Problem(
+                f"{path}: no example is left",
+                given=f"all {len(conversations)} rows are longer than {tokens_max} tokens",
+                fix="raise data.tokens_max, or set data.overlong_examples to truncate",
+            )
+        )
+    return examples, len(conversations), count_overlong
+
+
+class NotAPrefixError(Exception):
+    """The template renders the beginning of a conversation in another way than the same messages inside it."""
+
+    def __init__(self, beginning: str, whole: str, turn: int) -> None:
+        self.beginning, self.whole, self.turn = beginning, whole, turn
+
+    def problem(self, where: str) -> Problem:
+        differs = next(
+            (i for i, (a, b) in enumerate(zip(self.beginning, self.whole, strict=False)) if a != b), len(self.whole)
+        )
+        shown = slice(max(0, differs - SHOWN_CHARACTERS), differs + SHOWN_CHARACTERS)
+        return Problem(
+            f"{where}, messages[{self.turn}]: which tokens are the assistant's is not known, "
+            "because the chat template changes earlier messages when later ones follow",
+            given=f"{self.whole[shown]!r} in the whole conversation from character {shown.start} on",
+            needed=f"{self.beginning[shown]!r}, as it is up to this message",
+            fix="end each row after one assistant message, or use a template that only appends (model.chat_template)",
+        )
+
+
+def _pieces(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
+) -> Iterator[tuple[str, bool]]:
+    """The rendered conversation in pieces, each with whether the assistant says it.
+
+    Raises NotAPrefixError unless each prompt that the assistant would be given is the beginning of the whole.
+    """
+
+    def render(until: int, prompt: bool) -> str:
+        chat: Any = list(messages[:until])
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt, **arguments))
+
+    whole = render(len(messages), False)
+    done = 0
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render(turn, True)
+        through = whole if turn == len(messages) - 1 else render(turn + 1, False)
+        for beginning in (before, through):
+            if not whole.startswith(beginning) or len(beginning) <= done:
+                raise NotAPrefixError(beginning, whole, turn)
+        if len(through) <= len(before):
+            raise NotAPrefixError(before, through, turn)
+        yield whole[done : len(before)], False
+        yield whole[len(before) : len(through)], True
+        done = len(through)
+
+
+def _tokens(
+    pieces: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, int32 [tokens], and which are the assistant's, bool [tokens].
+
+    Each piece has tokens of its own, as when the assistant is asked: no token is part prompt and part response.
+    """
+    encoded = encode(tokenizer, [text for text, _ in pieces])
+    masks = [
+        _said(ids, tokenizer, special) if assistant else np.zeros(len(ids), bool)
+        for ids, (_, assistant) in zip(encoded, pieces, strict=True)
+    ]
+    return np.concatenate([np.array(ids, np.int32) for ids in encoded]), np.concatenate(masks)
+
+
+def _said(ids: list[int], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]) -> np.ndarray:
+    """Which tokens of a turn the assistant has to say: not the white space that a template puts after its end."""
+    end = max((i for i, token in enumerate(ids, 1) if token in special), default=len(ids))
+    after = str(tokenizer.decode(ids[end:])) if end < len(ids) else ""
+    return np.arange(len(ids)) < (len(ids) if after.strip() else end)
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(added | set(tokenizer.all_special_ids))
+
+
+def _row_problems(record: Record, where: str) -> list[Problem]:
+    messages = record["messages"]
+    problems = message_problems(messages, f"{where}, messages")
+    if problems:
+        return problems
+    if messages[0]["role"] == "assistant":
+        needed = "a message for the assistant to answer first"
+        problems.append(Problem(f"{where}, messages[0].role", given="'assistant'", needed=needed))
+    if messages[-1]["role"] != "assistant":
+        problems.append(
+            Problem(
+                f"{where}, messages[{len(messages) - 1}].role",
+                given=brief(messages[-1]["role"]),
+                needed="a last message of the assistant's: what to learn",
+                fix="leave out what comes after it",
+            )
+        )
+    return problems
+
+
+def _conversation(record: Record, number: int) -> Conversation:
+    return Conversation(number, given_fields(record["messages"]))
+
+
+def _overlong_problem(where: str, length: int, tokens_max: int) -> Problem:
+    return Problem(
+        f"{where}: the example is too long",
+        given=f"{length} tokens",
+        needed=f"at most {tokens_max} (data.tokens_max)",
+        fix="raise data.tokens_max, or set data.overlong_examples to drop or truncate",
+    )
+
+
+CONVERSATION_ROWS = RowSchema(("messages",), (), _row_problems, _conversation, "docs/sft.md")
