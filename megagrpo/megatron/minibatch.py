@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
-from megagrpo.algorithm.aggregation import Aggregation, token_weights
+from megagrpo.algorithm.aggregation import token_weights
+from megagrpo.algorithm.correction import correct
+from megagrpo.algorithm.covariance import choose_by_covariance
+from megagrpo.algorithm.draws import token_draws
 from megagrpo.megatron.packed import PackedTensors
-from megagrpo.megatron.response import ResponseTokens
+from megagrpo.megatron.response import ResponseTokens, joined
+from megagrpo.recipe.schema import Algorithm, Correction
 
 
 @dataclass(frozen=True)
@@ -25,17 +32,79 @@ class Minibatch:
     sequences: int
 
 
-def weigh_tokens(minibatch: Minibatch, aggregation: Aggregation, divisor: float) -> None:
-    """Gives every response token its weight in the loss."""
-    for response in minibatch.responses:
-        kept = torch.ones_like(response.positions, dtype=torch.bool)
-        response.weights = token_weights(
-            kept, response.sequences, aggregation, minibatch.tokens, minibatch.sequences, divisor
-        )
+def prepare(
+    minibatch: Minibatch,
+    advantages: Callable[[ResponseTokens], Tensor],
+    algorithm: Algorithm,
+    divisor: float,
+    seed: int,
+    device: torch.device,
+) -> Tensor | None:
+    """Gives every response token its weight in the loss, its importance, and the mark of a loss by covariance.
+
+    What depends on the whole minibatch is summed over the ranks that hold its other tokens, so that losses depend on
+    neither layout nor packing. Returns the sums of the correction, `Corrected.sums`, if there is one. Old logprobs must
+    be there if `needs_old_logprobs`.
+    """
+    responses = minibatch.responses
+    if not responses:
+        return None
+    sequences = joined(responses, device)
+    old = _joined([response.old_logprobs for response in responses])
+    kept = torch.ones(len(sequences.index), dtype=torch.bool, device=device)
+    tokens, count, sums = float(minibatch.tokens), float(minibatch.sequences), None
+    if corrects(algorithm.correction) and old is not None:
+        rollout = torch.cat([response.rollout_logprobs for response in responses])
+        corrected = correct(old, rollout, sequences, algorithm.correction, _sum_over_ranks)
+        kept, sums = corrected.kept, corrected.sums
+        _share_out(corrected.importance, responses, "importance")
+        # Each context rank has a part of every sequence; a token's share of its sequence's kept ones counts them once.
+        of_sequence = sequences.of_tokens(sequences.sum(kept.double()))
+        counts = torch.stack([kept.double(), torch.where(kept, 1 / of_sequence, 0.0)]).sum(1)
+        _sum_over_ranks(counts)
+        tokens, count = counts.tolist()
+    if algorithm.loss.name in ("clip_cov", "kl_cov") and old is not None:
+        draws = torch.cat([token_draws(seed, response.rows, response.places) for response in responses])
+        of_tokens = torch.cat([advantages(response) for response in responses])
+        chosen = choose_by_covariance(old, of_tokens, kept, draws, algorithm.loss, _sum_over_ranks)
+        _share_out(chosen, responses, "chosen")
+    _share_out(token_weights(kept, sequences, algorithm.aggregation, tokens, count, divisor), responses, "weights")
+    return sums
+
+
+def corrects(correction: Correction) -> bool:
+    """Whether there is anything to do."""
+    return bool(correction.weights or correction.reject or correction.veto)
+
+
+def needs_old_logprobs(algorithm: Algorithm) -> bool:
+    """Whether a minibatch cannot be prepared without them."""
+    return corrects(algorithm.correction) or algorithm.loss.name in ("clip_cov", "kl_cov")
 
 
 def of_tokens(values: Tensor, offsets: Tensor | None, response: ResponseTokens) -> Tensor:
-    """Each response token's of `values`: [rows of the step], or [response tokens of the step] with offsets [rows + 1]."""
+    """Each response token's of `values`: by row of the step, or, with offsets [rows + 1], by its response tokens."""
     if offsets is None:
         return values[response.rows]
     return values[offsets[response.rows] + response.index]
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return torch.cat(there) if len(there) == len(parts) else None
+
+
+def _share_out(values: Tensor | None, responses: list[ResponseTokens], name: str) -> None:
+    """Sets the field `name` of each microbatch to its part of `values` [tokens of all]."""
+    if values is None:
+        return
+    parts = values.split([len(response.rows) for response in responses])
+    for response, part in zip(responses, parts, strict=True):
+        setattr(response, name, part)
+
+
+def _sum_over_ranks(sums: Tensor) -> None:
+    """In place, over the ranks that hold the minibatch's other tokens."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)

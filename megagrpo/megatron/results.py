@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megagrpo.algorithm.correction import Correction, correction_of
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.algorithm.objective import Objective, ObjectiveInputs
 
@@ -25,6 +26,7 @@ class StepMetrics:
     ratio_mean: float  # probability ratio of the policy to the one before the update
     logprob_mean: float
     mismatch: Mismatch  # of the policy before the update with what the engines sampled from
+    correction: Correction | None  # None: the recipe has none
     grad_norm: float  # before clipping, mean over optimizer steps
     grad_norm_max: float
     tokens: int  # response tokens in the batch
@@ -45,6 +47,7 @@ class MetricSums:
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(9, dtype=torch.float64, device=device)
+        self._correction: torch.Tensor | None = None
         self._has_kl = False
 
     def add(self, objective: Objective, inputs: ObjectiveInputs) -> None:
@@ -66,10 +69,17 @@ class MetricSums:
         self._sums[0] += objective.loss.detach()
         self._sums[1:] += per_token.sum(1, dtype=torch.float64)
 
+    def add_correction(self, sums: torch.Tensor | None) -> None:
+        """Adds a minibatch's `Corrected.sums`, if there is a correction."""
+        if sums is not None:
+            self._correction = sums if self._correction is None else self._correction + sums
+
     def reduce(self, group: dist.ProcessGroup, grad_norms: list[float], epochs: int, mismatch: Mismatch) -> StepMetrics:
-        """Means over `group`, the ranks that hold the other tokens. One all-reduce."""
+        """Means over `group`, the ranks that hold the other tokens."""
         if group.size() > 1:
-            dist.all_reduce(self._sums, group=group)
+            for sums in (self._sums, self._correction):
+                if sums is not None:
+                    dist.all_reduce(sums, group=group)
         loss, policy_loss, kl, entropy, low, high, ratio, logprob, tokens = self._sums.tolist()
         count, steps = max(tokens, 1.0), max(len(grad_norms), 1)
         return StepMetrics(
@@ -82,6 +92,7 @@ class MetricSums:
             ratio_mean=ratio / count,
             logprob_mean=logprob / count,
             mismatch=mismatch,
+            correction=None if self._correction is None else correction_of(self._correction),
             grad_norm=sum(grad_norms) / steps,
             grad_norm_max=max(grad_norms, default=0.0),
             tokens=round(tokens) // epochs,

@@ -67,7 +67,7 @@ def take_old_and_reference_from_rollout(rank: Any) -> None:
 def update(rank: Any, advantages: np.ndarray, lr: float) -> Any:
     """The rank's update with the recipe's KL coefficient, if it is a term of the loss."""
     kl = rank.recipe.algorithm.kl
-    return rank.update(advantages, lr, kl.coefficient if kl.placement == "loss" else 0.0)
+    return rank.update(advantages, lr, kl.coefficient if kl.placement == "loss" else 0.0, step=1)
 
 
 def row_kl(rank: Any) -> dict[int, float]:
@@ -96,9 +96,9 @@ def step(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, lr: fl
     take_old_and_reference_from_rollout(rank)
     before = boxes(rank, rank.tensors())
     minibatch = rank._minibatches[0]
-    rank.prepare(minibatch)
-    settings = rank.objective_settings(rank.recipe.algorithm.kl.coefficient)
-    rank.compute_gradients(minibatch, rank._reader(advantages), settings, MetricSums(rank.device))
+    of_token, settings = rank._reader(advantages), rank.objective_settings(rank.recipe.algorithm.kl.coefficient)
+    rank.prepare(minibatch, of_token, step=1)
+    rank.compute_gradients(minibatch, of_token, settings, MetricSums(rank.device))
     gradients = boxes(rank, {name: p.main_grad for name, p in parameters_of(rank.policy.chunks).items()})
     metrics = update(rank, advantages, lr)
     return RankStep(metrics, gradients, before, boxes(rank, rank.tensors()))

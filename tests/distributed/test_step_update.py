@@ -63,7 +63,7 @@ def several_alone(model):
 def figures(metrics: Any) -> dict[str, Any]:
     """All numbers of an update, those of its mismatch too; not the worst tokens."""
     mismatch = {f"mismatch {name}": value for name, value in asdict(metrics.mismatch).items() if name != "worst"}
-    return {name: value for name, value in asdict(metrics).items() if name != "mismatch"} | mismatch
+    return {name: value for name, value in asdict(metrics).items() if name not in ("mismatch", "correction")} | mismatch
 
 
 def collect(results: Sequence[Any]) -> tuple[dict[str, float], np.ndarray]:

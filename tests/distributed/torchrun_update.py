@@ -19,7 +19,7 @@ def main(case: str, result: str) -> None:
     recipe, directory, batches, advantages, lr = pickle.loads(Path(case).read_bytes())
     rank = TrainRank(recipe, int(os.environ["RANK"]), "env://", directory, "cpu")
     rank.load_batch(batches[rank.where.data])
-    metrics = rank.update(advantages, lr, kl_coefficient=0.0)
+    metrics = rank.update(advantages, lr, kl_coefficient=0.0, step=1)
     if metrics is not None:
         Path(result).write_text(json.dumps(asdict(metrics)))
     rank.close()

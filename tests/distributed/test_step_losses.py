@@ -1,0 +1,141 @@
+"""Every loss, aggregation and correction: the same loss and gradients in every layout and packing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megagrpo.algorithm.ragged import Ragged
+from megagrpo.batching.microbatch import RankBatch
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.recipe.schema import Recipe
+from tests.distributed.grpo_case import Case, assemble, load_reference, make_batches, make_case, make_recipe
+from tests.distributed.grpo_ranks import Parts, boxes, on_ranks, take_old_and_reference_from_rollout
+from tests.tiny_models import make_model
+
+HERE = "tests.distributed.test_step_losses"
+TOKEN = {"level": "token", "statistic": "ratio", "low": 0.8, "high": 1.25}
+SEQUENCE = {"level": "sequence", "statistic": "k3", "over": "mean", "high": 0.04}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ppo_clip": {"loss": {"name": "ppo_clip", "dual_clip": 1.2}},
+    "gspo": {"loss": {"name": "gspo", "clip_low": 0.02, "clip_high": 0.02}, "aggregation": "seq_mean_token_mean"},
+    "cispo": {"loss": {"name": "cispo"}, "aggregation": "token_sum"},
+    "gmpo": {"loss": {"name": "gmpo"}, "aggregation": "seq_mean_token_sum"},
+    "sapo": {"loss": {"name": "sapo"}, "aggregation": "seq_mean_token_sum_norm"},
+    "reinforce": {"loss": {"name": "reinforce"}},
+    "clip_cov": {"loss": {"name": "clip_cov", "covariance_share": 0.1, "covariance_low": 0.1}},
+    "kl_cov": {"loss": {"name": "kl_cov", "covariance_share": 0.1}},
+    "straight-through KL": {"kl": {"coefficient": 0.3, "straight_through": True}},
+    "weights by token": {"correction": {"weights": "token", "high": 1.1, "normalize": True}},
+    "weights by sequence": {"correction": {"weights": "sequence", "low": 0.5, "outside": "zero"}},
+    "rejections": {"correction": {"reject": [TOKEN, SEQUENCE]}, "aggregation": "seq_mean_token_mean"},
+    "veto": {"correction": {"veto": 0.75, "weights": "sequence", "normalize": True}},
+}
+LAYOUTS = [
+    ParallelLayout(data=2),
+    ParallelLayout(context=2, pipeline=2),
+    ParallelLayout(tensor=2, context=2),
+]
+
+
+def gradients_of_variants(
+    rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray | Ragged, recipes: dict[str, Recipe]
+) -> dict[str, tuple[float, Parts, int]]:
+    """By variant: this rank's part of the loss, its gradients, and of its response tokens those with a weight."""
+    from megagrpo.megatron.results import MetricSums
+    from megagrpo.megatron.state_shards import parameters_of
+
+    found = {}
+    for name, recipe in recipes.items():
+        rank.recipe = recipe
+        rank.load_batch(batches[rank.where.data])
+        take_old_and_reference_from_rollout(rank)
+        for response in rank._responses():
+            # The engines differ from the trainer, differently for every token.
+            noise = 0.3 * ((response.rows * 7 + response.places * 13) % 11 - 5) / 5
+            response.rollout_logprobs = response.old_logprobs + noise
+        (minibatch,) = rank._minibatches
+        metrics, of_token = MetricSums(rank.device), rank._reader(advantages)
+        rank.prepare(minibatch, of_token, step=3)
+        kl = recipe.algorithm.kl.coefficient
+        rank.compute_gradients(minibatch, of_token, rank.objective_settings(kl), metrics)
+        gradients = {name: p.main_grad for name, p in parameters_of(rank.policy.chunks).items()}
+        loss = float(metrics._sums[0]) if rank.where.tensor == 0 else 0.0
+        weighed = sum(int((r.weights > 0).sum()) for r in minibatch.responses) if rank.where.tensor == 0 else 0
+        found[name] = (loss, boxes(rank, gradients), weighed)
+    return found
+
+
+def in_layout(
+    layout: ParallelLayout, model: tuple[Path, Case], advantages: np.ndarray | Ragged, tokens: int = 64
+) -> dict[str, tuple[float, dict[str, np.ndarray], int]]:
+    """Loss, gradients by checkpoint tensor, and weighed tokens of each variant."""
+    directory, case = model
+    plain = {"entropy_coefficient": 0.0, "kl": {"coefficient": 0.1}, "loss": {}, "aggregation": "token_mean"}
+    # The distributed optimizer would leave each data rank with its part of the gradients.
+    train = {**make_recipe(layout).train.model_dump(), "distributed_optimizer": False, "tokens_per_microbatch": tokens}
+    recipes = {name: make_recipe(layout, algorithm=plain | v, train=train) for name, v in VARIANTS.items()}
+    first = next(iter(recipes.values()))
+    batches = make_batches(first, case.sequences)
+    results = on_ranks(f"{HERE}:gradients_of_variants", first, directory, batches, advantages, recipes)
+    return {
+        name: (
+            sum(result[name][0] for result in results),
+            assemble([result[name][1] for result in results]),
+            sum(result[name][2] for result in results),
+        )
+        for name in VARIANTS
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> tuple[Path, Case]:
+    directory = make_model("qwen3", tmp_path_factory.mktemp("losses") / "qwen3", num_hidden_layers=2)
+    return directory, make_case(load_reference(directory), temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def by_token(model) -> Ragged:
+    """Each token its own advantage."""
+    lengths = np.array([int(s.loss_mask.sum()) for s in model[1].sequences])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Ragged(np.random.default_rng(2).normal(size=offsets[-1]), offsets)
+
+
+@pytest.fixture(scope="module")
+def alone(model, by_token):
+    return in_layout(ParallelLayout(), model, by_token)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_loss_is_the_same_in_every_layout(layout, model, by_token, alone):
+    same(in_layout(layout, model, by_token), alone)
+
+
+def test_every_loss_is_the_same_however_it_is_packed(model, by_token, alone):
+    same(in_layout(ParallelLayout(), model, by_token, tokens=200), alone)
+
+
+def test_variants_differ_and_leave_out_what_they_should(alone, by_token):
+    tokens = len(by_token.values)
+    losses = [round(loss, 6) for loss, _, _ in alone.values()]
+    assert len(set(losses)) >= len(losses) - 1, losses
+    for name, (_, gradients, weighed) in alone.items():
+        assert max(np.abs(g).max() for g in gradients.values()) > 0, name
+        assert (weighed < tokens) == (name in ("rejections", "veto")), name
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name, (loss, gradients, weighed) in wanted.items():
+        other_loss, other_gradients, other_weighed = found[name]
+        assert other_weighed == weighed, name
+        assert other_loss == pytest.approx(loss, rel=1e-5, abs=1e-6), name
+        largest = max(np.abs(g).max() for g in gradients.values())
+        for tensor, gradient in gradients.items():
+            np.testing.assert_allclose(
+                other_gradients[tensor], gradient, rtol=1e-4, atol=1e-5 * largest, err_msg=f"{name}: {tensor}"
+            )
