@@ -118,6 +118,15 @@ def convert_to_hugging_face(asked: argparse.Namespace) -> int:
     return _report_converted(done)
 
 
+def merge_lora(asked: argparse.Namespace) -> int:
+    from megagrpo.convert.merge_lora import merge_lora as merge
+
+    done = merge(
+        asked.source, asked.adapter, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite
+    )
+    return _report_converted(done)
+
+
 def verify(asked: argparse.Namespace) -> int:
     from megagrpo.convert.verify import verify as compare
 
@@ -218,10 +227,14 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     for name, command, text in (
         ("hf-to-megatron", convert_to_megatron, "write torch_dist, which Megatron-LM loads in any layout"),
         ("megatron-to-hf", convert_to_hugging_face, "write a Hugging Face model directory"),
+        ("merge-lora", merge_lora, "write a Hugging Face model directory with a low-rank adapter added to the weights"),
     ):
         added = converters.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.add_argument("--source", type=Path, required=True, metavar="DIR", help=source)
         added.add_argument("--output", type=Path, required=True, metavar="DIR", help="appears when it is complete")
+        if command is merge_lora:
+            adapter = "PEFT adapter, or a training checkpoint of ours with train.lora"
+            added.add_argument("--adapter", type=Path, required=True, metavar="DIR", help=adapter)
         added.add_argument("--model", type=Path, metavar="DIR", help=model)
         added.add_argument("--dtype", choices=dtypes, help="default: as stored")
         added.add_argument("--overwrite", action="store_true", help="replace an output that exists, at the very end")

@@ -47,8 +47,12 @@ def to_hugging_face(
     that of each tensor. Raises: ModelError or CheckpointError; `output` is as it was then.
     """
     options = ["hugging face", dtype, file_bytes]
-    return _convert(
-        path, output, model, overwrite, options, lambda source: HuggingFaceTarget(source, dtype, file_bytes)
+    return convert_source(
+        open_source(path, model),
+        output,
+        overwrite,
+        options,
+        lambda source: HuggingFaceTarget(source, dtype, file_bytes),
     )
 
 
@@ -56,23 +60,27 @@ def to_megatron(
     path: Path, output: Path, *, model: Path | None = None, dtype: str | None = None, overwrite: bool = False
 ) -> Converted:
     """A torch_dist checkpoint for Megatron-LM from the checkpoint at `path`. Otherwise like to_hugging_face."""
-    return _convert(path, output, model, overwrite, ["megatron", dtype], lambda source: MegatronTarget(source, dtype))
+    return convert_source(
+        open_source(path, model), output, overwrite, ["megatron", dtype], lambda source: MegatronTarget(source, dtype)
+    )
 
 
 @torch.no_grad()
-def _convert(
-    path: Path,
+def convert_source(
+    source: Source,
     output: Path,
-    model: Path | None,
     overwrite: bool,
     options: list[str | int | None],
     target_of: Callable[[Source], Target],
 ) -> Converted:
-    source = open_source(path, model)
+    """Makes `output` from all of `source`. `options` are what else decides how its bytes come out.
+
+    Raises: ModelError or CheckpointError; `output` is as it was then.
+    """
     target = target_of(source)
     output = output.absolute()
     config = (source.model_directory / CONFIG).read_text(encoding="utf-8")
     identity = json.dumps([FORMAT, options, fingerprint(source), config])
-    continued = run(target, output, identity, overwrite, f"{path.name} to {output.name}")
+    continued = run(target, output, identity, overwrite, f"{source.directory.name} to {output.name}")
     total = sum(unit.bytes for unit in target.units)
     return Converted(output, len(source.tensors), total, source.left_out, continued)

@@ -41,22 +41,38 @@ def open_source(path: Path, model: Path | None = None, *, otherwise: Path | None
     path = path.absolute()
     if (path / METADATA).is_file():
         return _torch_source(path, path.parent, model, otherwise)
-    if (path / TRAINER).is_file() and (path / RANK).is_dir():
+    training = training_checkpoint(path)
+    if training == path:
         return _training_source(path, model, otherwise)
     if (path / TRACKER).is_file():
         return _torch_source(_latest_iteration(path), path, model, otherwise)
     if (path / CONFIG).is_file():
         return _hugging_face_source(path, model)
-    if any(path.glob("step_*")):
-        latest = CheckpointStore(path, keep_last=1).latest_complete()
-        if latest is not None:
-            return _training_source(latest.path, model, otherwise)
+    if training is not None:
+        return _training_source(training, model, otherwise)
     given = "no such directory" if not path.is_dir() else "a directory with none of them"
     needed = (
         f"a Hugging Face model ({CONFIG}), a Megatron-LM torch_dist checkpoint ({TRACKER} or {METADATA}), "
         "or a training checkpoint of megagrpo (step_*)"
     )
     raise CheckpointError(Problem(str(path), given, needed))
+
+
+def training_checkpoint(path: Path) -> Path | None:
+    """`path` if it is a training checkpoint of ours, or the newest whole one in it; None if it is something else."""
+    if (path / TRAINER).is_file() and (path / RANK).is_dir():
+        return path
+    if not any(path.glob("step_*")):
+        return None
+    latest = CheckpointStore(path, keep_last=1).latest_complete()
+    return latest.path if latest is not None else None
+
+
+def trainer_state(path: Path) -> TrainerState:
+    """What the driver saved in a training checkpoint. Raises CheckpointError if the checkpoint is not whole."""
+    if wrong := damage(path, checksums=False):
+        raise CheckpointError([Problem(str(path), line, "a whole checkpoint") for line in wrong])
+    return TrainerState.from_json((path / TRAINER).read_text(encoding="utf-8"), str(path / TRAINER))
 
 
 @dataclass(frozen=True)
@@ -117,10 +133,11 @@ def _torch_source(path: Path, root: Path, model: Path | None, otherwise: Path | 
 
 
 def _training_source(path: Path, model: Path | None, otherwise: Path | None) -> Source:
-    if wrong := damage(path, checksums=False):
-        raise CheckpointError([Problem(str(path), line, "a whole checkpoint") for line in wrong])
-    state = TrainerState.from_json((path / TRAINER).read_text(encoding="utf-8"), str(path / TRAINER))
-    trained_from = Path(str(state.recipe["model"]["path"])) if "model" in state.recipe else None
+    recipe = trainer_state(path).recipe
+    if recipe.get("train", {}).get("lora") is not None:
+        fix = f"megagrpo convert merge-lora --adapter {path} --source MODEL --output DIR"
+        raise ModelError(Problem(str(path), "adapters (train.lora)", "weights of a whole model", fix))
+    trained_from = Path(str(recipe["model"]["path"])) if "model" in recipe else None
     directory = _model_of(path, model, trained_from, otherwise)
     return _main_weights_source(path, TorchCheckpoint(path / RANK), directory)
 

@@ -7,6 +7,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.convert.convert import to_megatron
 from megagrpo.convert.torch_writer import TorchFile, write_metadata
 from megagrpo.weights.boxes import Storage
+from tests.peft_files import write_peft
 from tests.safetensors_files import assert_same_files, saved
 from tests.tiny_models import make_model
 
@@ -35,7 +37,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with_value(model, 0.0625)
     run = to_megatron(with_value(make_model("qwen2", tmp_path / "other"), 0.06298828125), tmp_path / "megatron-lm-run")
     (run.directory / "hugging_face").rename(tmp_path / "not_there")
-    save_training(tmp_path / "runs" / "my_run" / "checkpoints", saved(model), model)
+    runs = tmp_path / "runs"
+    save_training(runs / "my_run" / "checkpoints", saved(model), {"model": {"path": str(model)}})
+    adapter = saved(write_peft(tmp_path / "adapter", model))
+    lora = {"model": {"path": str(model)}, "train": {"lora": {"rank": 4, "alpha": 8.0}}}
+    save_training(runs / "my_lora_run" / "checkpoints", adapter, lora)
     return tmp_path
 
 
@@ -46,7 +52,7 @@ def with_value(model: Path, value: float) -> Path:
     return model
 
 
-def save_training(directory: Path, tensors: dict[str, torch.Tensor], model: Path) -> None:
+def save_training(directory: Path, tensors: dict[str, torch.Tensor], recipe: dict[str, Any]) -> None:
     """A training checkpoint with these weights."""
     store = CheckpointStore(directory, keep_last=1)
     ranks = store.begin(3)
@@ -54,7 +60,6 @@ def save_training(directory: Path, tensors: dict[str, torch.Tensor], model: Path
     with TorchFile(ranks / "__0_0.distcp") as file:
         written = [file.add(key, (0,) * tensor.dim(), tensor.clone()) for key, tensor in stored.items()]
     write_metadata(ranks, {key: Storage(key, tuple(t.shape), "float32") for key, t in stored.items()}, written)
-    recipe = {"model": {"path": str(model)}}
     state = TrainerState(3, weight_version=4, data_cursor={}, recipe=recipe)
     store.commit(state, [describe(ranks, path) for path in ranks.iterdir()])
 
@@ -69,8 +74,9 @@ def test_the_page_does_what_it_says(place: Path, capfd: pytest.CaptureFixture[st
             assert shown in said.out
             assert "\x1b" not in said.err  # no bar where nobody watches
             ran += 1
-    assert ran == 6
+    assert ran == 8
     assert_same_files(place / "model", place / "model-again")
+    assert_same_files(place / "merged", place / "merged-from-run")
     assert_same_files(place / "model", place / "best")
 
 
@@ -81,6 +87,7 @@ def test_the_scripts_are_the_commands(
         ("hf_to_megatron", "--source model --output megatron"),
         ("megatron_to_hf", "--source megatron --output again"),
         ("verify", "model again"),
+        ("merge_lora", "--adapter adapter --source model --output merged"),
     ):
         monkeypatch.setattr(sys, "argv", [script, *arguments.split()])
         with pytest.raises(SystemExit) as ended:
