@@ -11,7 +11,7 @@ from megagrpo.algorithm.selection import kth_smallest
 from megagrpo.recipe import schema
 
 FLOAT32_BITS = 32
-DRAW_BITS = 52
+DRAW_BITS = 53
 
 
 def choose_by_covariance(

@@ -1,0 +1,374 @@
+"""Policy losses against formulas written out in float64 numpy, finite differences, and verl's own where they agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.algorithm.policy_loss import LOSSES, PolicyInputs, PolicyLoss, policy_loss
+from megagrpo.algorithm.sequences import Sequences
+from megagrpo.recipe import schema
+
+LENGTHS = [1, 7, 3, 12, 5, 2]
+SETTINGS = {
+    "ppo_clip": schema.PolicyLoss(name="ppo_clip", clip_low=0.2, clip_high=0.3, dual_clip=1.5),
+    "gspo": schema.PolicyLoss(name="gspo", clip_low=0.1, clip_high=0.15),
+    "cispo": schema.PolicyLoss(name="cispo", clip_low=0.2, clip_high=0.3),
+    "gmpo": schema.PolicyLoss(name="gmpo", clip_low=0.3, clip_high=0.4),
+    "sapo": schema.PolicyLoss(name="sapo", temperature_positive=0.8, temperature_negative=1.3),
+    "clip_cov": schema.PolicyLoss(name="clip_cov", clip_low=0.2, clip_high=0.3),
+    "kl_cov": schema.PolicyLoss(name="kl_cov", covariance_kl=0.7),
+    "reinforce": schema.PolicyLoss(name="reinforce"),
+}
+every_loss = pytest.mark.parametrize("name", SETTINGS)
+
+
+def sequences_of(lengths: list[int]) -> Sequences:
+    counts = torch.tensor(lengths)
+    return Sequences(torch.arange(len(lengths)).repeat_interleave(counts), counts.float())
+
+
+def random_inputs(lengths: list[int] = LENGTHS, seed: int = 0) -> PolicyInputs:
+    """Ratios outside of all bounds on both sides; one advantage for each response, of both signs."""
+    random = torch.Generator().manual_seed(seed)
+    sequences, tokens = sequences_of(lengths), sum(lengths)
+    logprobs = -torch.randn(tokens, generator=random, dtype=torch.float64).abs()
+    shift = sequences.of_tokens(0.25 * torch.randn(len(lengths), generator=random, dtype=torch.float64))
+    return PolicyInputs(
+        logprobs=logprobs.requires_grad_(),
+        old_logprobs=logprobs.detach() + shift + 0.4 * torch.randn(tokens, generator=random, dtype=torch.float64),
+        advantages=sequences.of_tokens(torch.randn(len(lengths), generator=random, dtype=torch.float64)),
+        sequences=sequences,
+        chosen=torch.rand(tokens, generator=random) < 0.3,
+    )
+
+
+def weights_of(inputs: PolicyInputs) -> torch.Tensor:
+    """Every response counts the same."""
+    return inputs.sequences.of_tokens(1 / inputs.sequences.tokens.double()) / len(inputs.sequences.tokens)
+
+
+def written_out(
+    name: str, inputs: PolicyInputs, logprobs: np.ndarray, s: schema.PolicyLoss, base: np.ndarray | None = None
+) -> np.ndarray:
+    """Each token's loss, response by response and with cases. `base`: logprobs in what has no gradient."""
+    base = logprobs if base is None else base
+    old, advantages, index = (x.numpy() for x in (inputs.old_logprobs, inputs.advantages, inputs.sequences.index))
+    losses = np.empty(len(logprobs))
+    for response in sorted(set(index.tolist())):
+        rows = np.flatnonzero(index == response)
+        mean = (logprobs[rows] - old[rows]).mean()
+        if name == "gmpo":
+            kept = [
+                min(logprobs[t] - old[t], s.clip_high) if advantages[t] > 0 else max(logprobs[t] - old[t], -s.clip_low)
+                for t in rows
+            ]
+            mean = float(np.mean(kept))
+        for t in rows:
+            a, ratio = advantages[t], np.exp(logprobs[t] - old[t])
+            if name == "gspo":
+                ratio = np.exp(mean)
+            if name in ("ppo_clip", "gspo", "clip_cov"):
+                loss = -a * (min(ratio, 1 + s.clip_high) if a > 0 else max(ratio, 1 - s.clip_low))
+                if s.dual_clip and a < 0:
+                    loss = min(loss, -s.dual_clip * a)
+                if name == "clip_cov" and inputs.chosen[t]:
+                    loss = 0.0
+            elif name == "cispo":
+                loss = -min(max(np.exp(base[t] - old[t]), 1 - s.clip_low), 1 + s.clip_high) * a * logprobs[t]
+            elif name == "gmpo":
+                loss = -np.exp(mean) * a
+            elif name == "sapo":
+                tau = s.temperature_positive if a > 0 else s.temperature_negative
+                loss = -a * 4 / tau / (1 + np.exp(-tau * (ratio - 1)))
+            elif name == "kl_cov":
+                loss = -a * ratio + (s.covariance_kl * abs(logprobs[t] - old[t]) if inputs.chosen[t] else 0)
+            else:
+                loss = -a * logprobs[t]
+            losses[t] = loss
+    return losses
+
+
+@every_loss
+def test_losses_are_those_of_the_formulas(name):
+    inputs = random_inputs()
+    found = policy_loss(inputs, SETTINGS[name])
+    logprobs = inputs.logprobs.detach().numpy()
+    np.testing.assert_allclose(
+        found.loss.detach(), written_out(name, inputs, logprobs, SETTINGS[name]), rtol=1e-12, atol=1e-14
+    )
+    np.testing.assert_allclose(found.ratio, np.exp(logprobs - inputs.old_logprobs.numpy()), rtol=1e-12)
+    assert not found.ratio.requires_grad
+
+
+@every_loss
+def test_gradients_are_finite_differences_of_the_formulas(name):
+    inputs = random_inputs(seed=1)
+    weights = weights_of(inputs)
+    (gradient,) = torch.autograd.grad((weights * policy_loss(inputs, SETTINGS[name]).loss).sum(), inputs.logprobs)
+    base, step = inputs.logprobs.detach().numpy(), 1e-6
+    for t in range(len(base)):
+        moved = [base.copy(), base.copy()]
+        moved[0][t] -= step
+        moved[1][t] += step
+        low, high = (weights.numpy() @ written_out(name, inputs, x, SETTINGS[name], base) for x in moved)
+        assert gradient[t].item() == pytest.approx((high - low) / (2 * step), rel=1e-5, abs=1e-9), t
+
+
+def parts_of(inputs: PolicyInputs, order: list[int], parts: int) -> list[tuple[np.ndarray, PolicyInputs]]:
+    """Microbatches of whole responses, in another order; with each, where its tokens were."""
+    index = inputs.sequences.index.numpy()
+    found = []
+    for part in range(parts):
+        responses = order[part::parts]
+        if not responses:
+            continue
+        where = np.concatenate([np.flatnonzero(index == r) for r in responses])
+        found.append(
+            (
+                where,
+                PolicyInputs(
+                    inputs.logprobs.detach()[where].requires_grad_(),
+                    inputs.old_logprobs[where],
+                    inputs.advantages[where],
+                    sequences_of([int((index == r).sum()) for r in responses]),
+                    None if inputs.chosen is None else inputs.chosen[where],
+                ),
+            )
+        )
+    return found
+
+
+@every_loss
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=8),
+    st.integers(1, 4),
+    st.integers(0, 99),
+    st.randoms(use_true_random=False),
+)
+def test_loss_and_gradient_do_not_depend_on_microbatches_or_order(name, lengths, parts, seed, random):
+    inputs = random_inputs(lengths, seed)
+    whole = policy_loss(inputs, SETTINGS[name])
+    (gradient,) = torch.autograd.grad((weights_of(inputs) * whole.loss).sum(), inputs.logprobs)
+    order = list(range(len(lengths)))
+    random.shuffle(order)
+    for where, part in parts_of(inputs, order, parts):
+        found = policy_loss(part, SETTINGS[name])
+        torch.testing.assert_close(found.loss, whole.loss[where], rtol=1e-12, atol=1e-14)
+        (own,) = torch.autograd.grad((weights_of(inputs)[where] * found.loss).sum(), part.logprobs)
+        torch.testing.assert_close(own, gradient[where], rtol=1e-12, atol=1e-14)
+        assert torch.equal(found.clipped_low, whole.clipped_low[where])
+        assert torch.equal(found.clipped_high, whole.clipped_high[where])
+
+
+@every_loss
+def test_responses_that_lie_on_two_ranks_have_the_same_loss_and_gradient(name):
+    inputs = random_inputs(seed=4)
+    whole = policy_loss(inputs, SETTINGS[name])
+    (gradient,) = torch.autograd.grad((weights_of(inputs) * whole.loss).sum(), inputs.logprobs)
+    halves = [torch.arange(rank, len(inputs.logprobs), 2) for rank in range(2)]
+
+    def part(rank: int, over_ranks) -> PolicyInputs:
+        here = halves[rank]
+        return PolicyInputs(
+            inputs.logprobs.detach()[here].requires_grad_(),
+            inputs.old_logprobs[here],
+            inputs.advantages[here],
+            Sequences(inputs.sequences.index[here], inputs.sequences.tokens, over_ranks),
+            inputs.chosen[here],
+        )
+
+    sent: dict[int, torch.Tensor] = {}
+    for rank in range(2):
+        policy_loss(part(rank, lambda sums, rank=rank: sent.setdefault(rank, sums.detach())), SETTINGS[name])
+    for rank in range(2):
+        on_rank = part(rank, lambda sums, rank=rank: sums + sent[1 - rank])
+        found = policy_loss(on_rank, SETTINGS[name])
+        torch.testing.assert_close(found.loss, whole.loss[halves[rank]], rtol=1e-12, atol=1e-14)
+        (own,) = torch.autograd.grad((weights_of(inputs)[halves[rank]] * found.loss).sum(), on_rank.logprobs)
+        torch.testing.assert_close(own, gradient[halves[rank]], rtol=1e-12, atol=1e-14)
+
+
+@every_loss
+def test_before_the_policy_has_moved_every_gradient_is_that_of_the_policy(name):
+    inputs = random_inputs()
+    inputs = replace(inputs, old_logprobs=inputs.logprobs.detach(), chosen=torch.zeros_like(inputs.chosen))
+    (gradient,) = torch.autograd.grad(policy_loss(inputs, SETTINGS[name]).loss.sum(), inputs.logprobs)
+    torch.testing.assert_close(gradient, -inputs.advantages)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo"])
+def test_tokens_without_a_gradient_are_those_that_a_bound_cut(name):
+    inputs = random_inputs([6] * 60, seed=3)
+    found = policy_loss(inputs, SETTINGS[name])
+    (gradient,) = torch.autograd.grad(found.loss.sum(), inputs.logprobs)
+    assert found.clipped_low.any()
+    assert found.clipped_high.any()
+    assert torch.equal(gradient == 0, found.clipped_low | found.clipped_high)
+    assert not (found.clipped_low & found.clipped_high).any()
+
+
+def test_cispo_marks_the_tokens_whose_weight_a_bound_changed():
+    inputs = random_inputs()
+    found = policy_loss(inputs, SETTINGS["cispo"])
+    ratio = found.ratio.numpy()
+    np.testing.assert_array_equal(found.clipped_low, ratio < 0.8)
+    np.testing.assert_array_equal(found.clipped_high, ratio > 1.3)
+    (gradient,) = torch.autograd.grad(found.loss.sum(), inputs.logprobs)
+    assert (gradient != 0).all()
+
+
+@every_loss
+def test_broken_ratios_stay_finite(name):
+    logprobs = torch.tensor([0.0, -1e4, 0.0, -1e4], requires_grad=True)
+    old = torch.tensor([-1e4, 0.0, -1e4, 0.0])
+    inputs = PolicyInputs(logprobs, old, torch.tensor([-1.0, 1.0, 1.0, -1.0]), sequences_of([1, 1, 1, 1]), old < -1)
+    found = policy_loss(inputs, SETTINGS[name])
+    found.loss.sum().backward()
+    assert torch.isfinite(found.loss).all()
+    assert torch.isfinite(logprobs.grad).all()
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_a_loss_by_covariance_wants_chosen_tokens(name):
+    with pytest.raises(ValueError, match="chosen"):
+        policy_loss(replace(random_inputs(), chosen=None), SETTINGS[name])
+
+
+def test_every_loss_of_the_recipe_is_there_and_tested():
+    names = set(schema.PolicyLoss.model_fields["name"].annotation.__args__)
+    assert names == set(LOSSES) == set(SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+def test_a_token_without_a_weight_has_no_gradient_from_its_response(name):
+    inputs = random_inputs([6] * 20, seed=5)
+    weights = torch.ones(120, dtype=torch.float64)
+    weights[::3] = 0
+    (gradient,) = torch.autograd.grad((weights * policy_loss(inputs, SETTINGS[name]).loss).sum(), inputs.logprobs)
+    assert not gradient[::3].any()
+    assert gradient.any()
+
+
+# --- verl -------------------------------------------------------------------------------------------------------------
+# A few lines each of verl/trainer/ppo/core_algos.py, on padded rows: what is minimised where its semantics are ours.
+
+
+def padded(values: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    longest = int(sequences.tokens.max())
+    found = torch.zeros(len(sequences.tokens), longest, dtype=values.dtype)
+    for row in range(len(sequences.tokens)):
+        own = values[sequences.index == row]
+        found[row, : len(own)] = own
+    return found
+
+
+def masked_rows(inputs: PolicyInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    mask = padded(torch.ones_like(inputs.advantages), inputs.sequences)
+    return *(padded(x, inputs.sequences) for x in (inputs.logprobs, inputs.old_logprobs, inputs.advantages)), mask
+
+
+def token_mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (losses * mask).sum() / mask.sum()
+
+
+def seq_mean_token_mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return ((losses * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def verl_vanilla(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+    logprob, old, advantages, mask = masked_rows(inputs)
+    ratio = torch.exp(torch.clamp(logprob - old, min=-20.0, max=20.0))
+    losses1 = -advantages * ratio
+    losses2 = -advantages * torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high)
+    clipped = torch.maximum(losses1, losses2)
+    dual = torch.min(-advantages * s.dual_clip, clipped)
+    return token_mean(torch.where(advantages < 0, dual, clipped), mask)
+
+
+def verl_gspo(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+    logprob, old, advantages, mask = masked_rows(inputs)
+    seq = ((logprob - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    ratio = torch.exp(torch.clamp(logprob - logprob.detach() + seq.detach().unsqueeze(-1), max=10.0))
+    losses = torch.maximum(-advantages * ratio, -advantages * torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high))
+    return seq_mean_token_mean(losses, mask)
+
+
+def verl_sapo(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+    logprob, old, advantages, mask = masked_rows(inputs)
+    ratio = torch.exp(torch.clamp(logprob - old, min=-20.0, max=20.0))
+    positive, negative = (
+        torch.as_tensor(t, dtype=torch.float64) for t in (s.temperature_positive, s.temperature_negative)
+    )
+    tau = torch.where(advantages > 0, positive, negative)
+    return seq_mean_token_mean(-torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages, mask)
+
+
+def verl_cispo(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+    logprob, old, advantages, mask = masked_rows(inputs)
+    ratio = torch.exp(torch.clamp(logprob - old, min=-20.0, max=20.0))
+    return token_mean(-torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high).detach() * advantages * logprob, mask)
+
+
+def verl_geo_mean(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+    logprob, old, advantages, mask = masked_rows(inputs)
+    log_ratio, sign = logprob - old, torch.sign(advantages)
+    least = sign * torch.min(sign * log_ratio, sign * torch.clamp(log_ratio, -s.clip_low, s.clip_high))
+    ratio = torch.exp((least * mask).sum(-1) / (mask.sum(-1) + 1e-8))
+    advantage = (advantages * mask).sum(-1) / (mask.sum(-1) + 1e-8)
+    return torch.mean(-advantage * ratio)
+
+
+def verl_gpg(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+    logprob, _, advantages, mask = masked_rows(inputs)
+    return token_mean(-logprob * advantages, mask)
+
+
+def verl_clip_cov(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+    logprob, old, advantages, mask = masked_rows(inputs)
+    ratio, kept = torch.exp(logprob - old), 1 - padded(inputs.chosen.double(), inputs.sequences)
+    losses2 = -advantages * torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high)
+    return token_mean(torch.maximum(-advantages * ratio, losses2) * kept, mask)
+
+
+def verl_kl_cov(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+    logprob, old, advantages, mask = masked_rows(inputs)
+    plain = -advantages * torch.exp(logprob - old)
+    chosen = padded(inputs.chosen, inputs.sequences)
+    return token_mean(torch.where(chosen, plain + s.covariance_kl * (logprob - old).abs(), plain), mask)
+
+
+VERL = {
+    "ppo_clip": (verl_vanilla, "token"),
+    "gspo": (verl_gspo, "sequence"),
+    "sapo": (verl_sapo, "sequence"),
+    "cispo": (verl_cispo, "token"),
+    "gmpo": (verl_geo_mean, "sequence"),
+    "reinforce": (verl_gpg, "token"),
+    "clip_cov": (verl_clip_cov, "token"),
+    "kl_cov": (verl_kl_cov, "token"),
+}
+
+
+@every_loss
+def test_losses_and_gradients_are_verls(name):
+    inputs = random_inputs(seed=6)
+    theirs, level = VERL[name]
+    weights = weights_of(inputs) if level == "sequence" else 1 / len(inputs.logprobs)
+    ours = (weights * policy_loss(inputs, SETTINGS[name]).loss).sum()
+    expected = theirs(inputs, SETTINGS[name])
+    torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-9)
+    gradients = [torch.autograd.grad(loss, inputs.logprobs)[0] for loss in (ours, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
+
+
+def test_gmpo_follows_the_recipes_aggregation_where_verl_has_its_own():
+    inputs = random_inputs(seed=7)
+    losses: PolicyLoss = policy_loss(inputs, SETTINGS["gmpo"])
+    assert losses.loss.mean().item() != pytest.approx(verl_geo_mean(inputs, SETTINGS["gmpo"]).item(), rel=1e-3)
