@@ -49,12 +49,22 @@ def train(asked: argparse.Namespace) -> int:
     return run(ready)
 
 
-def plan(asked: argparse.Namespace) -> int:
-    from megagrpo.plan.summary import summary
-    from megagrpo.recipe.load import load
+def sft(asked: argparse.Namespace) -> int:
+    from megagrpo.recipe.load import load_sft
     from megagrpo.trainer.preflight import preflight
 
-    ready = preflight(load(asked.recipe, asked.overrides), plan_only=True)
+    ready = preflight(load_sft(asked.recipe, asked.overrides))
+    from megagrpo.trainer.sft import sft as run  # imports ray: only once the recipe is known to be good
+
+    return run(ready)
+
+
+def plan(asked: argparse.Namespace) -> int:
+    from megagrpo.plan.summary import summary
+    from megagrpo.recipe.load import load_any
+    from megagrpo.trainer.preflight import preflight
+
+    ready = preflight(load_any(asked.recipe, asked.overrides), plan_only=True)
     for name, text in summary(ready.recipe, ready.architecture, ready.model_directory):
         print(f"{name:<12} {text}")
     print("OK")
@@ -165,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, command, text in (
         ("train", train, "check a recipe, then train; continues from the newest checkpoint of the run"),
+        ("sft", sft, "the same for supervised fine-tuning on conversations: recipes of kind sft, see docs/sft.md"),
         ("plan", plan, "check a recipe and print its sizes; starts nothing"),
     ):
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)

@@ -27,6 +27,9 @@ class TokenLoss:
     total: float  # nats
     tokens: int
 
+    def __add__(self, other: TokenLoss) -> TokenLoss:
+        return TokenLoss(self.total + other.total, self.tokens + other.tokens)
+
     @property
     def mean(self) -> float:
         return self.total / max(self.tokens, 1)

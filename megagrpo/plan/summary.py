@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 from megagrpo.layout.stages import layers_of_chunk
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe, DataFile, Recipe, SftRecipe
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 
 
-def summary(recipe: Recipe, architecture: Architecture, model_directory: Path) -> list[tuple[str, str]]:
+def summary(recipe: AnyRecipe, architecture: Architecture, model_directory: Path) -> list[tuple[str, str]]:
     return [
         ("run", f"{recipe.name}, seed {recipe.seed}, in {run_directory(recipe)}"),
         ("model", f"{architecture.family} of {_count(parameters(architecture))} parameters, from {model_directory}"),
         ("ranks", _ranks(recipe, architecture)),
         ("layers", _layers(recipe, architecture)),
         ("vocabulary", _vocabulary(recipe, architecture)),
+        *(_of_sft(recipe) if isinstance(recipe, SftRecipe) else _of_grpo(recipe)),
+        ("checkpoints", f"every {recipe.checkpoint.every_steps} steps, in {checkpoint_directory(recipe)}"),
+    ]
+
+
+def _of_grpo(recipe: Recipe) -> list[tuple[str, str]]:
+    return [
         ("step", _step(recipe)),
         ("minibatches", _minibatches(recipe)),
         ("sequence", _sequence(recipe)),
         ("length", _length(recipe)),
         ("evaluation", _evaluation(recipe)),
-        ("checkpoints", f"every {recipe.checkpoint.every_steps} steps, in {checkpoint_directory(recipe)}"),
     ]
+
+
+def _of_sft(recipe: SftRecipe) -> list[tuple[str, str]]:
+    data, train, evaluation = recipe.data, recipe.train, recipe.eval
+    share = f", about {data.examples_per_step / train.layout.data:g} on each of {train.layout.data} data ranks"
+    capacity = train.tokens_per_microbatch * train.layout.context
+    length = f"{train.total_steps} steps" if train.total_steps else f"{train.total_epochs} passes over the examples"
+    held_out = (
+        f"every {evaluation.every_steps} steps on {_paths(evaluation.files)}: loss" if evaluation.files else "none"
+    )
+    return [
+        ("step", f"{data.examples_per_step} examples{share if train.layout.data > 1 else ''}"),
+        ("sequence", f"up to {data.tokens_max} tokens, packed into microbatches of {capacity}"),
+        ("length", length),
+        ("evaluation", held_out),
+    ]
+
+
+def _paths(files: Sequence[DataFile]) -> str:
+    return ", ".join(file.path for file in files)
 
 
 def parameters(architecture: Architecture) -> int:
@@ -41,21 +68,24 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _ranks(recipe: Recipe, architecture: Architecture) -> str:
+def _ranks(recipe: AnyRecipe, architecture: Architecture) -> str:
     layout = recipe.train.layout.parallel()
     shown = layout if architecture.experts else replace(layout, expert_tensor=1)
+    ranks = f"{layout.ranks}{f' ({shown})' if layout.ranks > 1 else ''}"
+    if isinstance(recipe, SftRecipe):
+        return ranks
     engines = f"{recipe.rollout.engines} {recipe.rollout.engine} engine{'s' if recipe.rollout.engines > 1 else ''}"
-    return f"{layout.ranks}{f' ({shown})' if layout.ranks > 1 else ''}, {engines}, {recipe.cluster.placement}"
+    return f"{ranks}, {engines}, {recipe.cluster.placement}"
 
 
-def _layers(recipe: Recipe, architecture: Architecture) -> str:
+def _layers(recipe: AnyRecipe, architecture: Architecture) -> str:
     layout = recipe.train.layout
     each = len(layers_of_chunk(architecture.layers, layout.pipeline, layout.virtual_pipeline, 0, 0))
     chunks = f" in {layout.virtual_pipeline} chunks of {each}" if layout.virtual_pipeline > 1 else ""
     return f"{architecture.layers}, {each * layout.virtual_pipeline} on each pipeline stage{chunks}"
 
 
-def _vocabulary(recipe: Recipe, architecture: Architecture) -> str:
+def _vocabulary(recipe: AnyRecipe, architecture: Architecture) -> str:
     tensor = recipe.train.layout.tensor
     padded = architecture.padded_vocab(tensor)
     padding = f", padded to {padded}" if padded > architecture.vocab else ""
@@ -108,4 +138,4 @@ def _evaluation(recipe: Recipe) -> str:
         if evaluation.temperature == 0
         else f"{evaluation.samples_per_prompt} samples at {evaluation.temperature:g}"
     )
-    return f"every {evaluation.every_steps} steps on {', '.join(file.path for file in evaluation.files)}, {how}"
+    return f"every {evaluation.every_steps} steps on {_paths(evaluation.files)}, {how}"

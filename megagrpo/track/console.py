@@ -23,6 +23,7 @@ WHOLE_STEP = "seconds/step"
 # heading: (metric, format)
 COLUMNS: dict[str, tuple[str, str]] = {
     "reward": ("reward/mean", ".3f"),
+    "loss": ("loss/tokens", ".4f"),
     "KL": ("kl/mean", ".2g"),
     "grad norm": ("grad_norm", ".2f"),
     "response": ("response_tokens/mean", ".1f"),
@@ -190,8 +191,9 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def evaluation(metrics: Mapping[str, float]) -> list[str]:
-    """The evaluation's overall scores, such as `mean@1 0.912`."""
-    scores = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/mean@")}
+    """The evaluation's overall scores, such as `mean@1 0.912`, or its loss."""
+    shown = ("eval/mean@", "eval/loss")
+    scores = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith(shown)}
     return [f"eval {name} {value:.3f}" for name, value in scores.items()]
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from megagrpo.data.mixture import Mixture, load_mixture
+from megagrpo.data.mixture import FileCount, Mixture, load_mixture
 from megagrpo.data.prompts import load_tokenizer
-from megagrpo.recipe.schema import DataFile, Recipe
+from megagrpo.recipe.schema import AnyRecipe, DataFile, Recipe
 
 
-def read_tokenizer(recipe: Recipe, directory: Path) -> PreTrainedTokenizerBase:
+def read_tokenizer(recipe: AnyRecipe, directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in `directory`, with the recipe's chat template if it names one. Raises ModelError."""
     return load_tokenizer(str(directory), chat_template=recipe.model.chat_template)
 
@@ -30,12 +30,12 @@ def read_mixture(recipe: Recipe, files: Sequence[DataFile], tokenizer: PreTraine
     )
 
 
-def describe_mixture(mixture: Mixture) -> list[str]:
-    """A line for each file: prompts used, and over-long ones if there were any."""
+def describe_files(files: Sequence[FileCount], what: str) -> list[str]:
+    """A line for each file: `what` it gave (prompts, examples), and over-long ones if there were any."""
     return [
-        f"{file.path}: {file.used} prompts of {file.rows} rows"
+        f"{file.path}: {file.used} {what} of {file.rows} rows"
         + (f", {file.overlong} over-long" if file.overlong else "")
-        for file in mixture.files
+        for file in files
     ]
 
 

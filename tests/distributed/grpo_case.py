@@ -142,10 +142,10 @@ def transformers_step(directory: Path, model: torch.nn.Module, case: Case, recip
     model.zero_grad()
     loss.backward()
     parameters = dict(model.named_parameters())
-    in_checkpoint = _in_checkpoint(directory)
-    gradients = in_checkpoint({name: p.grad.clone() for name, p in parameters.items()})
+    to_checkpoint = in_checkpoint(directory)
+    gradients = to_checkpoint({name: p.grad.clone() for name, p in parameters.items()})
     weights = parameters | dict(model.named_buffers())
-    before = in_checkpoint({name: weight.detach().clone() for name, weight in weights.items()})
+    before = to_checkpoint({name: weight.detach().clone() for name, weight in weights.items()})
     decay = [p for p in parameters.values() if p.dim() > 1]
     no_decay = [p for p in parameters.values() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
@@ -156,11 +156,12 @@ def transformers_step(directory: Path, model: torch.nn.Module, case: Case, recip
     )
     norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), settings.clip_grad)
     optimizer.step()
-    after = in_checkpoint({name: weight.detach().clone() for name, weight in weights.items()})
+    after = to_checkpoint({name: weight.detach().clone() for name, weight in weights.items()})
     return StepResult(loss.item(), norm.item(), gradients, before, after)
 
 
-def _in_checkpoint(directory: Path) -> Any:
+def in_checkpoint(directory: Path) -> Any:
+    """Turns tensors by their names in transformers into arrays by their names in the checkpoint."""
     manifest = transformers_side.manifest(read_architecture(directory), "float64")
 
     def convert(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

@@ -1,0 +1,191 @@
+"""Supervised fine-tuning, whole: start or continue, step by step, evaluate, save, and leave a model behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megagrpo.algorithm.learning_rate import learning_rate
+from megagrpo.batching.microbatch import RankBatch, TrainSequence
+from megagrpo.batching.pack import packing_efficiency
+from megagrpo.batching.rank_batches import make_rank_batches
+from megagrpo.checkpoint.store import CheckpointStore
+from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.cluster import runtime
+from megagrpo.cluster.sft_ranks import SftRanks
+from megagrpo.data.cursor import Cursor
+from megagrpo.data.messages import Example, Examples, load_examples
+from megagrpo.recipe.defaults import dtype_name, run_directory
+from megagrpo.recipe.schema import DataFile, SftRecipe
+from megagrpo.track.tracker import Tracker
+from megagrpo.trainer.clock import PhaseClock
+from megagrpo.trainer.preflight import Preflight
+from megagrpo.trainer.prompts import describe_files, read_tokenizer
+from megagrpo.trainer.run_lock import only_process_of
+from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, open_store, recipe_values, save
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything a step works with."""
+
+    recipe: SftRecipe
+    total_steps: int
+    cursor: Cursor[Example]
+    held_out: Sequence[Example]
+    ranks: SftRanks
+    clock: PhaseClock
+
+
+def sft(checked: Preflight[SftRecipe]) -> int:
+    """Runs the recipe to its end, from its newest checkpoint if it has one; 0. Raises MegagrpoError."""
+    recipe = checked.recipe
+    with ExitStack() as closing:
+        closing.enter_context(only_process_of(run_directory(recipe)))
+        store = open_store(recipe)
+        resumed = checkpoint_to_resume(store, recipe)
+        done = resumed.state.step if resumed else 0
+        tokenizer = read_tokenizer(recipe, checked.tokenizer_directory)
+        examples = read_examples(recipe, recipe.data.train, tokenizer)
+        held_out = read_examples(recipe, recipe.eval.files, tokenizer) if recipe.eval.files else Examples((), ())
+        cursor = Cursor(examples.examples, seed=recipe.seed, shuffle=recipe.data.shuffle)
+        if resumed:
+            cursor.restore(resumed.state.data_cursor)
+        steps = total_steps(recipe, len(cursor))
+
+        tracker = closing.enter_context(Tracker(recipe, steps))
+        tracker.start(done, resumed.state.tracker_runs if resumed else None)
+        for line in describe_files((*examples.files, *held_out.files), "examples"):
+            tracker.say(line)
+        if resumed:
+            for line in (f"continuing after step {done} from {resumed.path}", *resumed.warnings):
+                tracker.say(line)
+            exported = not recipe.checkpoint.export_hugging_face or exported_step(recipe) == done
+            if exported and done >= steps:
+                tracker.say("the run is complete: nothing to do")
+                return 0
+
+        ray = runtime.start(recipe)
+        closing.callback(runtime.stop, ray)
+        ranks = SftRanks(ray, recipe, checked.model_directory.absolute())
+        if resumed:
+            ranks.call("load", resumed.rank_directory)
+        run = Run(recipe, steps, cursor, held_out.examples, ranks, PhaseClock())
+        _run_steps(run, done, store, tracker)
+        if recipe.checkpoint.export_hugging_face:
+            directory = export(ranks, checked, tokenizer, max(done, steps), dtype_name(recipe, ray.device))
+            tracker.say(f"Hugging Face model: {directory}")
+    return 0
+
+
+def read_examples(recipe: SftRecipe, files: Sequence[DataFile], tokenizer: PreTrainedTokenizerBase) -> Examples:
+    """Rendered conversations of data.train or eval.files. Raises DataError."""
+    return load_examples(
+        files,
+        tokenizer,
+        tokens_max=recipe.data.tokens_max,
+        overlong=recipe.data.overlong_examples,
+        template_arguments=recipe.data.chat_template_arguments,
+        seed=recipe.seed,
+    )
+
+
+def total_steps(recipe: SftRecipe, examples: int) -> int:
+    """Length of the run in steps, rounded up to whole ones; `examples` are those of one epoch."""
+    if recipe.train.total_steps is not None:
+        return recipe.train.total_steps
+    if recipe.train.total_epochs is not None:
+        return math.ceil(recipe.train.total_epochs * examples / recipe.data.examples_per_step)
+    raise ValueError("one of total_steps and total_epochs is given: checked in recipe/sft_checks.py")
+
+
+def _run_steps(run: Run, done: int, store: CheckpointStore, tracker: Tracker) -> None:
+    """Steps until the run's length; evaluates and saves when due.
+
+    A step is logged before it is saved: a run killed in between repeats the step, and its line is written again.
+    """
+    recipe, clock = run.recipe, run.clock
+    if done == 0 and run.held_out and recipe.eval.before_training:
+        tracker.log(0, _evaluate(run) | clock.take())
+    for step in range(done + 1, run.total_steps + 1):
+        with clock.phase("step"):
+            metrics, tokens = sft_step(run, step)
+        last = step == run.total_steps
+        evaluation = _evaluate(run) if run.held_out and (last or step % recipe.eval.every_steps == 0) else {}
+        seconds = clock.take()
+        speed = {"tokens_per_second": tokens / seconds["seconds/step"]}
+        tracker.log(step, metrics | evaluation | speed | seconds)
+        if last or step % recipe.checkpoint.every_steps == 0:
+            with clock.phase("checkpoint"):
+                save(run.ranks, store, _trainer_state(run, step, tracker))
+
+
+def sft_step(run: Run, step: int) -> tuple[dict[str, float], int]:
+    """One optimizer step on the next examples. Returns what it was, and how many tokens it had."""
+    recipe, clock = run.recipe, run.clock
+    epoch = run.cursor.epoch + run.cursor.position / len(run.cursor)
+    examples = run.cursor.next(recipe.data.examples_per_step)
+    batches = _pack(recipe, examples)
+    lr = learning_rate(step, run.total_steps, recipe.train.optimizer)
+    with clock.phase("update"):
+        update = run.ranks.update(batches, lr)
+    tokens = sum(len(example.tokens) for example in examples)
+    layout = recipe.train.layout.parallel()
+    metrics = {
+        "loss/tokens": update.loss.mean,
+        "grad_norm": update.grad_norm,
+        "lr": lr,
+        "epoch": epoch,
+        "example_tokens/mean": tokens / len(examples),
+        "example_tokens/trained_share": update.loss.tokens / tokens,
+        "packing/microbatches": float(sum(len(batch.minibatches[0]) for batch in batches)),
+        "packing/efficiency": packing_efficiency(batches, layout, recipe.train.tokens_per_microbatch),
+    }
+    return metrics, tokens
+
+
+def _evaluate(run: Run) -> dict[str, float]:
+    """Mean loss of all held-out tokens of the assistant's. As many examples at a time as a step has."""
+    at_once = run.recipe.data.examples_per_step
+    with run.clock.phase("eval"):
+        losses = [
+            run.ranks.evaluate(_pack(run.recipe, run.held_out[first : first + at_once]))
+            for first in range(0, len(run.held_out), at_once)
+        ]
+    loss = sum(losses[1:], losses[0])
+    return {"eval/loss": loss.mean, "eval/perplexity": loss.perplexity}
+
+
+def _pack(recipe: SftRecipe, examples: Sequence[Example]) -> list[RankBatch]:
+    sequences = [
+        TrainSequence(
+            tokens=example.tokens.astype(np.int64),
+            loss_mask=example.loss_mask,
+            rollout_logprobs=np.zeros(len(example.tokens), np.float32),  # nobody sampled these
+            group=row,
+            row=row,
+        )
+        for row, example in enumerate(examples)
+    ]
+    return make_rank_batches(
+        sequences,
+        layout=recipe.train.layout.parallel(),
+        minibatches=1,
+        tokens_per_microbatch=recipe.train.tokens_per_microbatch,
+        seed=recipe.seed,
+    )
+
+
+def _trainer_state(run: Run, step: int, tracker: Tracker) -> TrainerState:
+    return TrainerState(
+        step=step,
+        weight_version=step,
+        data_cursor=run.cursor.state(),
+        recipe=recipe_values(run.recipe),
+        tracker_runs=tracker.run_ids,
+    )
