@@ -1,15 +1,15 @@
-"""Samples to scores: every function of the recipe on every response, weighted and summed."""
+"""Samples to scores: every function of the recipe on every response, weighted, summed and shaped."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from megagrpo.recipe import schema
 from megagrpo.reward.function import Outcome, RewardCallable, Task, failure_of, outcome_of
 from megagrpo.reward.functions import INLINE, load_functions
-from megagrpo.reward.loading import FunctionSpec, load
+from megagrpo.reward.loading import load
+from megagrpo.reward.shaping import gated_functions, shaped_score, weighted_score
 from megagrpo.reward.workers import WorkerPool
 from megagrpo.types import Group, Sample, Score
 
@@ -17,11 +17,14 @@ from megagrpo.types import Group, Sample, Score
 class Scorer:
     """Scores groups by the `reward:` section. `gsm8k` runs here; all else in processes, started at the first score.
 
-    Raises RewardError: from the constructor for what is wrong with the section, from `score` if a user's file cannot be
+    response_tokens_max is the limit that penalties for length are measured from.
+    Raises RewardError: from the constructor for what is wrong with the section, from scoring if a user's file cannot be
     loaded. A function that fails on a response masks that sample (value None, error says why); it never scores 0.
     """
 
-    def __init__(self, reward: schema.Reward) -> None:
+    def __init__(self, reward: schema.Reward, response_tokens_max: int) -> None:
+        self._reward, self._response_tokens_max = reward, response_tokens_max
+        self._gated = gated_functions(reward.functions)
         self._specs = load_functions(reward)
         self._inline: dict[int, RewardCallable] = {
             i: load(spec) for i, spec in enumerate(self._specs) if spec.function in INLINE
@@ -32,7 +35,21 @@ class Scorer:
         )
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """The same groups with a score for each sample."""
+        """The same groups with a score for each sample, as training sees it: penalties and masks included."""
+        return [
+            replace(
+                group,
+                scores=tuple(
+                    shaped_score(score, sample, self._reward, self._response_tokens_max)
+                    for sample, score in zip(group.samples, group.scores, strict=True)
+                ),
+            )
+            for group in self.score_unshaped(groups)
+        ]
+
+    def score_unshaped(self, groups: Sequence[Group]) -> list[Group]:
+        """The same with the functions' weighted sums alone, gates included: what responses are worth to an evaluation,
+        whatever their length and however they ended."""
         tasks = [
             Task(group.prompt.data_source, sample.text, group.prompt.ground_truth, group.prompt.extra_info)
             for group in groups
@@ -43,7 +60,8 @@ class Scorer:
         for index, function in enumerate(self._isolated):
             by_function[function] = isolated[index * len(tasks) : (index + 1) * len(tasks)]
         in_order = zip(*(by_function[i] for i in range(len(self._specs))), strict=True)
-        scores = iter([_combine(self._specs, outcomes) for outcomes in in_order])
+        solved_at = self._reward.solved_at
+        scores = iter([weighted_score(self._specs, self._gated, outcomes, solved_at) for outcomes in in_order])
         return [
             replace(group, scores=tuple(_unless_aborted(sample, next(scores)) for sample in group.samples))
             for group in groups
@@ -70,20 +88,3 @@ def _call(function: RewardCallable, task: Task) -> Outcome:
 
 def _unless_aborted(sample: Sample, score: Score) -> Score:
     return Score(None, error="the engine gave up on the response") if sample.finish == "abort" else score
-
-
-def _combine(specs: Sequence[FunctionSpec], outcomes: Sequence[Outcome]) -> Score:
-    """The weighted sum, or a mask if any function failed. `parts`: raw scores by name, and metrics as name.metric."""
-    parts: dict[str, float] = {}
-    errors: list[str] = []
-    total = 0.0
-    for spec, outcome in zip(specs, outcomes, strict=True):
-        if outcome.score is None:
-            errors.append(f"{spec.name}: {outcome.error}")
-            continue
-        total += spec.weight * outcome.score
-        parts[spec.name] = outcome.score
-        parts.update({f"{spec.name}.{metric}": value for metric, value in outcome.metrics.items()})
-    if not errors and not math.isfinite(total):
-        errors.append(f"the weighted sum is {total}")
-    return Score(None if errors else total, parts, "; ".join(errors))

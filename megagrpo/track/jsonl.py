@@ -85,6 +85,8 @@ def _trace(group: Group) -> dict[str, Any]:
                 "score": None if score is None or score.value is None else finite(score.value),
                 "parts": {} if score is None else {name: finite(value) for name, value in score.parts.items()},
                 "error": "" if score is None else score.error,
+                "masked": "" if score is None else score.masked,
+                "solved": score is not None and score.solved,
             }
             for sample, score in zip(group.samples, scores, strict=True)
         ],

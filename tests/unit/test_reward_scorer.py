@@ -57,7 +57,7 @@ def make_group(*texts: str, ground_truth: str = "7", finish: FinishReason = "sto
 
 
 def make_scorer(*functions: dict, **options) -> Scorer:
-    return Scorer(schema.Reward.model_validate({"functions": list(functions), **options}))
+    return Scorer(schema.Reward.model_validate({"functions": list(functions), **options}), response_tokens_max=8)
 
 
 def test_scores_are_weighted_sums_with_their_parts(tmp_path):
@@ -96,6 +96,16 @@ def test_a_bad_ground_truth_and_an_aborted_response_are_masked():
     assert (bad.scores[0].value, aborted.scores[0].value) == (None, None)
     assert "ground truth 'many'" in bad.scores[0].error
     assert aborted.scores[0].error == "the engine gave up on the response"
+
+
+def test_training_sees_shaped_scores_and_an_evaluation_the_plain_sums():
+    scorer = make_scorer({"function": "gsm8k"}, non_stop_score=-1.0)
+    groups = [make_group("#### 7", "#### 8", finish="length"), make_group("#### 7", finish="abort")]
+    (shaped, aborted), (plain, _) = scorer.score(groups), scorer.score_unshaped(groups)
+    assert [score.value for score in shaped.scores] == [-1.0, -1.0]
+    assert [score.value for score in plain.scores] == [1.0, 0.0]
+    assert [score.solved for score in shaped.scores] == [score.solved for score in plain.scores] == [True, False]
+    assert (aborted.scores[0].value, aborted.scores[0].masked, aborted.scores[0].solved) == (None, "", False)
 
 
 EXPECTED = {
