@@ -100,9 +100,11 @@ class RankActor(RankProcess):
 
     def replica_digests(self) -> Mapping[Box, int]:
         """The digest of every box that this rank holds."""
+        from megagrpo.weights.digest import digests
+
+        tensors = self.rank.tensors()
         return {
-            placement.box: sum(self.rank.weight_digests([placement]).values())
-            for placement in self.rank.manifest().placements
+            placement.box: sum(digests(tensors, [placement]).values()) for placement in self.rank.manifest().placements
         }
 
 

@@ -73,10 +73,20 @@ class TrainRanks:
 
     def write_export(self, export: Export, plan: WeightPlan) -> None:
         """Every rank writes its boxes into a Hugging Face export's files. `plan`'s sources are the ranks, in order."""
+        self._write("write_export", export, plan)
+
+    def adapter_manifests(self) -> list[Manifest]:
+        return self.call("adapter_manifest")
+
+    def write_adapter_export(self, export: Export, plan: WeightPlan) -> None:
+        """The same for a PEFT export's file, with a plan from adapter_manifests."""
+        self._write("write_adapter_export", export, plan)
+
+    def _write(self, method: str, export: Export, plan: WeightPlan) -> None:
         shared = ray.put(plan)
         wait_for(
             {
-                name: actor.call.remote("write_export", export, shared, rank)
+                name: actor.call.remote(method, export, shared, rank)
                 for rank, (name, actor) in enumerate(self.actors.items())
             },
             doing="export",

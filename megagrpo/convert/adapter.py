@@ -17,10 +17,11 @@ from megagrpo.convert.source import RegionReader
 from megagrpo.convert.torch_checkpoint import TorchCheckpoint
 from megagrpo.errors import CheckpointError, ModelError, Problem
 from megagrpo.weights.adapters import PREFIX, SUFFIX_A, SUFFIX_B, key_a, key_b
+from megagrpo.weights.executors.checkpoint_export import ADAPTER_CONFIG as CONFIG
+from megagrpo.weights.executors.checkpoint_export import ADAPTER_WEIGHTS as WEIGHTS
 from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.sides.checkpoint import DTYPES, read_header
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PLAIN: Mapping[str, Any] = {"peft_type": "LORA", "use_dora": False, "fan_in_fan_out": False}
 """What a PEFT config must say, or leave out."""
 

@@ -24,8 +24,7 @@ from megagrpo.megatron.response import response_tokens
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import AnyRecipe
-from megagrpo.weights.boxes import Manifest, Placement
-from megagrpo.weights.digest import digests
+from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.executors.checkpoint_export import Export, write_part
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan
@@ -87,18 +86,23 @@ class ModelRank:
     def manifest_of(self, where: RankCoordinates) -> Manifest:
         return self.policy.manifest_of(where)
 
+    def adapter_manifest(self) -> Manifest:
+        """What this rank holds of the policy's adapters, in coordinates of a PEFT checkpoint."""
+        return self.policy.trained_adapters.manifest
+
     def tensors(self) -> dict[str, Tensor]:
         """The storages of `manifest`: the policy's weights themselves; copies where adapters are added to them."""
         self.offload.require(["parameters"])
         return self.policy.tensors()
 
-    def weight_digests(self, placements: Iterable[Placement], dtype: str | None = None) -> dict[str, int]:
-        """Partial digests by checkpoint tensor of these parts of the policy, as they would be in `dtype`."""
-        return digests(self.tensors(), placements, dtype)
-
     def write_export(self, export: Export, plan: WeightPlan, source: int) -> None:
         """Writes the part of this rank, the plan's `source`-th, of a Hugging Face export. Raises CheckpointError."""
         write_part(export, plan, source, self.tensors())
+
+    def write_adapter_export(self, export: Export, plan: WeightPlan, source: int) -> None:
+        """The same for a PEFT directory; the plan's sources are the ranks' adapter_manifest."""
+        self.offload.require(["parameters"])
+        write_part(export, plan, source, self.policy.trained_adapters.tensors())
 
     # --- checkpoints, memory, process ---------------------------------------------------------------------------------
 

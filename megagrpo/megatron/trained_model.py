@@ -77,6 +77,13 @@ class TrainedModel:
         weights = named_tensors(self.chunks)
         return self.adapters.merged(weights) if self.adapters else weights
 
+    @property
+    def trained_adapters(self) -> Adapters:
+        """Raises RankError if the weights themselves are trained."""
+        if self.adapters is None:
+            raise RankError(Problem("adapters", "none", "a recipe with train.lora"))
+        return self.adapters
+
     def zero_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

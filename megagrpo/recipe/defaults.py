@@ -32,6 +32,11 @@ def export_directory(recipe: AnyRecipe) -> Path:
     return run_directory(recipe) / "hugging_face"
 
 
+def adapter_directory(recipe: AnyRecipe) -> Path:
+    """Where the final adapter of a run with train.lora goes, as PEFT's files."""
+    return run_directory(recipe) / "adapter"
+
+
 def sync_directory(recipe: Recipe) -> Path:
     """Where weights lie on their way to engines with weights.transfer: disk."""
     return (

@@ -14,10 +14,11 @@ from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.errors import MegagrpoError, Problem, RecipeError
-from megagrpo.recipe.defaults import checkpoint_directory, export_directory
-from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.recipe.defaults import adapter_directory, checkpoint_directory, export_directory
+from megagrpo.recipe.schema import AnyRecipe, Lora
 from megagrpo.trainer.preflight import Preflight
-from megagrpo.weights.executors.checkpoint_export import begin_export, finish_export
+from megagrpo.weights.adapters import adapted_matrices, adapter_tensors, peft_config
+from megagrpo.weights.executors.checkpoint_export import begin_adapter_export, begin_export, finish_export
 from megagrpo.weights.plan import make_plan
 
 EXPORTED_BY = "megagrpo.json"
@@ -73,8 +74,13 @@ def save(ranks: TrainRanks, store: CheckpointStore, state: TrainerState) -> Path
 def export(
     ranks: TrainRanks, checked: Preflight[AnyRecipe], tokenizer: PreTrainedTokenizerBase, step: int, dtype: str
 ) -> Path:
-    """Writes the policy as a Hugging Face model: every rank its own boxes, nothing gathered. Raises CheckpointError."""
+    """Writes the policy as a Hugging Face model: every rank its own boxes, nothing gathered. Raises CheckpointError.
+
+    Adapters are in its weights, and in a PEFT directory beside it.
+    """
     recipe = checked.recipe
+    if recipe.train.lora is not None:
+        _export_adapter(ranks, checked, recipe.train.lora, dtype)
     begun = begin_export(export_directory(recipe), checked.model_directory, checked.architecture, dtype)
     ranks.write_export(begun, make_plan(ranks.manifests(), begun.files))
     if recipe.model.tokenizer or recipe.model.chat_template:  # else the model's own files were copied as they are
@@ -82,6 +88,14 @@ def export(
     (begun.partial / EXPORTED_BY).write_text(json.dumps({"run": recipe.name, "step": step}) + "\n", encoding="utf-8")
     finish_export(begun)
     return export_directory(recipe)
+
+
+def _export_adapter(ranks: TrainRanks, checked: Preflight[AnyRecipe], lora: Lora, dtype: str) -> None:
+    matrices = adapted_matrices(checked.architecture, lora.targets)
+    config = peft_config(matrices, lora.rank, lora.alpha, checked.recipe.model.path)
+    begun = begin_adapter_export(adapter_directory(checked.recipe), adapter_tensors(matrices, lora.rank), config, dtype)
+    ranks.write_adapter_export(begun, make_plan(ranks.adapter_manifests(), begun.files))
+    finish_export(begun)
 
 
 def exported_step(recipe: AnyRecipe) -> int | None:

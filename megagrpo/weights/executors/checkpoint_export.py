@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ import torch
 
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.weights.boxes import ITEM_BYTES, Manifest, Placement
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import box_view, stored_tensors, torch_dtype
 
 FILE_BYTES = 5 * 1000**3
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMPANIONS = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "chat_template*", "*.jinja", "preprocessor_config.json", "LICENSE*", "*.py",
@@ -58,13 +59,34 @@ def begin_export(
 
     Raises: CheckpointError if the directory cannot be written.
     """
-    directory, model_directory = Path(directory).absolute(), Path(model_directory)
-    partial = directory.with_name(f".{directory.name}.partial")
-    export = Export(directory, partial, checkpoint.new_files(arch, dtype, file_bytes))
+    files = checkpoint.new_files(arch, dtype, file_bytes)
+    return _begin(directory, files, lambda partial: lay_out(partial, files, Path(model_directory), dtype))
+
+
+def begin_adapter_export(
+    directory: str | Path, tensors: Sequence[Tensor], config: Mapping[str, Any], dtype: str
+) -> Export:
+    """The same for a PEFT directory with these tensors of adapters and this config (weights/adapters.py).
+
+    Raises: CheckpointError if the directory cannot be written.
+    """
+    file = checkpoint.new_file(ADAPTER_WEIGHTS, tensors, dtype)
+
+    def make(partial: Path) -> None:
+        _write_json(partial / ADAPTER_CONFIG, dict(config))
+        _write_empty(partial, file)
+
+    return _begin(directory, (file,), make)
+
+
+def _begin(directory: str | Path, files: tuple[Manifest, ...], make: Callable[[Path], None]) -> Export:
+    """`make` gets an empty directory and puts the files into it without their values."""
+    directory = Path(directory).absolute()
+    export = Export(directory, directory.with_name(f".{directory.name}.partial"), files)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        lay_out(partial, export.files, model_directory, dtype)
+        shutil.rmtree(export.partial, ignore_errors=True)
+        export.partial.mkdir(parents=True)
+        make(export.partial)
     except OSError as error:
         raise CheckpointError(_problem(directory, error)) from error
     return export
@@ -81,12 +103,16 @@ def lay_out(directory: Path, files: tuple[Manifest, ...], model_directory: Path,
     config = json.loads((model_directory / "config.json").read_text(encoding="utf-8"))
     _write_json(directory / "config.json", _with_dtype(config, dtype))
     for file in files:
-        header, entries = checkpoint.header_of(file)
-        with (directory / file.holder).open("wb") as opened:
-            opened.write(header)
-            opened.truncate(max(entry.end for entry in entries.values()))
+        _write_empty(directory, file)
     if len(files) > 1:
         _write_json(directory / checkpoint.INDEX, _index(files))
+
+
+def _write_empty(directory: Path, file: Manifest) -> None:
+    header, entries = checkpoint.header_of(file)
+    with (directory / file.holder).open("wb") as opened:
+        opened.write(header)
+        opened.truncate(max(entry.end for entry in entries.values()))
 
 
 @torch.no_grad()

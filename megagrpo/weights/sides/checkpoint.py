@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -212,11 +212,14 @@ def new_files(arch: Architecture, dtype: str | Mapping[str, str], file_bytes: in
         if len(groups) == 1
         else [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     )
-    found = []
-    for name, group in zip(names, groups, strict=True):
-        storages = {tensor.name: Storage(tensor.name, tensor.shape, dtypes[tensor.name]) for tensor in group}
-        found.append(Manifest(name, storages, tuple(_whole(tensor) for tensor in group)))
-    return tuple(found)
+    return tuple(new_file(name, group, dtypes) for name, group in zip(names, groups, strict=True))
+
+
+def new_file(name: str, tensors: Sequence[Tensor], dtype: str | Mapping[str, str]) -> Manifest:
+    """A file of whole tensors, to be written. `dtype` is that of all, or says it for each tensor."""
+    dtypes = dict.fromkeys((tensor.name for tensor in tensors), dtype) if isinstance(dtype, str) else dtype
+    storages = {tensor.name: Storage(tensor.name, tensor.shape, dtypes[tensor.name]) for tensor in tensors}
+    return Manifest(name, storages, tuple(_whole(tensor) for tensor in tensors))
 
 
 def header_of(file: Manifest) -> tuple[bytes, dict[str, Entry]]:
