@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -24,35 +22,16 @@ from megagrpo.algorithm.mismatch import (
     worst_tokens,
 )
 from megagrpo.algorithm.sequences import Sequences
+from tests.rank_threads import on_threads
 
 LOGPROBS = st.floats(-40, 0, width=32)
 PAIRS = st.lists(st.tuples(LOGPROBS, LOGPROBS), min_size=1, max_size=400)
 
 
 def percentile_over(parts: list[torch.Tensor]) -> list[int]:
-    """`percentile_bits` of every rank; a thread for each, which sum as ranks do."""
+    """`percentile_bits` of every rank."""
     total = sum(map(len, parts))
-    barrier, summands = threading.Barrier(len(parts)), [torch.empty(0)] * len(parts)
-    results = [-1] * len(parts)
-
-    def sum_as(rank: int) -> Callable[[torch.Tensor], None]:
-        def sum_over_ranks(tensor: torch.Tensor) -> None:
-            summands[rank] = tensor.clone()
-            barrier.wait(10)
-            tensor.copy_(torch.stack(summands).sum(0))
-            barrier.wait(10)
-
-        return sum_over_ranks
-
-    def run(rank: int) -> None:
-        results[rank] = percentile_bits(parts[rank], total, sum_as(rank))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(parts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return results
+    return on_threads(len(parts), lambda rank, sum_over_ranks: percentile_bits(parts[rank], total, sum_over_ranks))
 
 
 @given(PAIRS, st.integers(1, 3))

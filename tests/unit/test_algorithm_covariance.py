@@ -1,0 +1,106 @@
+"""The tokens of high covariance against a sort of all of them, wherever they lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.algorithm.covariance import choose_by_covariance
+from megagrpo.algorithm.selection import kth_smallest
+from megagrpo.recipe import schema
+from tests.rank_threads import on_threads
+
+TOKENS = st.lists(
+    # Few values, so that many covariances are equal.
+    st.tuples(st.sampled_from([-3.0, -1.5, -0.1]), st.sampled_from([-1.0, 0.0, 2.0]), st.booleans()),
+    min_size=1,
+    max_size=120,
+)
+
+
+def settings_of(name: str, share: float, low: float = 0.2, high: float = 1.5) -> schema.PolicyLoss:
+    return schema.PolicyLoss(name=name, covariance_share=share, covariance_low=low, covariance_high=high)
+
+
+def columns(rows: list[tuple[float, float, bool]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logprobs, advantages = (torch.tensor([row[i] for row in rows]) for i in (0, 1))
+    draws = torch.rand(len(rows), generator=torch.Generator().manual_seed(len(rows)), dtype=torch.float64)
+    return logprobs, advantages, torch.tensor([row[2] for row in rows]), draws
+
+
+def written_out(rows: list[tuple[float, float, bool]], s: schema.PolicyLoss) -> set[int]:
+    """By sorting; draws decide between equal covariances."""
+    logprobs, advantages, kept, draws = (column.double().numpy() for column in columns(rows))
+    there = [t for t in range(len(rows)) if kept[t]]
+    if not there:
+        return set()
+    covariance = (logprobs - logprobs[there].mean()) * (advantages - advantages[there].mean())
+    wanted = max(1, int(s.covariance_share * len(there)))
+    if s.name == "clip_cov":
+        there = [t for t in there if s.covariance_low <= covariance[t] <= s.covariance_high]
+        return set(sorted(there, key=lambda t: draws[t])[:wanted])
+    return set(sorted(there, key=lambda t: (-round(covariance[t], 6), draws[t]))[:wanted])
+
+
+@settings(max_examples=80, deadline=None)
+@given(TOKENS, st.sampled_from(["clip_cov", "kl_cov"]), st.sampled_from([0.001, 0.1, 0.5, 1.0]), st.integers(1, 3))
+def test_the_chosen_tokens_are_those_of_a_sort_wherever_they_are(rows, name, share, ranks):
+    s = settings_of(name, share)
+    parts = [[column[rank::ranks] for column in columns(rows)] for rank in range(ranks)]
+    found = on_threads(ranks, lambda rank, sum_over_ranks: choose_by_covariance(*parts[rank], s, sum_over_ranks))
+    chosen = {rank + ranks * t for rank in range(ranks) for t in found[rank].nonzero()[:, 0].tolist()}
+    assert chosen == written_out(rows, s)
+
+
+def test_kl_cov_takes_as_many_as_verl_and_the_same():
+    random = torch.Generator().manual_seed(0)
+    logprobs, advantages = -torch.rand(1000, generator=random) * 3, torch.randn(1000, generator=random)
+    s = settings_of("kl_cov", 0.02)
+    chosen = choose_by_covariance(
+        logprobs, advantages, torch.ones(1000, dtype=torch.bool), torch.rand(1000).double(), s, lambda _: None
+    )
+    covariance = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+    assert set(chosen.nonzero()[:, 0].tolist()) == set(
+        torch.topk(covariance, max(1, int(1000 * 0.02))).indices.tolist()
+    )
+
+
+def test_clip_cov_chooses_by_draws_and_only_between_its_bounds():
+    random = torch.Generator().manual_seed(1)
+    logprobs, advantages = -torch.rand(5000, generator=random) * 3, torch.randn(5000, generator=random)
+    kept, s = torch.ones(5000, dtype=torch.bool), settings_of("clip_cov", 0.01, low=0.5, high=1.0)
+    covariance = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+    choices = []
+    for seed in range(2):
+        draws = torch.rand(5000, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        chosen = choose_by_covariance(logprobs, advantages, kept, draws, s, lambda _: None)
+        assert chosen.sum() == 50
+        assert covariance[chosen].min() >= 0.5 - 1e-5
+        assert covariance[chosen].max() <= 1.0 + 1e-5
+        choices.append(chosen)
+    assert not torch.equal(*choices)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_rejected_tokens_are_neither_chosen_nor_counted(name):
+    logprobs, advantages = -torch.rand(400) * 3, torch.randn(400)
+    kept, draws = torch.arange(400) < 300, torch.rand(400, dtype=torch.float64)
+    s = settings_of(name, 0.1)
+    chosen = choose_by_covariance(logprobs, advantages, kept, draws, s, lambda _: None)
+    alone = choose_by_covariance(logprobs[:300], advantages[:300], kept[:300], draws[:300], s, lambda _: None)
+    assert torch.equal(chosen[:300], alone)
+    assert not chosen[300:].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 2**53 - 1) | st.integers(0, 3), min_size=1, max_size=60), st.data())
+def test_the_kth_smallest_and_its_ties_are_those_of_a_sort(values, data):
+    wanted = data.draw(st.integers(1, len(values)))
+    found, ties = kth_smallest(torch.tensor(values), wanted, 53, lambda _: None)
+    ordered = sorted(values)
+    assert found == ordered[wanted - 1]
+    assert ties == sum(value == found for value in ordered[:wanted])
+    assert np.sum(np.array(values) < found) + ties == wanted
