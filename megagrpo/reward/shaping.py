@@ -73,7 +73,7 @@ def shaped_score(score: Score, sample: Sample, reward: schema.Reward, response_t
         penalty = overlong_penalty(len(sample.tokens), reward.overlong, response_tokens_max)
         value, parts = value + penalty, {**parts, OVERLONG: penalty}
     if truncated and reward.truncated == "mask":
-        return replace(score, value=None, parts=parts, masked=REACHED_LIMIT)
+        return replace(score, value=None, parts=parts, counted=(), masked=REACHED_LIMIT)
     return replace(score, value=value, parts=parts)
 
 

@@ -59,6 +59,12 @@ def test_the_task_score_counts_without_the_format():
     assert scored(reward_of({"function": "gsm8k"}, format_function()), 1.0, 0.0).value == 1.0
 
 
+def test_a_gate_asks_for_the_weighted_sum_of_all_that_always_count():
+    task, cost = {"function": "gsm8k", "weight": 1.0}, {"function": "a.py:cost", "weight": -2.0}
+    score = scored(reward_of(task, cost, format_function()), 2.0, 1.0, 1.0)
+    assert (score.value, score.counted) == (0.0, (2.0, 1.0, 0.0))
+
+
 @pytest.mark.parametrize(
     ("functions", "gated"),
     [
@@ -136,6 +142,7 @@ def test_masking_truncated_responses_is_no_error():
     masked, whole = shaped(reward, 1.0, 100, "length"), shaped(reward, 1.0, 100)
     assert (masked.value, masked.masked, masked.error, masked.solved) == (None, REACHED_LIMIT, "", True)
     assert (whole.value, whole.masked) == (1.0, "")
+    assert (masked.counted, whole.counted) == ((), (1.0,))
 
 
 def test_a_failed_reward_stays_an_error_whatever_the_shaping():
