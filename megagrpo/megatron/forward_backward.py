@@ -16,7 +16,7 @@ from megagrpo.megatron import model
 from megagrpo.megatron.packed import PackedTensors
 
 Loss = Callable[[int, Tensor], Tensor]
-"""(index of the microbatch, its logits [tokens, vocab / tensor]) -> the microbatch's part of the loss, a scalar."""
+"""(index of the microbatch, its hidden states [tokens, hidden]) -> the microbatch's part of the loss, a scalar."""
 
 
 def sum_gradients(config: TransformerConfig) -> None:
@@ -32,7 +32,7 @@ def sum_gradients(config: TransformerConfig) -> None:
 
 
 def forward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss) -> None:
-    """Forward only, without gradients; `loss` sees every microbatch's logits on the last stage."""
+    """Forward only, without gradients; `loss` sees every microbatch's hidden states on the last stage."""
     if not microbatches:  # Megatron's schedules need one
         return
     with torch.no_grad():
@@ -64,6 +64,6 @@ def _forward_step(loss: Loss, iterator: Any, chunk: torch.nn.Module) -> tuple[Te
     return model.forward(chunk, packed), partial(_loss_of_output, loss, index)
 
 
-def _loss_of_output(loss: Loss, index: int, logits: Tensor) -> tuple[Tensor, Tensor, None]:
+def _loss_of_output(loss: Loss, index: int, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
     """Megatron's triple: loss, token count, report. The count goes nowhere (sum_gradients)."""
-    return loss(index, logits), torch.zeros((), dtype=torch.int, device=logits.device), None
+    return loss(index, hidden), torch.zeros((), dtype=torch.int, device=hidden.device), None

@@ -1,11 +1,11 @@
-"""Log-probabilities and entropies from logits whose vocabulary is split over tensor ranks.
+"""Log-probabilities and entropies from hidden states and an output matrix whose rows are split over tensor ranks.
 
-Megatron's own cross-entropies are not used: one overwrites its logits, the fused one rounds gradients to bfloat16, and
-neither knows temperature, entropy or padded columns.
+Logits [tokens, vocabulary] never exist: the matrix is applied a few rows of it at a time, in the backward pass again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,42 +13,50 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megagrpo.megatron.attention import Collect
+
 CHUNK_ELEMENTS = 2**24
-"""Logits per chunk that are held in float32 at a time: 64 MiB, and a few temporaries of that size."""
+"""Logits that are held at a time: 64 MiB in float32, and a few temporaries of that size."""
+CHUNK_COLUMNS = 512
+"""At least that many of them for each token, however many tokens: narrower matrices are inefficient."""
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The columns of the whole vocabulary that one tensor rank's logits hold. Columns from `vocab` on are padding."""
+    """The rows of the output matrix that one tensor rank holds. Those from `vocab` on are padding."""
 
     vocab: int
     first: int
     group: dist.ProcessGroup | None  # the tensor ranks; None if there is one
 
-    def real_columns(self, columns: int) -> int:
-        return max(0, min(columns, self.vocab - self.first))
+    def real_rows(self, rows: int) -> int:
+        return max(0, min(rows, self.vocab - self.first))
 
 
 def vocabulary_logprobs(
-    logits: Tensor,
+    hidden: Tensor,
     positions: Tensor,
     labels: Tensor,
+    weight: Tensor,
     shard: VocabularyShard,
     *,
     temperature: float,
     entropy: bool,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_columns: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at `labels`, and the entropy of that softmax, at `positions` only.
+    """log softmax(hidden weight^T / temperature) at `labels`, and the entropy of that softmax, at `positions` only.
 
-    logits: [tokens, columns of this rank], float32 or bfloat16, left as they are; positions: int64 [n], rows of logits;
-    labels: int64 [n], in the whole vocabulary. Returns two float32 [n], the second zeros unless `entropy`; equal on all
-    tensor ranks.
-    Gradients flow through both. Only one chunk of rows exists in float32 at a time, in the backward pass too, which
-    computes the softmax again; per chunk there are two all-reduces forward and none backward.
+    hidden: [tokens, hidden], equal on all tensor ranks; positions: int64 [n], distinct rows of it; labels: int64 [n],
+    in the whole vocabulary; weight: [rows of this rank, hidden], float32 or bfloat16 as `hidden`. Returns two float32
+    [n], the second zeros unless `entropy`; equal on all tensor ranks.
+
+    Gradients flow through both, to `hidden` as far as this rank's rows go (to be summed over tensor ranks) and to
+    `weight` unless it is frozen. Products are in the dtype of `weight`, all between them and all sums in float32.
+    Forward there are two all-reduces of [n], backward none. Sums over the vocabulary are kept as in arXiv:1805.02867.
     """
-    rows = max(1, chunk_elements // logits.shape[1])
-    logprobs, entropies = _VocabularyLogprobs.apply(logits, positions, labels, shard, 1.0 / temperature, entropy, rows)
+    columns = chunk_columns or max(CHUNK_COLUMNS, CHUNK_ELEMENTS // max(len(positions), 1))
+    chosen: Tensor = Collect.apply(hidden, positions)
+    logprobs, entropies = _VocabularyLogprobs.apply(chosen, weight, labels, shard, 1.0 / temperature, entropy, columns)
     return logprobs, entropies
 
 
@@ -56,40 +64,45 @@ class _VocabularyLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Tensor,
-        positions: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
         labels: Tensor,
         shard: VocabularyShard,
         scale: float,
         entropy: bool,
-        rows: int,
+        columns: int,
     ) -> tuple[Tensor, Tensor]:
-        columns = shard.real_columns(logits.shape[1])
+        rows = shard.real_rows(len(weight))
         local = labels - shard.first
-        here = (local >= 0) & (local < columns)
-        local = local.clamp(0, max(columns - 1, 0))
-        count = len(positions)
-        logprobs, entropies, normalizers = (logits.new_zeros(count, dtype=torch.float32) for _ in range(3))
-        for chunk in _slices(count, rows):
-            scaled = _scaled_rows(logits, positions[chunk], columns, scale)
-            top = scaled.amax(-1) if columns else scaled.new_full((len(scaled),), -torch.inf)
-            _all_reduce(top, dist.ReduceOp.MAX, shard)
-            scaled -= top[:, None]
-            sums = scaled.new_zeros(3, len(scaled))
-            if columns:
-                sums[1] = scaled.gather(1, local[chunk, None])[:, 0].where(here[chunk], 0.0)
-                weights = scaled.exp()
-                sums[0] = weights.sum(-1)
-                if entropy:
-                    sums[2] = torch.linalg.vecdot(weights, scaled)
-            _all_reduce(sums, dist.ReduceOp.SUM, shard)
-            log_sum = sums[0].log()
-            logprobs[chunk] = sums[1] - log_sum
-            normalizers[chunk] = top + log_sum
+        of_label, total, weighted = hidden.new_zeros(3, len(hidden), dtype=torch.float32)
+        top = torch.full_like(total, torch.finfo(torch.float32).min)
+        for part in _parts(rows, columns):
+            logits = _logits(hidden, weight[part], scale)
+            higher = torch.maximum(top, logits.amax(-1))
+            here, column = _labels_in(part, local)
+            of_label += logits.gather(1, column)[:, 0].where(here, 0.0)
+            logits -= higher[:, None]
+            _lower(total, weighted, top - higher)
+            top = higher
             if entropy:
-                entropies[chunk] = log_sum - sums[2] / sums[0]
-        ctx.save_for_backward(logits, positions, local, here, normalizers, entropies)
-        ctx.constants = columns, scale, entropy, rows
+                exponentials = logits.exp()
+                weighted += torch.linalg.vecdot(exponentials, logits)
+            else:
+                exponentials = logits.exp_()
+            total += exponentials.sum(-1)
+        if shard.group is not None and shard.group.size() > 1:
+            highest = top.clone()
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)
+            _lower(total, weighted, top - highest)
+            top = highest
+            sums = torch.stack([of_label, total, weighted])
+            dist.all_reduce(sums, group=shard.group)
+            of_label, total, weighted = sums
+        log_total = total.log()
+        logprobs = of_label - top - log_total
+        entropies = log_total - weighted / total if entropy else torch.zeros_like(total)
+        ctx.save_for_backward(hidden, weight, local, top + log_total, entropies)
+        ctx.constants = rows, scale, columns
         if not entropy:
             ctx.mark_non_differentiable(entropies)
         ctx.set_materialize_grads(False)
@@ -97,38 +110,56 @@ class _VocabularyLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, logprob_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Any, ...]:
-        logits, positions, local, here, normalizers, entropies = ctx.saved_tensors
-        columns, scale, entropy, rows = ctx.constants
-        gradient = torch.zeros_like(logits)
+        hidden, weight, local, normalizer, entropies = ctx.saved_tensors
+        rows, scale, columns = ctx.constants
+        hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
+        weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         # d logprob / d x_j = [j is the label] - p_j;  d entropy / d x_j = -p_j (log p_j + entropy)
-        for chunk in _slices(len(positions), rows) if columns else ():
-            log_p = _scaled_rows(logits, positions[chunk], columns, scale)
-            log_p -= normalizers[chunk, None]
-            if entropy and entropy_grad is not None:
-                factor = (log_p + entropies[chunk, None]) * entropy_grad[chunk, None]
+        for part in _parts(rows, columns):
+            log_p = _logits(hidden, weight[part], scale).sub_(normalizer[:, None])
+            if entropy_grad is not None:
+                factor = (log_p + entropies[:, None]).mul_(entropy_grad[:, None])
                 if logprob_grad is not None:
-                    factor += logprob_grad[chunk, None]
-                part = log_p.exp_().mul_(factor).neg_()
+                    factor += logprob_grad[:, None]
+                gradient = log_p.exp_().mul_(factor).neg_()
             elif logprob_grad is not None:
-                part = log_p.exp_().mul_(-logprob_grad[chunk, None])
+                gradient = log_p.exp_().mul_(-logprob_grad[:, None])
             else:
-                continue
+                break
             if logprob_grad is not None:
-                part.scatter_add_(1, local[chunk, None], (logprob_grad[chunk] * here[chunk])[:, None])
-            gradient[positions[chunk], :columns] = part.mul_(scale).to(logits.dtype)
-        return gradient, None, None, None, None, None, None
+                here, column = _labels_in(part, local)
+                gradient.scatter_add_(1, column, logprob_grad.where(here, 0.0)[:, None])
+            if scale != 1.0:
+                gradient *= scale
+            gradient = gradient.to(weight.dtype)
+            hidden_grad += gradient @ weight[part]
+            if weight_grad is not None:
+                torch.mm(gradient.t(), hidden, out=weight_grad[part])
+        return hidden_grad.to(hidden.dtype), weight_grad, None, None, None, None, None
 
 
-def _slices(count: int, rows: int) -> list[slice]:
-    return [slice(first, first + rows) for first in range(0, count, rows)]
+def _parts(rows: int, columns: int) -> Iterator[slice]:
+    """Rows of the output matrix, which are columns of the logits, about `columns` at a time and as many each time."""
+    count = -(-rows // columns)
+    ends = [rows * i // count for i in range(count + 1)] if count else [0]
+    return map(slice, ends, ends[1:])
 
 
-def _scaled_rows(logits: Tensor, positions: Tensor, columns: int, scale: float) -> Tensor:
-    """A float32 copy [n, columns] of the real columns of some rows, divided by the temperature."""
-    rows = logits[positions, :columns].to(torch.float32)
-    return rows if scale == 1.0 else rows.mul_(scale)
+def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Float32 [n, rows of weight], divided by the temperature."""
+    logits = (hidden @ weight.t()).float()
+    return logits if scale == 1.0 else logits.mul_(scale)
 
 
-def _all_reduce(tensor: Tensor, operation: Any, shard: VocabularyShard) -> None:
-    if shard.group is not None and shard.group.size() > 1:
-        dist.all_reduce(tensor, op=operation, group=shard.group)
+def _labels_in(part: slice, local: Tensor) -> tuple[Tensor, Tensor]:
+    """Which labels lie in `part`, bool [n], and their columns in it, int64 [n, 1], 0 for the others."""
+    here = (local >= part.start) & (local < part.stop)
+    return here, (local - part.start).where(here, 0)[:, None]
+
+
+def _lower(total: Tensor, weighted: Tensor, by: Tensor) -> None:
+    """Of sums of e^x and of x e^x, makes those for x + by, in place. `by` <= 0, -inf for sums of nothing."""
+    weighted += total * by
+    factor = by.exp()
+    total *= factor
+    weighted *= factor

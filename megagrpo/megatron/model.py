@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.layers import block_spec
+from megagrpo.megatron.output_layer import OutputLayer
 from megagrpo.megatron.packed import PackedTensors
 from megagrpo.megatron.rotary import inverse_frequencies
 from megagrpo.megatron.value_head import ValueHead
@@ -50,16 +51,16 @@ def _build_chunk(
     if fused and arch.latent is None:
         # GPTModel's arguments do not reach all of Llama 3's scaling.
         chunk.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim).to(torch.cuda.current_device())
-    if arch.value_head and chunk.post_process:
-        chunk.output_layer = ValueHead(config)
+    if chunk.post_process:
+        chunk.output_layer = ValueHead(config) if arch.value_head else OutputLayer(chunk.output_layer)
     return chunk
 
 
 def forward(chunk: torch.nn.Module, packed: PackedTensors) -> torch.Tensor:
-    """Logits [tokens, padded vocab / tensor] if `chunk` (wrapped or not) is the last, else what the next one receives.
+    """Hidden states [tokens, hidden] if `chunk` (wrapped or not) is the last, else what the next one receives.
 
-    Logits are for all tokens of this context rank, also with sequence parallelism, and in the model's dtype. A critic's
-    last chunk gives values in their place: float32 [tokens, 1].
+    They are those after the last norm, of all tokens of this context rank, also with sequence parallelism, and in the
+    model's dtype. A critic's last chunk gives values in their place: float32 [tokens, 1].
     """
     output = chunk(
         input_ids=packed.tokens,

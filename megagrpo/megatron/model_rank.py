@@ -18,7 +18,9 @@ from megagrpo.layout.parallel import RankCoordinates, rank_grid
 from megagrpo.megatron import process
 from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
 from megagrpo.megatron.minibatch import Minibatch
+from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.offload import Offload, Part
+from megagrpo.megatron.output_layer import output_weight
 from megagrpo.megatron.packed import pack
 from megagrpo.megatron.response import response_tokens
 from megagrpo.megatron.trained_model import TrainedModel
@@ -75,7 +77,8 @@ class ModelRank:
     ) -> tuple[Tensor, Tensor]:
         """Of `labels` at `positions` of the last stage's output, and entropies if wanted: float32 [n] each."""
         shard = self.vocabulary_shard()
-        return vocabulary_logprobs(output, positions, labels, shard, temperature=temperature, entropy=entropy)
+        weight = output_weight(unwrapped(self.policy.chunks[-1]))
+        return vocabulary_logprobs(output, positions, labels, weight, shard, temperature=temperature, entropy=entropy)
 
     # --- weights out --------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from megagrpo.batching.microbatch import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.megatron import model, process
 from megagrpo.megatron.config import transformer_config
+from megagrpo.megatron.output_layer import output_weight
 from megagrpo.megatron.packed import NO_ROW, PackedTensors, pack
 from megagrpo.recipe.schema import Layout, Train
 from megagrpo.weights.executors import checkpoint_files
@@ -59,8 +60,8 @@ def logits_of_chunks(
     def forward_step(batches: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         packed = next(batches)
 
-        def keep(logits: torch.Tensor, non_loss_data: bool) -> None:
-            outputs.append((logits.float(), packed))
+        def keep(hidden: torch.Tensor, non_loss_data: bool) -> None:
+            outputs.append((logits_of(chunk, hidden).float(), packed))
 
         return model.forward(chunk, packed), keep
 
@@ -76,6 +77,11 @@ def logits_of_chunks(
         positions[real].numpy(),
         torch.cat([logits for logits, _ in outputs])[real].numpy(),
     )
+
+
+def logits_of(chunk: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """[tokens, padded vocab / tensor] from the last stage's output."""
+    return hidden @ output_weight(model.unwrapped(chunk)).t()
 
 
 def load_model(

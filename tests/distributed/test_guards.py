@@ -20,7 +20,7 @@ from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
 from megagrpo.megatron.optimizer import make_optimizer, set_learning_rate, wrap_chunks
 from megagrpo.megatron.options import option_problems
 from megagrpo.recipe.schema import Optimizer
-from tests.distributed.parity_ranks import load_model, rank_microbatches, run_schedule
+from tests.distributed.parity_ranks import load_model, logits_of, rank_microbatches, run_schedule
 from tests.rank_group import run_ranks
 from tests.tiny_models import DIMENSIONS, make_model
 
@@ -57,7 +57,11 @@ def gradient_norms(directory: Path, layout: ParallelLayout, changes: dict[str, A
 
     def forward_step(batches: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         packed = next(batches)
-        return model.forward(chunk, packed), lambda logits: (logits.sin().sum(), torch.tensor(1, dtype=torch.int), {})
+
+        def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            return logits_of(chunk, hidden).sin().sum(), torch.tensor(1, dtype=torch.int), {}
+
+        return model.forward(chunk, packed), loss
 
     packed = rank_microbatches(layout, MICROBATCHES)
     run_schedule(chunks, forward_step, packed, forward_only=False, tokens=packed[0].tokens.shape[1])
@@ -110,7 +114,8 @@ def cross_entropy_errors() -> dict[str, float]:
 
     def ours(logits: torch.Tensor) -> torch.Tensor:
         shard = VocabularyShard(vocab=VOCAB, first=0, group=None)
-        return vocabulary_logprobs(logits, torch.arange(64), labels, shard, temperature=1.0, entropy=False)[0]
+        identity = torch.eye(VOCAB)  # an output matrix that makes logits of themselves
+        return vocabulary_logprobs(logits, torch.arange(64), labels, identity, shard, temperature=1.0, entropy=False)[0]
 
     exact, _ = gradient(lambda logits: logits.double().log_softmax(-1).gather(1, labels[:, None]))
     _, changed_by_megatron = gradient(lambda logits: -vocab_parallel_cross_entropy(logits[:, None], labels[:, None]))

@@ -17,8 +17,9 @@ from megagrpo.megatron import process
 from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.forward_backward import forward_backward, sum_gradients
 from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
-from megagrpo.megatron.model import build_chunks, named_tensors
+from megagrpo.megatron.model import build_chunks, named_tensors, unwrapped
 from megagrpo.megatron.optimizer import make_optimizer, set_learning_rate, wrap_chunks
+from megagrpo.megatron.output_layer import output_weight
 from megagrpo.megatron.packed import pack
 from megagrpo.megatron.state import TrainingState
 from megagrpo.recipe import schema
@@ -77,10 +78,13 @@ class TinyTraining:
             self.architecture.vocab, columns * self.where.tensor, group if group.size() > 1 else None
         )
 
-        def loss(index: int, logits: torch.Tensor) -> torch.Tensor:
+        def loss(index: int, hidden: torch.Tensor) -> torch.Tensor:
             packed = mine[index]
             at = packed.mask.nonzero()[:, 0]
-            logprobs, _ = vocabulary_logprobs(logits, at, packed.labels[at], shard, temperature=1.0, entropy=False)
+            weight = output_weight(unwrapped(self.wrapped[-1]))
+            logprobs, _ = vocabulary_logprobs(
+                hidden, at, packed.labels[at], weight, shard, temperature=1.0, entropy=False
+            )
             part = -logprobs.sum() / total
             losses.add_(part.detach().double() / self.layout.tensor)
             return part
