@@ -82,7 +82,7 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     masked: str = ""
-    counted: tuple[float, ...] = ()  # raw score of each function in the recipe's order, 0 if its gate was shut; or empty
+    counted: tuple[float, ...] = ()  # raw score of each function in order, 0 if its gate was shut; empty if masked
     solved: bool = False  # the functions' weighted sum, before penalties and masks, reached reward.solved_at
 
 
