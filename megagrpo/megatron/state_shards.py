@@ -91,9 +91,13 @@ def publish_main_weights(chunks: Sequence[DistributedDataParallel], optimizer: M
 def _main_weights(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
     """(model parameter, its float32 main weights, start, stop) for everything that this optimizer updates."""
     if isinstance(part, DistributedOptimizer):
-        for parameter, (group, position) in part.model_param_group_index_map.items():
-            held = part._get_model_param_range_map(parameter)["param"]
-            yield parameter, part.optimizer.param_groups[group]["params"][position], held.start, held.end
+        # Not by model_param_group_index_map: it is wrong where a bfloat16 model has a float32 parameter (a value head).
+        models = [*part.model_fp32_groups, *part.model_float16_groups]
+        shards = [*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups]
+        for parameters, mains in zip(models, shards, strict=True):
+            for parameter, main in zip(parameters, mains, strict=True):
+                held = part._get_model_param_range_map(parameter)["param"]
+                yield parameter, main, held.start, held.end
         return
     if isinstance(part, Float16OptimizerWithFloat16Params):
         for parameters, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
