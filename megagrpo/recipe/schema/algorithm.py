@@ -63,8 +63,7 @@ class PolicyLoss(Section):
     """Ratios are clipped at 1 + clip_high. (gmpo: at exp(clip_high), by token.)"""
 
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """For ppo_clip, clip_cov and kl_cov: with a negative advantage A the loss is at most dual_clip x |A|. null: no
-    bound."""
+    """For ppo_clip and clip_cov: with a negative advantage A the loss is at most dual_clip x |A|. null: no bound."""
 
     temperature_positive: PositiveFloat = 1.0
     """For sapo: steepness of the gate where the advantage is positive."""
@@ -73,7 +72,7 @@ class PolicyLoss(Section):
     """For sapo: steepness of the gate where it is not."""
 
     covariance_share: Fraction = 2e-4
-    """For clip_cov and kl_cov: share of a minibatch's tokens that are chosen."""
+    """For clip_cov and kl_cov: share of a minibatch's tokens that are chosen, at least one token."""
 
     covariance_low: float = 1.0
     """For clip_cov: covariances from here on may be chosen."""
@@ -157,7 +156,8 @@ class Correction(Section):
     """Weights outside of the bounds. truncate: set to the bound (TIS). zero: set to 0 (IcePop)."""
 
     normalize: bool = False
-    """Divide the weights by their mean over the minibatch."""
+    """Divide the weights by their mean over the minibatch: over its tokens, or its responses for weights: sequence,
+    without those left out."""
 
     reject: list[Rejection] = []
     """What is left out of the loss and of its denominators."""
