@@ -132,7 +132,9 @@ def write_part(export: Export, plan: WeightPlan, source: int, tensors: Mapping[s
                     into = transfer.destination_placement
                     dtype = file.storages[into.storage].dtype
                     come = transfer.source_placement
-                    values = box_view(storages[come.storage], come).to("cpu", torch_dtype(dtype)).contiguous()
+                    # A copy: memory that numpy has seen cannot be given back and restored (megatron/offload.py).
+                    values = box_view(storages[come.storage], come).to("cpu", torch_dtype(dtype), copy=True)
+                    values = values.contiguous()
                     _write_box(descriptor, entries[into.storage], into, values, ITEM_BYTES[dtype])
                 os.fsync(descriptor)
             finally:
