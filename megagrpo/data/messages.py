@@ -25,6 +25,7 @@ from megagrpo.recipe.schema import DataFile
 
 Messages = Sequence[Mapping[str, Any]]
 Overlong = Literal["drop", "truncate", "error"]
+BATCH_ROWS = 1024
 SHOWN_CHARACTERS = 30
 
 
@@ -34,6 +35,14 @@ class Conversation:
 
     number: int
     messages: Messages
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rendered text, and whether the assistant says it."""
+
+    text: str
+    said: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,29 +109,20 @@ def _examples_of(
     examples: list[Example] = []
     count_overlong = 0
     special = _special_tokens(tokenizer)
-    for conversation in conversations:
-        where = place(path, conversation.number)
-        try:
-            pieces = list(_pieces(conversation.messages, tokenizer, template_arguments))
-        except TemplateSyntaxError as reason:
-            raise template_error(reason) from None
-        except NotAPrefixError as reason:
-            findings.add([reason.problem(where)])
+    for start in range(0, len(conversations), BATCH_ROWS):
+        batch = conversations[start : start + BATCH_ROWS]
+        rendered = _render(batch, tokenizer, template_arguments, path, findings)
+        if findings.count:
             continue
-        except RENDER_ERRORS as reason:
-            refused = f"{where}: the chat template refuses the messages"
-            fix = "correct the row's messages, or the template"
-            findings.add([Problem(refused, given=first_line(reason), fix=fix)])
-            continue
-        tokens, loss_mask = _tokens(pieces, tokenizer, special)
-        if len(tokens) > tokens_max:
-            count_overlong += 1
-            if overlong == "error":
-                findings.add([_overlong_problem(where, len(tokens), tokens_max)])
-            tokens, loss_mask = tokens[:tokens_max], loss_mask[:tokens_max]
-            if overlong == "drop" or not loss_mask.any():
-                continue
-        examples.append(Example(f"{label}:{conversation.number}", tokens, loss_mask))
+        for conversation, (tokens, loss_mask) in zip(batch, _tokens(rendered, tokenizer, special), strict=True):
+            if len(tokens) > tokens_max:
+                count_overlong += 1
+                if overlong == "error":
+                    findings.add([_overlong_problem(place(path, conversation.number), len(tokens), tokens_max)])
+                tokens, loss_mask = tokens[:tokens_max], loss_mask[:tokens_max]
+                if overlong == "drop" or not loss_mask.any():
+                    continue
+            examples.append(Example(f"{label}:{conversation.number}", tokens, loss_mask))
     findings.raise_if_any()
     if not examples:
         raise DataError(
@@ -155,10 +155,31 @@ class NotAPrefixError(Exception):
         )
 
 
-def _pieces(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
-) -> Iterator[tuple[str, bool]]:
-    """The rendered conversation in pieces, each with whether the assistant says it.
+def _render(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Mapping[str, Any],
+    path: Path,
+    findings: Findings,
+) -> list[list[Piece]]:
+    rendered = []
+    for conversation in conversations:
+        where = place(path, conversation.number)
+        try:
+            rendered.append(list(_pieces(conversation.messages, tokenizer, arguments)))
+        except TemplateSyntaxError as reason:
+            raise template_error(reason) from None
+        except NotAPrefixError as reason:
+            findings.add([reason.problem(where)])
+        except RENDER_ERRORS as reason:
+            refused = f"{where}: the chat template refuses the messages"
+            fix = "correct the row's messages, or the template"
+            findings.add([Problem(refused, given=first_line(reason), fix=fix)])
+    return rendered
+
+
+def _pieces(messages: Messages, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Iterator[Piece]:
+    """The rendered conversation in pieces.
 
     Raises NotAPrefixError unless each prompt that the assistant would be given is the beginning of the whole.
     """
@@ -179,24 +200,26 @@ def _pieces(
                 raise NotAPrefixError(beginning, whole, turn)
         if len(through) <= len(before):
             raise NotAPrefixError(before, through, turn)
-        yield whole[done : len(before)], False
-        yield whole[len(before) : len(through)], True
+        yield Piece(whole[done : len(before)], said=False)
+        yield Piece(whole[len(before) : len(through)], said=True)
         done = len(through)
 
 
 def _tokens(
-    pieces: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, int32 [tokens], and which are the assistant's, bool [tokens].
+    rendered: Sequence[Sequence[Piece]], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of each conversation: tokens, int32 [tokens], and which are the assistant's, bool [tokens].
 
     Each piece has tokens of its own, as when the assistant is asked: no token is part prompt and part response.
     """
-    encoded = encode(tokenizer, [text for text, _ in pieces])
-    masks = [
-        _said(ids, tokenizer, special) if assistant else np.zeros(len(ids), bool)
-        for ids, (_, assistant) in zip(encoded, pieces, strict=True)
-    ]
-    return np.concatenate([np.array(ids, np.int32) for ids in encoded]), np.concatenate(masks)
+    encoded = iter(encode(tokenizer, [piece.text for pieces in rendered for piece in pieces]))
+    for pieces in rendered:
+        tokens, masks = [], []
+        for piece in pieces:
+            ids = next(encoded)
+            tokens.append(np.array(ids, np.int32))
+            masks.append(_said(ids, tokenizer, special) if piece.said else np.zeros(len(ids), bool))
+        yield np.concatenate(tokens), np.concatenate(masks)
 
 
 def _said(ids: list[int], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]) -> np.ndarray:

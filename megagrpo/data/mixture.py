@@ -96,9 +96,10 @@ def mix(
 
 
 def take(available: int, amount: Amount, *, path: Path, key: tuple[int, ...] = (0,)) -> np.ndarray:
-    """Sorted int64 indices of the items taken from a file that has `available`; the choice depends on `key` only.
+    """int64 indices of the items taken from a file that has `available`; the choice depends on `key` only.
 
     An integer takes that many different ones; a float takes each floor(amount) times and a random share for the rest.
+    They are in the file's order, pass after pass: without shuffling, copies of an item are far from each other.
     """
     if amount == "all":
         return np.arange(available)
@@ -121,7 +122,7 @@ def take(available: int, amount: Amount, *, path: Path, key: tuple[int, ...] = (
                 f"{path}: no row is taken", given=f"amount: {amount} of {available} rows", needed="at least one row"
             )
         )
-    return np.sort(np.concatenate([np.tile(np.arange(available), copies), permutation(available, *key)[:rest]]))
+    return np.concatenate([np.tile(np.arange(available), copies), np.sort(permutation(available, *key)[:rest])])
 
 
 def file_labels(paths: Sequence[str]) -> list[str]:

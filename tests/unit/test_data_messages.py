@@ -1,0 +1,181 @@
+"""Conversations: rows checked, and the assistant's tokens, and only these, trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from megagrpo.data.messages import Examples, file_problems, load_examples
+from megagrpo.demo.tokenizer import make_tokenizer
+from megagrpo.errors import DataError, ModelError
+from megagrpo.recipe.schema import ConversationFile
+
+LINE_AFTER_END = (
+    "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content + '<|end|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+ONLY_LAST_THOUGHT = (
+    "{%- for m in messages -%}{{- '<|' + m.role + '|>' -}}"
+    "{%- if m.role == 'assistant' and not loop.last -%}{{- m.content.split('~')[-1] -}}"
+    "{%- else -%}{{- m.content -}}{%- endif -%}{{- '<|end|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+TOKENIZER = make_tokenizer()
+
+
+def with_template(template: str) -> PreTrainedTokenizerBase:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def chat(*contents: str, system: str = "") -> list[dict[str, str]]:
+    """user, assistant, user, …"""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    return [{"role": "system", "content": system}, *turns] if system else turns
+
+
+def write(path: Path, *conversations: Any) -> Path:
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    return path
+
+
+def load(*paths: Path, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **options: Any) -> Examples:
+    files = [ConversationFile(path=str(path)) for path in paths]
+    return load_examples(files, tokenizer, **{"tokens_max": 1000} | options)
+
+
+def said(examples: Examples, tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> list[list[str]]:
+    """Text of each run of trained tokens, of each example."""
+    runs = []
+    for example in examples.examples:
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], example.loss_mask, [0]])))
+        runs.append([tokenizer.decode(example.tokens[a:b]) for a, b in edges.reshape(-1, 2)])
+    return runs
+
+
+def problems(*paths: Path, **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        load(*paths, **options)
+    return str(caught.value)
+
+
+def test_every_turn_of_the_assistant_is_trained_on_with_its_end(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", chat("1+1=", "2", "2+2=", "4", system="Add."), chat("3+3=", "6"))
+    examples = load(path)
+    assert said(examples) == [["2<|end|>", "4<|end|>"], ["6<|end|>"]]
+    whole = "<|system|>Add.<|user|>1+1=<|assistant|>2<|end|><|user|>2+2=<|assistant|>4<|end|>"
+    assert TOKENIZER.decode(examples.examples[0].tokens) == whole
+    assert [example.id for example in examples.examples] == ["a.jsonl:1", "a.jsonl:2"]
+
+
+def test_a_line_end_after_the_end_token_is_not_the_assistants(tmp_path: Path) -> None:
+    tokenizer = with_template(LINE_AFTER_END)
+    examples = load(write(tmp_path / "a.jsonl", chat("1+1=", "2\n", "2+2=", "4")), tokenizer=tokenizer)
+    assert said(examples) == [["2\n<|end|>", "4<|end|>"]]
+    assert TOKENIZER.decode(examples.examples[0].tokens).endswith("4<|end|>\n")
+
+
+@given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_what_is_before_each_turn_is_the_prompt_that_is_generated_from(
+    tmp_path_factory: pytest.TempPathFactory, answers: list[str], line_end: bool
+) -> None:
+    tokenizer = with_template(LINE_AFTER_END) if line_end else TOKENIZER
+    messages = chat(*(text for answer in answers for text in ("?", answer)))
+    (example,) = load(write(tmp_path_factory.getbasetemp() / "a.jsonl", messages), tokenizer=tokenizer).examples
+    starts = np.flatnonzero(np.diff(np.concatenate([[0], example.loss_mask])) == 1)
+    assert len(starts) == len(answers)
+    for turn, start in enumerate(starts):
+        prompt = messages[: 2 * turn + 1]
+        rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        assert example.tokens[:start].tolist() == rendered
+
+
+def test_a_template_that_changes_earlier_turns_is_an_error_that_shows_both(tmp_path: Path) -> None:
+    tokenizer = with_template(ONLY_LAST_THOUGHT)
+    once, twice = chat("1+1=", "hm~2"), chat("1+1=", "hm~2", "2+2=", "ah~4")
+    assert said(load(write(tmp_path / "once.jsonl", once), tokenizer=tokenizer)) == [["hm~2<|end|>"]]
+    told = problems(write(tmp_path / "twice.jsonl", once, twice), tokenizer=tokenizer)
+    assert "line 2, messages[1]" in told
+    assert "<|assistant|>2<|end|>" in told
+    assert "<|assistant|>hm~2<|end|>" in told
+
+
+def test_longer_examples_are_dropped_cut_or_errors_and_always_counted(tmp_path: Path) -> None:
+    short, long, longest = chat("1+1=", "2"), chat("1+1=", "two and no more"), chat("what is one and one?", "2")
+    path = write(tmp_path / "a.jsonl", short, long, longest)
+    dropped = load(path, tokens_max=10)
+    assert said(dropped) == [["2<|end|>"]]
+    cut = load(path, tokens_max=10, overlong="truncate")
+    assert said(cut) == [["2<|end|>"], ["two "]], "the last one has no token of the assistant's left"
+    for examples, used in ((dropped, 1), (cut, 2)):
+        (count,) = examples.files
+        assert (count.rows, count.overlong, count.used) == (3, 2, used)
+    told = problems(path, tokens_max=10, overlong="error")
+    assert "2 problems" in told
+    assert "data.tokens_max" in told
+    assert "no example is left" in problems(path, tokens_max=3)
+
+
+def test_a_parquet_file_with_fields_of_other_rows_is_read(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "1+1=", "name": "eve"}, {"role": "assistant", "content": "2"}]},
+        {"messages": chat("2+2=", "4"), "source": "elsewhere"},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert said(load(tmp_path / "a.parquet")) == [["2<|end|>"], ["4<|end|>"]]
+
+
+def test_files_are_mixed_in_their_order_with_their_amounts(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a.jsonl", chat("a", "1")), write(tmp_path / "b.jsonl", *[chat("b", "2")] * 3)
+    files = [ConversationFile(path=str(first)), ConversationFile(path=str(second), amount=2)]
+    assert said(load_examples(files, TOKENIZER, tokens_max=99)) == [["1<|end|>"], ["2<|end|>"], ["2<|end|>"]]
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ("1+1=2", ["given: '1+1=2'", "a list of messages"]),
+        ([], ["no messages"]),
+        ([{"role": "user", "content": "1+1="}], ["messages[0].role", "last message of the assistant's"]),
+        ([{"role": "assistant", "content": "2"}], ["messages[0].role", "to answer first"]),
+        (chat("1+1=", "2", "thanks"), ["messages[2].role", "leave out what comes after it"]),
+        (
+            [{"role": "human", "content": "1"}, {"role": "assistant", "content": "2"}],
+            ["messages[0].role", "one of system"],
+        ),
+        ([{"role": "user", "content": 1}, {"role": "assistant", "content": "2"}], ["messages[0].content", "text"]),
+        ([{"role": "user", "content": "1"}, {"role": "assistant", "content": None}], ["messages[1].content"]),
+        (["1", "2"], ["messages[0]", "{role, content}"]),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, messages: Any, words: list[str]) -> None:
+    path = write(tmp_path / "a.jsonl", chat("1+1=", "2"), messages)
+    told = problems(path)
+    assert [word for word in (*words, str(path), "2") if word not in told] == []
+    assert [problem.where for problem in file_problems(path) if problem.where not in told] == []
+
+
+def test_a_file_of_prompts_is_told_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": chat("1+1="), "data_source": "sums"}) + "\n")
+    (problem,) = file_problems(tmp_path / "a.jsonl")
+    assert "no column 'messages'" in problem.where
+    assert "docs/sft.md" in problem.fix
+
+
+def test_a_template_that_refuses_a_row_or_is_not_valid_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", chat("1+1=", "2"))
+    refusing = with_template("{{ raise_exception('no system message') }}")
+    assert "no system message" in problems(path, tokenizer=refusing)
+    with pytest.raises(ModelError, match="not valid Jinja"):
+        load(path, tokenizer=with_template("{% for %}"))
