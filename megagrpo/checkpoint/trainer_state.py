@@ -29,6 +29,9 @@ class TrainerState:
     episodes: int = 0
     """Responses generated for training so far."""
 
+    kl_coefficient: float | None = None
+    """Weight of the KL penalty in the next step, where it adapts; None in runs that have none."""
+
     evaluation: Mapping[str, float] | None = None
     """Metrics of an evaluation of exactly these weights; None if they were not evaluated."""
 

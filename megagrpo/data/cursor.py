@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
+from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Protocol, TypeGuard, TypeVar
 
 import numpy as np
@@ -31,8 +34,8 @@ AnyItem = TypeVar("AnyItem", bound=Item)
 class Cursor(Generic[AnyItem]):
     """Epoch after epoch over `prompts`, each a permutation drawn from (seed, epoch).
 
-    Invariant: 0 <= position < len(prompts), and (epoch, position) with the constructor's arguments decide everything
-    that follows; nothing else is remembered.
+    Invariant: 0 <= position < len(prompts), and (epoch, position, what is set aside) with the constructor's arguments
+    decide everything that follows; nothing else is remembered.
     """
 
     def __init__(self, prompts: Sequence[AnyItem], *, seed: int, shuffle: bool = True) -> None:
@@ -45,27 +48,49 @@ class Cursor(Generic[AnyItem]):
         self._shuffle = shuffle
         self._data = {"prompts": len(prompts), "seed": seed, "shuffle": shuffle, "fingerprint": fingerprint(prompts)}
         self._order = self._order_of(0)
+        self._aside = np.zeros(len(prompts), bool)
 
     def __len__(self) -> int:
         """Prompts in one epoch."""
         return len(self._prompts)
 
-    def next(self, count: int) -> list[AnyItem]:
-        """The next `count` prompts; they may straddle epochs.
+    @property
+    def set_aside_count(self) -> int:
+        """Prompts of an epoch that are never drawn again."""
+        return int(self._aside.sum())
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every prompt is set aside."""
+        return bool(self._aside.all())
+
+    def next(self, count: int, drawn: Counter[str] | None = None) -> list[AnyItem]:
+        """The next `count` prompts that are not set aside; they may straddle epochs.
 
         Ids are unique within the list: a prompt that comes again (it was taken twice, or a new epoch began) has `+1`,
-        `+2`, ... appended, so that its samples have seeds and names of their own.
+        `+2`, ... appended, so that its samples have seeds and names of their own. `drawn` counts how often each was
+        drawn before in the same step, and is brought up to date. Raises DataError if every prompt is set aside.
         """
+        if self.exhausted:
+            raise DataError(Problem("every prompt is set aside", needed="a prompt to train on"))
         taken: list[AnyItem] = []
         while len(taken) < count:
-            indices = self._order[self.position : self.position + count - len(taken)]
-            taken += [self._prompts[i] for i in indices]
-            self._advance(len(indices))
-        return _with_unique_ids(taken)
+            ahead = self._order[self.position :]
+            found = np.flatnonzero(~self._aside[ahead])[: count - len(taken)]
+            taken += [self._prompts[i] for i in ahead[found]]
+            done = len(taken) == count
+            self._advance(int(found[-1]) + 1 if done else len(ahead))
+        return _with_unique_ids(taken, Counter() if drawn is None else drawn)
+
+    def set_aside(self, ids: Iterable[str]) -> None:
+        """Never draws these again. Ids are as `next` gave them; a prompt that the data hold twice goes altogether."""
+        for name in ids:
+            self._aside[self._rows_of(name)] = True
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as plain JSON values."""
-        return {"epoch": self.epoch, "position": self.position, **self._data}
+        aside = _packed(self._aside) if self._aside.any() else ""
+        return {"epoch": self.epoch, "position": self.position, "set_aside": aside, **self._data}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. Raises DataError, changing nothing, if it was taken over other data."""
@@ -80,18 +105,31 @@ class Cursor(Generic[AnyItem]):
             if state.get(name) != value
         ]
         epoch, position = state.get("epoch"), state.get("position")
-        if not (_is_index(epoch) and _is_index(position) and position < len(self)):
+        aside = _unpacked(state.get("set_aside"), len(self))
+        if not (_is_index(epoch) and _is_index(position) and position < len(self)) or aside is None:
             problems.append(
                 Problem(
                     "the saved place in the data is not valid",
-                    given=f"epoch: {epoch!r}, position: {position!r}",
-                    needed=f"an epoch from 0 and a position from 0 to {len(self) - 1}",
+                    given=f"epoch: {epoch!r}, position: {position!r}, set_aside: {state.get('set_aside')!r}",
+                    needed=f"an epoch from 0, a position from 0 to {len(self) - 1}, and a bit for each prompt",
                 )
             )
-        if problems:
+        if problems or aside is None:
             raise DataError(problems)
-        self.epoch, self.position = state["epoch"], state["position"]
+        self.epoch, self.position, self._aside = state["epoch"], state["position"], aside
         self._order = self._order_of(self.epoch)
+
+    @cached_property
+    def _rows(self) -> dict[str, list[int]]:
+        """Where in the data each id is."""
+        rows: dict[str, list[int]] = {}
+        for row, prompt in enumerate(self._prompts):
+            rows.setdefault(prompt.id, []).append(row)
+        return rows
+
+    def _rows_of(self, name: str) -> list[int]:
+        """Of an id that `next` may have given a number."""
+        return self._rows[name if name in self._rows else name.rpartition("+")[0]]
 
     def _advance(self, count: int) -> None:
         self.position += count
@@ -113,14 +151,29 @@ def fingerprint(items: Sequence[Item]) -> str:
     return digest.hexdigest()
 
 
-def _with_unique_ids(prompts: list[AnyItem]) -> list[AnyItem]:
-    seen: Counter[str] = Counter()
+def _with_unique_ids(prompts: list[AnyItem], drawn: Counter[str]) -> list[AnyItem]:
     unique: list[AnyItem] = []
     for prompt in prompts:
-        again = seen[prompt.id]
-        seen[prompt.id] += 1
+        again = drawn[prompt.id]
+        drawn[prompt.id] += 1
         unique.append(replace(prompt, id=f"{prompt.id}+{again}") if again else prompt)
     return unique
+
+
+def _packed(flags: np.ndarray) -> str:
+    """bool [n] as text: a bit each, compressed."""
+    return b64encode(zlib.compress(np.packbits(flags).tobytes())).decode("ascii")
+
+
+def _unpacked(text: object, count: int) -> np.ndarray | None:
+    """The inverse, bool [count]; of an empty text, none is set. None if it is no such text."""
+    if text == "":
+        return np.zeros(count, bool)
+    try:
+        bits = np.frombuffer(zlib.decompress(b64decode(str(text), validate=True)), np.uint8)
+    except (ValueError, zlib.error):
+        return None
+    return np.unpackbits(bits, count=count).astype(bool) if len(bits) == -(-count // 8) else None
 
 
 def _is_index(value: object) -> TypeGuard[int]:

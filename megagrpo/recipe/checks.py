@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from megagrpo.recipe.algorithm_checks import ALGORITHM_RULES
+from megagrpo.recipe.correction_checks import CORRECTION_RULES
 from megagrpo.recipe.defaults import engine_devices
 from megagrpo.recipe.engine_checks import ENGINE_RULES
 from megagrpo.recipe.fields import nearest
@@ -64,14 +66,6 @@ def _batch(recipe: Recipe) -> Iterator[RuleProblem]:
             f"so {samples // minibatches} samples in each",
             needed="at least one sample of every minibatch for each data rank",
             fix=f"lower train.layout.data to {samples // minibatches}, lower algorithm.minibatches, or sample more",
-        )
-    if rollout.samples_per_prompt < 2:
-        yield broken(
-            "rollout.samples_per_prompt",
-            reads=("algorithm.advantage.name",),
-            given=f"{rollout.samples_per_prompt}",
-            needed="at least 2: an advantage compares the samples of one prompt; that of a single one is always 0",
-            fix="samples_per_prompt: 8",
         )
 
 
@@ -140,32 +134,6 @@ def _placement(recipe: Recipe) -> Iterator[RuleProblem]:
         )
 
 
-def _algorithm(recipe: Recipe) -> Iterator[RuleProblem]:
-    algorithm = recipe.algorithm
-    if algorithm.loss.clip_low > 1:
-        yield broken(
-            "algorithm.loss.clip_low",
-            given=f"{algorithm.loss.clip_low}",
-            needed="at most 1: a ratio is never below 0",
-            fix="clip_low: 1.0",
-        )
-    if algorithm.advantage.standard_deviation == "sample" and algorithm.advantage.epsilon == 0:
-        yield broken(
-            "algorithm.advantage.epsilon",
-            reads=("algorithm.advantage.standard_deviation",),
-            given="0 with standard_deviation: sample",
-            needed="above 0: a group with equal scores has a standard deviation of 0",
-            fix="epsilon: 1e-6",
-        )
-    if all(function.weight == 0 for function in recipe.reward.functions):
-        yield broken(
-            "reward.functions",
-            given="only weights of 0",
-            needed="a reward that differs between samples",
-            fix="weight: 1.0",
-        )
-
-
 def _offload(recipe: Recipe) -> Iterator[RuleProblem]:
     offload = recipe.train.offload
     if repeated := sorted({part for part in offload if offload.count(part) > 1}):
@@ -187,6 +155,14 @@ def _offload(recipe: Recipe) -> Iterator[RuleProblem]:
             given="reference, with algorithm.kl.coefficient 0",
             needed="a reference policy: there is none without a KL penalty",
             fix="remove reference from the list, or give a coefficient",
+        )
+    if "critic" in offload and recipe.algorithm.critic is None:
+        yield broken(
+            "train.offload",
+            reads=("algorithm.critic",),
+            given="critic, without algorithm.critic",
+            needed="a critic",
+            fix="remove critic from the list",
         )
 
 
@@ -267,6 +243,6 @@ def pass_at(samples: int) -> list[int]:
 
 
 RULES: tuple[Callable[[Recipe], Iterator[RuleProblem]], ...] = (
-    _sampling, _batch, _algorithm, _run_length, _lengths, *RANK_RULES, _offload,
+    _sampling, _batch, *ALGORITHM_RULES, *CORRECTION_RULES, _run_length, _lengths, *RANK_RULES, _offload,
     _evaluation, _evaluation_metrics, _placement, *ENGINE_RULES,
 )  # fmt: skip

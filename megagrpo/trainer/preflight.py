@@ -39,6 +39,7 @@ class Preflight(Generic[Kind]):
     architecture: Architecture
     model_directory: Path
     tokenizer_directory: Path
+    critic_directory: Path | None = None  # None: no critic, or one that starts from the model
 
 
 def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflight[Kind]:
@@ -61,8 +62,10 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
         vocabulary = architecture.vocab if architecture else None
         problems += tokenizer_problems(tokenizer, recipe.model.chat_template, vocabulary)
     problems += _data_problems(loaded)
+    critic = None
     if isinstance(recipe, Recipe):
         grpo = recipe
+        critic = _attempt(problems, lambda: _critic_directory(grpo, weights=not plan_only))
         problems += _attempt(problems, lambda: list(_metric_problems(grpo))) or []
         problems += reward_problems(recipe.reward)
     if not plan_only:
@@ -74,7 +77,7 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
     problems += _megatron_problems(recipe, None if problems else architecture)
     if problems or not (model and architecture and tokenizer):
         raise PreflightError(map(loaded.places.located, problems))
-    return Preflight(recipe, architecture, model, tokenizer)
+    return Preflight(recipe, architecture, model, tokenizer, critic)
 
 
 def _attempt(problems: list[Problem], find: Callable[[], Found]) -> Found | None:
@@ -91,6 +94,14 @@ def _attempt(problems: list[Problem], find: Callable[[], Found]) -> Found | None
 def _model_directory(recipe: AnyRecipe, weights: bool) -> Path:
     patterns = CONFIG_FILES + TOKENIZER_FILES + (("*.safetensors",) if weights else ())
     return local_directory(recipe.model.path, recipe.model.revision, patterns, "model.path")
+
+
+def _critic_directory(recipe: Recipe, weights: bool) -> Path | None:
+    critic = recipe.algorithm.critic
+    if critic is None or critic.path is None:
+        return None
+    patterns = CONFIG_FILES + (("*.safetensors",) if weights else ())
+    return local_directory(critic.path, None, patterns, "algorithm.critic.path")
 
 
 def _tokenizer_directory(recipe: AnyRecipe, model: Path | None) -> Path | None:

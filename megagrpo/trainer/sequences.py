@@ -6,16 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megagrpo.algorithm.advantage import AdvantageInputs
 from megagrpo.batching.microbatch import TrainSequence
 from megagrpo.errors import EngineError, Problem
+from megagrpo.recipe.schema import Recipe
 from megagrpo.types import Group, Prompt, Sample
 
 
 def flat_scores(groups: Sequence[Group]) -> np.ndarray:
-    """Scores of all samples, group by group: float64 [rows], NaN where a reward failed."""
+    """Scores of all samples, group by group: float64 [rows], NaN where a sample is masked."""
     return np.array(
         [np.nan if score.value is None else score.value for group in groups for score in group.scores], dtype=np.float64
     )
+
+
+def counted_scores(groups: Sequence[Group], functions: int) -> np.ndarray:
+    """What each reward function counted: float64 [rows, functions], NaN where a sample has no score of them."""
+    unknown = (np.nan,) * functions
+    rows = [score.counted or unknown for group in groups for score in group.scores]
+    return np.array(rows, dtype=np.float64).reshape(len(rows), functions)
 
 
 def group_of_row(groups: Sequence[Group]) -> np.ndarray:
@@ -28,14 +37,30 @@ def response_lengths(groups: Sequence[Group]) -> np.ndarray:
     return np.array([len(sample.tokens) for group in groups for sample in group.samples], dtype=np.int64)
 
 
+def advantage_inputs(recipe: Recipe, groups: Sequence[Group], baselines: np.ndarray | None = None) -> AdvantageInputs:
+    """What advantages are made from, as far as the driver knows it. baselines: float64 [groups], for remax."""
+    functions = recipe.reward.functions
+    by_function = recipe.algorithm.advantage.name == "gdpo"
+    return AdvantageInputs(
+        scores=flat_scores(groups),
+        group_ids=group_of_row(groups),
+        tokens=response_lengths(groups),
+        parts=counted_scores(groups, len(functions)) if by_function else None,
+        weights=np.array([function.weight for function in functions]) if by_function else None,
+        baselines=baselines,
+    )
+
+
+def trainable_rows(inputs: AdvantageInputs) -> np.ndarray:
+    """Samples that have a score, a token and, for remax, a baseline: bool [rows]."""
+    rows = ~np.isnan(inputs.scores) & (inputs.tokens > 0)
+    return rows if inputs.baselines is None else rows & ~np.isnan(inputs.baselines[inputs.group_ids])
+
+
 def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
-    """The chosen rows (bool [rows]) as sequences. Aborted samples without a token are left out."""
+    """The chosen rows (bool [rows]) as sequences; each has a response token."""
     samples = [(index, group.prompt, sample) for index, group in enumerate(groups) for sample in group.samples]
-    return [
-        _sequence(prompt, sample, group, row)
-        for row, (group, prompt, sample) in enumerate(samples)
-        if rows[row] and len(sample.tokens)
-    ]
+    return [_sequence(prompt, sample, group, row) for row, (group, prompt, sample) in enumerate(samples) if rows[row]]
 
 
 def require_version(groups: Sequence[Group], version: int) -> None:

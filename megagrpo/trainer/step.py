@@ -1,4 +1,4 @@
-"""One step of GRPO, from prompts to a new weight version (DeepSeekMath, arXiv:2402.03300, algorithm 1)."""
+"""One step of GRPO or PPO, from prompts to a new weight version (DeepSeekMath, arXiv:2402.03300, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -7,117 +7,124 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megagrpo.algorithm.advantage import groups_with_signal, grpo_advantages, penalized_scores
+from megagrpo.algorithm.advantage import Advantages, compute_advantages, groups_with_signal, is_by_group
+from megagrpo.algorithm.kl_coefficient import next_coefficient
 from megagrpo.algorithm.learning_rate import learning_rate
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.batching.microbatch import RankBatch
-from megagrpo.batching.rank_batches import make_rank_batches
-from megagrpo.cluster.policy import Policy
-from megagrpo.cluster.rollouts import Rollouts
-from megagrpo.cluster.weight_sync import WeightSync
-from megagrpo.data.cursor import Cursor
+from megagrpo.recipe.algorithm_checks import kl_in_reward
 from megagrpo.recipe.schema import Recipe
-from megagrpo.reward.scorer import Scorer
-from megagrpo.trainer.clock import PhaseClock
-from megagrpo.trainer.sequences import flat_scores, group_of_row, require_version, response_lengths, train_sequences
-from megagrpo.trainer.step_metrics import batch_metrics, rollout_metrics, update_metrics
-from megagrpo.types import Group, Prompt
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything a step works with."""
-
-    recipe: Recipe
-    total_steps: int
-    cursor: Cursor[Prompt]
-    rollouts: Rollouts
-    scorer: Scorer
-    policy: Policy
-    weights: WeightSync
-    clock: PhaseClock
+from megagrpo.trainer.batch import load_batch, with_kl_and_values
+from megagrpo.trainer.run import Run
+from megagrpo.trainer.sampling import sample_step
+from megagrpo.trainer.sequences import advantage_inputs, trainable_rows
+from megagrpo.trainer.step_metrics import (
+    batch_metrics,
+    critic_metrics,
+    rollout_metrics,
+    sampling_metrics,
+    update_metrics,
+)
+from megagrpo.types import Group
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step leaves behind for the trackers."""
+    """What a step leaves behind: for the trackers, and for the next step."""
 
     metrics: dict[str, float]
     groups: Sequence[Group]
-    mismatch: Mismatch | None  # None: no group was trained on
+    """Those that the step could train on: rows of `mismatch` are their samples."""
+
+    sampled: Sequence[Group]
+    """All that were sampled, `groups` among them."""
+
+    mismatch: Mismatch | None
+    """None: the policy was not trained."""
+
+    kl_coefficient: float
+    """Of the next step."""
 
 
-def grpo_step(run: Run, step: int) -> Step:
+def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
     """Runs step `step` (the first is 1). The weight version afterwards is `step`."""
-    algorithm, clock = run.recipe.algorithm, run.clock
+    recipe, algorithm, clock = run.recipe, run.recipe.algorithm, run.clock
 
-    with clock.phase("rollout"), run.policy.released():
-        prompts = run.cursor.next(run.recipe.rollout.prompts_per_step)
-        groups = run.rollouts.generate(prompts, step)
-        require_version(groups, run.weights.version)
-        run.rollouts.release_memory()
+    sampled = sample_step(run, step)
+    inputs = advantage_inputs(recipe, sampled.groups, sampled.baselines)
+    rows = trainable_rows(inputs)
+    metrics = rollout_metrics(sampled.all) | sampling_metrics(recipe, sampled, run.cursor)
 
-    with clock.phase("reward"):
-        groups = run.scorer.score(groups)
-        scores, group_ids = flat_scores(groups), group_of_row(groups)
-        metrics = rollout_metrics(groups, scores)
-        rows = ~np.isnan(scores)
-
-    if kl_in_reward(run.recipe):
+    batches: list[RankBatch] = []
+    if reads_batch(recipe):
         with clock.phase("logprobs"):
-            batches = _load_batch(run, groups, rows, step)
-            if batches:
-                kl = run.policy.token_kl(response_lengths(groups)).sums()
-                scores = penalized_scores(scores, kl, algorithm.kl.coefficient)
-
-    advantages = grpo_advantages(scores, group_ids, algorithm.advantage.standard_deviation, algorithm.advantage.epsilon)
-    with_signal = groups_with_signal(advantages, group_ids)
-
-    if not kl_in_reward(run.recipe):
+            batches = load_batch(run, sampled.groups, rows, step)
+            inputs = with_kl_and_values(run, inputs, kl_coefficient, loaded=bool(batches))
+    advantages = compute_advantages(inputs, algorithm.advantage)
+    if not reads_batch(recipe):
         with clock.phase("logprobs"):
-            if algorithm.skip_groups_without_signal:
-                rows &= np.isin(group_ids, with_signal)
-            batches = _load_batch(run, groups, rows, step)
-    metrics |= batch_metrics(run.recipe, advantages, len(with_signal), batches)
+            if skips_groups(recipe):
+                rows &= np.isin(inputs.group_ids, groups_with_signal(advantages.of_rows, inputs.group_ids))
+            batches = load_batch(run, sampled.groups, rows, step)
 
-    updated = None
+    mismatch = None
     if batches:
+        metrics |= batch_metrics(recipe, advantages.of_rows, batches)
         with clock.phase("update"):
-            lr = learning_rate(step, run.total_steps, run.recipe.train.optimizer)
-            coefficient = 0.0 if kl_in_reward(run.recipe) else algorithm.kl.coefficient
-            updated = run.policy.update(advantages.astype(np.float32), lr, coefficient)
-            metrics |= {"lr": lr} | update_metrics(updated)
+            metrics |= _update_critic(run, advantages, step)
+            if policy_learns(recipe, step):
+                lr = learning_rate(step, run.total_steps, recipe.train.optimizer)
+                in_loss = 0.0 if kl_in_reward(recipe) else kl_coefficient
+                updated = run.policy.update(advantages.of_tokens or advantages.of_rows, lr, in_loss, step)
+                metrics |= {"lr": lr} | update_metrics(updated)
+                mismatch = updated.mismatch
+                if updated.kl is not None:
+                    metrics["kl/coefficient"] = kl_coefficient
+                    kl_coefficient = _next_kl_coefficient(recipe, kl_coefficient, updated.kl, int(rows.sum()))
+
+    every = algorithm.reference.update_every_steps
+    if every is not None and step % every == 0:
+        with clock.phase("update"):
+            run.policy.update_reference()
 
     with clock.phase("weight_sync"):
         run.weights.sync(version=step)
 
-    return Step(metrics | {"weights/version": float(step)}, groups, updated.mismatch if updated else None)
+    metrics["weights/version"] = float(step)
+    return Step(metrics, sampled.groups, sampled.all, mismatch, kl_coefficient)
 
 
-def kl_in_reward(recipe: Recipe) -> bool:
-    return recipe.algorithm.kl.coefficient > 0 and recipe.algorithm.kl.placement == "reward"
+def reads_batch(recipe: Recipe) -> bool:
+    """Whether advantages are made from what the ranks compute: the KL in the reward, or a critic's values."""
+    return kl_in_reward(recipe) or recipe.algorithm.critic is not None
 
 
-def _load_batch(run: Run, groups: Sequence[Group], rows: np.ndarray, step: int) -> list[RankBatch]:
-    """Sends the chosen rows to the training ranks and has them compute the logprobs that the recipe needs.
+def skips_groups(recipe: Recipe) -> bool:
+    """Whether groups whose advantages are all zero are left out. gpg's factor makes up for them: they must stay."""
+    advantage = recipe.algorithm.advantage.name
+    return recipe.algorithm.skip_groups_without_signal and is_by_group(advantage) and advantage != "gpg"
 
-    Returns what was sent, one batch per data rank; nothing if no row was chosen.
-    """
-    sequences = train_sequences(groups, rows)
-    if not sequences:
-        return []
-    algorithm, train = run.recipe.algorithm, run.recipe.train
-    batches = make_rank_batches(
-        sequences,
-        layout=train.layout.parallel(),
-        minibatches=algorithm.minibatches,
-        tokens_per_microbatch=train.tokens_per_microbatch,
-        seed=run.recipe.seed + step,
-    )
-    run.policy.load_batch(batches)
-    # With one update per step the update's own forward pass gives the old logprobs.
-    if algorithm.minibatches * algorithm.epochs > 1 or kl_in_reward(run.recipe):
-        run.policy.compute_old_logprobs()
-    if algorithm.kl.coefficient > 0:
-        run.policy.compute_reference_logprobs()
-    return batches
+
+def policy_learns(recipe: Recipe, step: int) -> bool:
+    """Whether the critic's warm-up is over."""
+    return recipe.algorithm.critic is None or step > recipe.algorithm.critic.warmup_steps
+
+
+def critic_learning_rate(recipe: Recipe, step: int, total_steps: int) -> float:
+    """train.optimizer's schedule, its warm-up included, with the critic's peak."""
+    if recipe.algorithm.critic is None:
+        raise ValueError("no critic")
+    optimizer = recipe.train.optimizer
+    return learning_rate(step, total_steps, optimizer) * recipe.algorithm.critic.lr / optimizer.lr
+
+
+def _update_critic(run: Run, advantages: Advantages, step: int) -> dict[str, float]:
+    if advantages.returns is None:
+        return {}
+    lr = critic_learning_rate(run.recipe, step, run.total_steps)
+    return {"critic/lr": lr} | critic_metrics(run.policy.update_critic(advantages.returns, lr))
+
+
+def _next_kl_coefficient(recipe: Recipe, coefficient: float, kl: float, samples: int) -> float:
+    settings = recipe.algorithm.kl
+    return next_coefficient(coefficient, kl, settings.target, settings.horizon, samples)

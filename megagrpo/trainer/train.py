@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from megagrpo.batching.work import work_of
 from megagrpo.checkpoint.store import CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster import runtime
@@ -22,26 +23,26 @@ from megagrpo.trainer.clock import PhaseClock
 from megagrpo.trainer.evaluation import EarlyStopping, evaluation_metrics
 from megagrpo.trainer.mismatch import report_mismatch
 from megagrpo.trainer.preflight import Preflight
-from megagrpo.trainer.prompts import describe_mixture, read_mixture, read_tokenizer, total_steps
+from megagrpo.trainer.prompts import describe_files, read_mixture, read_tokenizer, total_steps
+from megagrpo.trainer.run import Run
 from megagrpo.trainer.run_lock import only_process_of
 from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, open_store, recipe_values, save
 from megagrpo.trainer.sequences import require_version
-from megagrpo.trainer.step import Run, grpo_step
+from megagrpo.trainer.step import grpo_step
 from megagrpo.trainer.step_metrics import sequence_tokens
 from megagrpo.types import Prompt
+from megagrpo.weights.families import read_architecture
 
 
 @dataclass(frozen=True)
 class Progress:
     """How far a run is: what its next checkpoint will say, apart from what the cursor and the tracker know."""
 
+    kl_coefficient: float  # of the next step
     step: int = 0
+    episodes: int = 0
     evaluation: dict[str, float] | None = None  # of exactly these weights
     stopping: EarlyStopping | None = None  # None: the recipe has no rule
-
-    @property
-    def reason_to_stop(self) -> str | None:
-        return self.stopping.reason_to_stop() if self.stopping else None
 
 
 def train(checked: Preflight[Recipe]) -> int:
@@ -63,13 +64,13 @@ def train(checked: Preflight[Recipe]) -> int:
         tracker = closing.enter_context(Tracker(recipe, steps))
         tracker.start(progress.step, resumed.state.tracker_runs if resumed else None)
         for mixture in (prompts, held_out):
-            for line in describe_mixture(mixture) if mixture else ():
+            for line in describe_files(mixture.files, "prompts") if mixture else ():
                 tracker.say(line)
         if resumed:
             for line in (f"continuing after step {progress.step} from {resumed.path}", *resumed.warnings):
                 tracker.say(line)
             exported = not recipe.checkpoint.export_hugging_face or exported_step(recipe) == progress.step
-            if exported and (progress.step >= steps or progress.reason_to_stop):
+            if exported and (progress.step >= steps or _reason_to_stop(progress, cursor)):
                 tracker.say("the run is complete: nothing to do")
                 return 0
 
@@ -78,7 +79,7 @@ def train(checked: Preflight[Recipe]) -> int:
         model_directory = checked.model_directory.absolute()
         rollouts = Rollouts(ray, recipe, model_directory, checked.tokenizer_directory.absolute())
         closing.callback(rollouts.close)
-        policy = Policy(ray, recipe, model_directory)
+        policy = Policy(ray, recipe, model_directory, checked.critic_directory)
         rollouts.wait_until_ready()
         scorer = Scorer(recipe.reward, recipe.rollout.response_tokens_max)
         closing.callback(scorer.close)
@@ -89,7 +90,8 @@ def train(checked: Preflight[Recipe]) -> int:
         weights.check_replicas()
         weights.sync(version=progress.step)
 
-        run = Run(recipe, steps, cursor, rollouts, scorer, policy, weights, PhaseClock())
+        work = work_of(read_architecture(checked.model_directory))
+        run = Run(recipe, steps, cursor, rollouts, scorer, policy, weights, PhaseClock(), work)
         step = _run_steps(run, progress, held_out.prompts if held_out else (), store, tracker, tokenizer.decode)
         if recipe.checkpoint.export_hugging_face:
             directory = export(policy, checked, tokenizer, step, dtype_name(recipe, ray.device))
@@ -101,12 +103,25 @@ def _progress(recipe: Recipe, state: TrainerState | None) -> Progress:
     """Where the run stands. Early stopping remembers the best only of the metric that it still watches."""
     rule = recipe.eval.early_stopping
     stopping = EarlyStopping(rule) if rule else None
+    coefficient = recipe.algorithm.kl.coefficient
     if state is None:
-        return Progress(stopping=stopping)
+        return Progress(coefficient, stopping=stopping)
+    if recipe.algorithm.kl.target is not None and state.kl_coefficient is not None:
+        coefficient = state.kl_coefficient
     before = state.recipe["eval"]["early_stopping"]
     if rule and before and before["metric"] == rule.metric:
         stopping = EarlyStopping(rule, state.best_evaluation, state.evaluations_without_best)
-    return Progress(state.step, dict(state.evaluation) if state.evaluation else None, stopping)
+    evaluation = dict(state.evaluation) if state.evaluation else None
+    return Progress(coefficient, state.step, state.episodes, evaluation, stopping)
+
+
+def _reason_to_stop(progress: Progress, cursor: Cursor[Prompt]) -> str | None:
+    """Why the run ends before its length. Having nothing left to learn from is an end, not an error: the model of a
+    run that solves all of its prompts is what was wanted, so it is evaluated, saved and exported as any other.
+    """
+    if cursor.exhausted:
+        return "every prompt is set aside (data.no_resampling_pass_rate)"
+    return progress.stopping.reason_to_stop() if progress.stopping else None
 
 
 def _run_steps(
@@ -127,20 +142,26 @@ def _run_steps(
         progress = _evaluate(run, progress, held_out)
         tracker.log(0, _evaluation_metrics(progress) | clock.take())
 
-    reason = progress.reason_to_stop
+    reason = _reason_to_stop(progress, run.cursor)
     while progress.step < run.total_steps and not reason:
         step = progress.step + 1
         with clock.phase("step"):
-            done = grpo_step(run, step)
-        progress = replace(progress, step=step, evaluation=None)
-        last = step == run.total_steps
+            done = grpo_step(run, step, progress.kl_coefficient)
+        progress = replace(
+            progress,
+            step=step,
+            episodes=progress.episodes + sum(len(group.samples) for group in done.sampled),
+            evaluation=None,
+            kl_coefficient=done.kl_coefficient,
+        )
+        last = step == run.total_steps or run.cursor.exhausted
         if held_out and (last or step % recipe.eval.every_steps == 0):
             progress = _evaluate(run, progress, held_out)
-            reason = progress.reason_to_stop
+        reason = _reason_to_stop(progress, run.cursor)
         tracker.rollouts(step, done.groups)
         excess = report_mismatch(recipe, step, done.mismatch, done.groups, tracker, decode)
         seconds = clock.take()
-        speed = {"tokens_per_second": sequence_tokens(done.groups) / seconds["seconds/step"]}
+        speed = {"tokens_per_second": sequence_tokens(done.sampled) / seconds["seconds/step"]}
         tracker.log(step, done.metrics | _evaluation_metrics(progress) | speed | seconds)
         due = last or reason or excess or step % recipe.checkpoint.every_steps == 0
         if due or _is_new_best(recipe.checkpoint.keep_best, progress.evaluation, store):
@@ -182,7 +203,8 @@ def _trainer_state(run: Run, progress: Progress, tracker: Tracker) -> TrainerSta
         weight_version=progress.step,
         data_cursor=run.cursor.state(),
         recipe=recipe_values(run.recipe),
-        episodes=progress.step * run.recipe.rollout.prompts_per_step * run.recipe.rollout.samples_per_prompt,
+        episodes=progress.episodes,
+        kl_coefficient=progress.kl_coefficient,
         evaluation=progress.evaluation,
         best_evaluation=progress.stopping.best if progress.stopping else None,
         evaluations_without_best=progress.stopping.evaluations_without_best if progress.stopping else 0,
