@@ -44,12 +44,13 @@ class RankBatch:
 
     Every data rank has the same number of microbatches in minibatch m. `tokens[m]` and `sequences[m]` count response
     tokens (True in loss_mask) and sequences with any of them in minibatch m over *all* data ranks: the loss's
-    denominators.
+    denominators. `work[m]` estimates what this rank computes for minibatch m, in the units of batching/work.py.
     """
 
     minibatches: tuple[tuple[Microbatch, ...], ...]
     tokens: tuple[int, ...]
     sequences: tuple[int, ...]
+    work: tuple[float, ...]
 
 
 def response_tokens(sequences: Sequence[TrainSequence]) -> int:

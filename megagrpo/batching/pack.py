@@ -41,3 +41,11 @@ def packing_efficiency(batches: Sequence[RankBatch], layout: ParallelLayout, tok
     microbatches = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
     capacity = len(microbatches) * tokens_per_microbatch * layout.context
     return sum(micro.tokens for micro in microbatches) / capacity if capacity else 0.0
+
+
+def imbalance(batches: Sequence[RankBatch]) -> float:
+    """How much longer data ranks compute than if all had the same work: at the end of a minibatch they wait for the
+    busiest. 0 at best, one less than the data ranks at worst."""
+    of_minibatches = list(zip(*(batch.work for batch in batches), strict=True))
+    mean = sum(sum(of_ranks) / len(of_ranks) for of_ranks in of_minibatches)
+    return sum(map(max, of_minibatches)) / mean - 1 if mean else 0.0

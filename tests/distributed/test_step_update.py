@@ -169,7 +169,7 @@ def test_the_reference_stays_while_the_policy_moves_and_kl_is_summed_by_sequence
 
 
 def nothing_loaded(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) -> tuple[Any, Any]:
-    rank.load_batch(RankBatch(((),), (0,), (0,)))
+    rank.load_batch(RankBatch(((),), (0,), (0,), (0.0,)))
     rank.compute_old_logprobs()
     rank.compute_reference_logprobs()
     return row_kl(rank), update(rank, advantages, LR)

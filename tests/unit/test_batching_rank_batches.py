@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.batching.balance import costs, share_over_ranks, spread_evenly
+from megagrpo.batching import balance
+from megagrpo.batching.balance import share_over_ranks, spread_evenly
 from megagrpo.batching.microbatch import TrainSequence
-from megagrpo.batching.pack import first_fit_decreasing, packing_efficiency, padded_lengths
+from megagrpo.batching.pack import first_fit_decreasing, imbalance, packing_efficiency, padded_lengths
 from megagrpo.batching.rank_batches import make_rank_batches
+from megagrpo.batching.work import Work
 from megagrpo.errors import RecipeError
 from megagrpo.layout.parallel import ParallelLayout
 
@@ -99,13 +101,22 @@ def test_first_fit_decreasing_respects_capacity_and_its_bound(lengths, capacity)
 
 def test_work_is_even_over_data_ranks():
     lengths = np.random.default_rng(0).integers(16, 2048, 512)
-    layout = ParallelLayout(data=8)
-    batches = make_rank_batches(sequences_of(lengths), layout=layout, minibatches=1, tokens_per_microbatch=8192, seed=0)
-    loads = [
-        sum(costs(np.array([len(s.tokens)]))[0] for micro in b.minibatches[0] for s in micro.sequences) for b in batches
-    ]
-    assert max(loads) / np.mean(loads) < 1.01
-    assert packing_efficiency(batches, layout, 8192) > 0.85
+    layout, work = ParallelLayout(data=8), Work(linear=1.0, quadratic=1 / 4096)
+    arguments = {"layout": layout, "minibatches": 2, "tokens_per_microbatch": 8192, "seed": 0}
+    batches = make_rank_batches(sequences_of(lengths), **arguments, work=work)
+    loads = np.array(
+        [
+            [
+                sum(n + n * n / 4096 for micro in mini for s in micro.sequences for n in [len(s.tokens)])
+                for mini in b.minibatches
+            ]
+            for b in batches
+        ]
+    )
+    lost = loads.max(0).sum() / loads.mean(0).sum() - 1
+    assert lost < 0.01
+    assert imbalance(batches) == pytest.approx(lost, abs=1e-9)
+    assert packing_efficiency(batches, layout, 8192) > 0.8
 
 
 def test_short_sequences_are_batched_in_milliseconds():
@@ -150,10 +161,12 @@ def test_a_sequence_longer_than_a_microbatch_is_refused_not_dropped():
 
 
 def test_sequences_that_fit_only_when_packed_tightly_still_fit():
-    # Evenly spread, 5 + 3 + 3 would not fit into 10; first fit decreasing finds 5 + 5 and 4 + 3 + 3.
-    assert max(sum([5, 5, 4, 3, 3][i] for i in filled) for filled in spread_evenly(np.array([5, 5, 4, 3, 3]), 2)) > 10
+    # Evenly spread, one of the two would hold more than 10; first fit decreasing finds 5 + 5 and 4 + 3 + 3.
+    lengths = np.array([5, 5, 4, 3, 3])
+    work = Work(linear=0.0, quadratic=1.0)  # 25 + 16 against 25 + 9 + 9
+    assert max(lengths[filled].sum() for filled in spread_evenly(work.of(lengths), 2)) > 10
     batches = make_rank_batches(
-        sequences_of([5, 5, 4, 3, 3]), layout=ParallelLayout(), minibatches=1, tokens_per_microbatch=10, seed=0
+        sequences_of(lengths), layout=ParallelLayout(), minibatches=1, tokens_per_microbatch=10, seed=0, work=work
     )
     assert [micro.tokens for micro in batches[0].minibatches[0]] == [10, 10]
 
@@ -162,3 +175,41 @@ def test_ranks_get_alike_microbatches_in_the_same_place():
     shares = share_over_ranks([1.0, 9.0, 8.0, 2.0], 2)
     assert sorted(map(sorted, shares)) == [[0, 1], [2, 3]]
     assert {share[0] for share in shares} == {1, 2}
+
+
+COSTS = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
+
+
+def most(cost, shares):
+    return max(sum(cost[i] for i in share) for share in shares)
+
+
+@settings(max_examples=200, deadline=None)
+@given(COSTS, st.integers(1, 9))
+def test_sequences_are_spread_at_least_as_evenly_as_longest_first(costs, bins):
+    cost = np.array(costs, dtype=np.float64)
+    loads = [0.0] * bins
+    for value in sorted(costs, reverse=True):
+        loads[loads.index(min(loads))] += value
+    for spread in (spread_evenly(cost, bins), balance._largest_differencing(cost, bins)):
+        assert sorted(i for filled in spread for i in filled) == list(range(len(costs)))
+        assert len(spread) == bins
+    assert most(costs, spread_evenly(cost, bins)) <= max(loads)
+
+
+def test_differencing_finds_what_longest_first_misses():
+    assert most([8, 7, 6, 5, 4], spread_evenly(np.array([8.0, 7, 6, 5, 4]), 2)) == 16  # longest first: 17
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 9), st.randoms(use_true_random=False))
+def test_ranks_differ_by_no_more_than_the_bins_of_some_round(ranks, rounds, random):
+    costs = [random.randrange(1000) for _ in range(ranks * rounds)]
+    shares = share_over_ranks(costs, ranks)
+    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
+    ordered = sorted(costs, reverse=True)
+    by_round = [ordered[first : first + ranks] for first in range(0, len(ordered), ranks)]
+    loads = [sum(costs[i] for i in share) for share in shares]
+    assert max(loads) - min(loads) <= max(max(values) - min(values) for values in by_round)
+    for k, values in enumerate(by_round):  # the k-th bins of all ranks are one round
+        assert sorted((costs[share[k]] for share in shares), reverse=True) == values
