@@ -153,14 +153,3 @@ METHODS: dict[str, Method] = BY_GROUP | {
     "reinforce_plus_plus": _reinforce_plus_plus,
     "gae": _gae,
 }
-
-
-def grpo_advantages(
-    scores: np.ndarray, group_ids: np.ndarray, standard_deviation: str = "sample", epsilon: float = 1e-6
-) -> np.ndarray:
-    settings = schema.Advantage.model_validate({"standard_deviation": standard_deviation, "epsilon": epsilon})
-    return grpo(scored_groups(scores, group_ids, np.ones(len(scores), np.int64)), settings)
-
-
-def penalized_scores(scores: np.ndarray, sequence_kl: np.ndarray, coefficient: float) -> np.ndarray:
-    return scores - coefficient * sequence_kl

@@ -14,7 +14,7 @@ from megagrpo.reward.workers import load_problems
 INLINE = ("gsm8k",)
 """Run in the caller's process: fast whatever the response. A `format` pattern can backtrack for hours, so it is not."""
 
-TAKEN_NAMES = ("mean", "std", "max", "min", "errors", "solved_share", "truncated_masked", "overlong")
+TAKEN_NAMES = ("mean", "std", "max", "min", "errors", "solved_share", "truncated_masked", "overlong", "greedy")
 """Metrics of the whole reward: a function of that name would have the same `reward/NAME`."""
 
 

@@ -7,8 +7,9 @@ import sys
 import numpy as np
 
 from megagrpo import cli
+from megagrpo.algorithm.advantage import Advantages
 from megagrpo.trainer import step
 
 if __name__ == "__main__":
-    step.grpo_advantages = lambda scores, *settings: np.zeros(len(scores))
+    step.compute_advantages = lambda inputs, settings: Advantages(np.zeros(len(inputs.scores)))
     sys.exit(cli.main(["train", *sys.argv[1:]]))
