@@ -27,7 +27,7 @@ class Policy(TrainRanks):
         """critic_directory: of a recipe with a critic; by default it starts from the policy's model."""
         super().__init__(runtime, recipe, model_directory)
         if recipe.algorithm.critic is not None:
-            self.call("add_critic", str(critic_directory or model_directory))
+            self.call("add_critic", str((critic_directory or model_directory).absolute()))
 
     def compute_old_logprobs(self) -> None:
         """Logprobs of the loaded batch under the policy as it is before the update; they stay on the ranks."""

@@ -23,7 +23,7 @@ from megagrpo.reward.functions import reward_problems
 from megagrpo.rollout.sglang.arguments import sglang_problems
 from megagrpo.trainer.model_files import CONFIG_FILES, TOKENIZER_FILES, local_directory, tokenizer_problems
 from megagrpo.weights.families import read_architecture
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.sides.checkpoint import manifests
 from megagrpo.weights.sides.sglang import split_problems
 
@@ -65,7 +65,7 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
     critic = None
     if isinstance(recipe, Recipe):
         grpo = recipe
-        critic = _attempt(problems, lambda: _critic_directory(grpo, weights=not plan_only))
+        critic = _attempt(problems, lambda: _critic_directory(grpo, architecture, plan_only))
         problems += _attempt(problems, lambda: list(_metric_problems(grpo))) or []
         problems += reward_problems(recipe.reward)
     if not plan_only:
@@ -96,12 +96,26 @@ def _model_directory(recipe: AnyRecipe, weights: bool) -> Path:
     return local_directory(recipe.model.path, recipe.model.revision, patterns, "model.path")
 
 
-def _critic_directory(recipe: Recipe, weights: bool) -> Path | None:
+def _critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: bool) -> Path | None:
+    """The critic's own model, if it has one, which must fit the layout and know all of the policy's tokens."""
     critic = recipe.algorithm.critic
     if critic is None or critic.path is None:
         return None
-    patterns = CONFIG_FILES + (("*.safetensors",) if weights else ())
-    return local_directory(critic.path, None, patterns, "algorithm.critic.path")
+    patterns = CONFIG_FILES + (() if plan_only else ("*.safetensors",))
+    directory = local_directory(critic.path, None, patterns, "algorithm.critic.path")
+    architecture = critic_of(read_architecture(directory))
+    if not plan_only or Path(critic.path).is_dir():
+        manifests(directory, architecture)
+    whole = recipe.model_copy(update={"train": recipe.train.model_copy(update={"lora": None})})  # adapters: policy's
+    problems: list[Problem] = [
+        replace(problem, given=f"{problem.given} (the critic's)") for problem in model_problems(whole, architecture)
+    ]
+    if policy and architecture.vocab < policy.vocab:
+        given, needed = f"a vocabulary of {architecture.vocab}", f"the policy's, of {policy.vocab}"
+        problems.append(Problem("algorithm.critic.path", given, needed, "a critic of the same family of models"))
+    if problems:
+        raise PreflightError(problems)
+    return directory
 
 
 def _tokenizer_directory(recipe: AnyRecipe, model: Path | None) -> Path | None:
