@@ -87,9 +87,9 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
 
 
-def start(recipe_file: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(recipe_file: Path, *overrides: str, command: str = "train") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "megagrpo.cli", "train", str(recipe_file), *overrides],
+        [sys.executable, "-m", "megagrpo.cli", command, str(recipe_file), *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -97,9 +97,9 @@ def start(recipe_file: Path, *overrides: str) -> subprocess.Popen[str]:
     )
 
 
-def train(recipe_file: Path, *overrides: str, timeout_seconds: float = 180.0) -> str:
-    """Runs `megagrpo train` to its end; what it printed. Fails if it failed."""
-    process = start(recipe_file, *overrides)
+def train(recipe_file: Path, *overrides: str, timeout_seconds: float = 180.0, command: str = "train") -> str:
+    """Runs `megagrpo train`, or another command, to its end; what it printed. Fails if it failed."""
+    process = start(recipe_file, *overrides, command=command)
     try:
         output, _ = process.communicate(timeout=timeout_seconds)
     finally:

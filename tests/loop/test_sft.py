@@ -1,0 +1,106 @@
+"""`megagrpo sft` from its command to a model that transformers loads; killed, it continues with the same numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megagrpo.data.messages import load_examples
+from megagrpo.data.prompts import load_tokenizer
+from megagrpo.recipe.schema import ConversationFile
+from tests.loop import small_run
+from tests.loop.test_resume import kill_when, lines_of
+
+STEPS = 6
+
+
+def recipe(inputs: Path, output: Path) -> dict[str, Any]:
+    """Five steps are an epoch, so that the sixth straddles two; an evaluation and a checkpoint every two."""
+    files = {name: [{"path": str(write_conversations(inputs, name, sums))}] for name, sums in SUMS.items()}
+    return {
+        "kind": "sft",
+        "name": "small_sft",
+        "seed": 3,
+        "model": {"path": str(inputs / "model")},
+        "data": {"train": files["train"], "examples_per_step": 6, "tokens_max": 32},
+        "train": {
+            "layout": {"pipeline": 2},
+            "total_steps": STEPS,
+            "tokens_per_microbatch": 64,
+            "optimizer": {"lr": 1e-2, "schedule": "linear"},
+        },
+        "eval": {"files": files["held_out"], "every_steps": 2},
+        "checkpoint": {"every_steps": 2},
+        "track": {"directory": str(output), "console": "lines"},
+        "cluster": {"device": "cpu"},
+    }
+
+
+SUMS = {
+    "train": [(a, b) for a in range(10, 16) for b in range(10, 15)],
+    "held_out": [(a, 15) for a in range(10, 16)],
+}
+
+
+def write_conversations(directory: Path, name: str, sums: list[tuple[int, int]]) -> Path:
+    rows = [
+        {"messages": [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": f"#### {a + b}"}]}
+        for a, b in sums
+    ]
+    path = directory / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished_sft(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a run that was not interrupted."""
+    output = tmp_path_factory.mktemp("finished_sft")
+    small_run.train(small_run.write(recipe(inputs, output), output), command="sft")
+    return output / "small_sft"
+
+
+def transformers_loss(model_directory: Path, conversations: Path) -> float:
+    """Mean -log p of the assistant's tokens, one conversation at a time."""
+    model = AutoModelForCausalLM.from_pretrained(model_directory)
+    losses = []
+    files = [ConversationFile(path=str(conversations))]
+    for example in load_examples(files, load_tokenizer(str(model_directory)), tokens_max=32).examples:
+        tokens = torch.from_numpy(example.tokens).long()
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(tokens[None]).logits[0, :-1], -1)
+        losses.append(-log_p.gather(1, tokens[1:, None])[:, 0][torch.from_numpy(example.loss_mask[1:])])
+    return torch.cat(losses).mean().item()
+
+
+def test_the_loss_falls_and_the_exported_model_has_it(inputs: Path, finished_sft: Path) -> None:
+    metrics = small_run.metrics(finished_sft)
+    assert sorted(metrics) == list(range(STEPS + 1))
+    held_out = [metrics[step]["eval/loss"] for step in (0, 2, 4, 6)]
+    assert held_out == sorted(held_out, reverse=True)
+    assert held_out[-1] < held_out[0] - 1
+    for step, directory in ((0, inputs / "model"), (STEPS, finished_sft / "hugging_face")):
+        loss = transformers_loss(directory, inputs / "held_out.jsonl")
+        assert metrics[step]["eval/loss"] == pytest.approx(loss, rel=1e-4)
+    assert metrics[STEPS]["epoch"] == 1.0
+    assert metrics[1]["example_tokens/trained_share"] == pytest.approx(0.5), "8 of prompt, 8 of answer"
+
+
+@pytest.mark.long
+def test_killed_in_a_step_it_continues_with_the_same_numbers(inputs: Path, finished_sft: Path, tmp_path: Path) -> None:
+    recipe_file = small_run.write(recipe(inputs, tmp_path), tmp_path)
+    directory = tmp_path / "small_sft"
+    kill_when(
+        small_run.start(recipe_file, command="sft"),
+        lambda: lines_of(directory) >= 3 and (directory / "checkpoints" / "step_000002").exists(),
+    )
+    assert "continuing after step" in small_run.train(recipe_file, command="sft")
+    assert small_run.stable(small_run.metrics(directory)) == small_run.stable(small_run.metrics(finished_sft))
+    ours, theirs = ((run / "hugging_face" / "model.safetensors").read_bytes() for run in (directory, finished_sft))
+    assert ours == theirs
+    assert "nothing to do" in small_run.train(recipe_file, command="sft")

@@ -1,0 +1,153 @@
+"""Recipes of supervised fine-tuning: their own keys and rules, in the same words, and told apart from those of GRPO."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megagrpo.cli import main
+from megagrpo.errors import EXIT_USER_ERROR
+from megagrpo.recipe.checks import recipe_problems
+from megagrpo.recipe.fields import is_field
+from megagrpo.recipe.load import dump, load_any, load_sft
+from megagrpo.recipe.overrides import apply_overrides
+from megagrpo.recipe.places import Places
+from megagrpo.recipe.schema import SftRecipe
+from tests.tiny_run import make_model, make_run
+
+ROW = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}
+
+
+def recipe(directory: Path) -> dict[str, Any]:
+    """Only what has no default, as plain values."""
+    return {
+        "kind": "sft",
+        "name": "tiny",
+        "model": {"path": str(directory / "model")},
+        "data": {"train": [{"path": str(directory / "train.jsonl")}], "examples_per_step": 4, "tokens_max": 32},
+        "train": {"total_steps": 2, "tokens_per_microbatch": 64},
+        "track": {"directory": str(directory / "runs")},
+    }
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    make_model(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps(ROW)}\n" * 8)
+    written = tmp_path / "recipe.yaml"
+    written.write_text(yaml.safe_dump(recipe(tmp_path), sort_keys=False))
+    return written
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        (["train.total_steps=null"], "train.total_steps", "exactly one of total_steps, total_epochs"),
+        (["train.total_epochs=1"], "train.total_steps", "given: total_steps and total_epochs"),
+        (["train.total_episodes=100"], "train.total_episodes", "no responses are generated"),
+        (["train.layout.data=8"], "data.examples_per_step", "4, and 8 data ranks"),
+        (["data.tokens_max=65"], "train.tokens_per_microbatch", "at least 65"),
+        (
+            ["data.tokens_max=66", "train.tokens_per_microbatch=33", "train.layout.context=2"],
+            "train.tokens_per_microbatch",
+            "padded to 68",
+        ),
+        (["train.offload=[optimizer]"], "train.offload", "no engines"),
+        (["cluster.placement=disaggregated"], "cluster.placement", "no engines"),
+        (["cluster.engine_devices=1"], "cluster.engine_devices", "no engines"),
+        (["checkpoint.keep_best=mean@1"], "checkpoint.keep_best", "a held-out loss should be small"),
+        (["train.layout.virtual_pipeline=2"], "train.layout.virtual_pipeline", "pipeline of at least 2"),
+        (["train.optimizer.min_lr=1e-3"], "train.optimizer.min_lr", "above lr"),
+    ],
+)
+def test_a_broken_rule_names_the_field_and_a_fix(overrides: list[str], field: str, words: str) -> None:
+    places = Places("recipe.yaml", recipe_class=SftRecipe)
+    tree, _, wrong = apply_overrides(recipe(Path("tiny")), places, overrides)
+    assert not wrong
+    (problem,) = recipe_problems(SftRecipe.model_validate(tree))
+    assert problem.where == field
+    assert words in str(problem)
+    assert problem.fix
+    assert all(is_field(name, SftRecipe) for name in problem.fields)
+
+
+def test_the_resolved_recipe_loads_as_itself(path: Path) -> None:
+    loaded = load_any(path).recipe
+    assert isinstance(loaded, SftRecipe)
+    path.write_text(dump(loaded))
+    assert load_sft(path).recipe == loaded
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == EXIT_USER_ERROR
+    return capsys.readouterr().err
+
+
+def test_plan_prints_its_sizes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(path), "train.layout.data=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "ranks        2 (data 2)\n" in printed
+    assert "step         4 examples, about 2 on each of 2 data ranks\n" in printed
+    assert printed.endswith("OK\n")
+
+
+def test_each_command_sends_the_other_kind_to_the_other(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, "train", str(path))
+    assert f"{path}:1 kind" in told
+    assert f"fix: `megagrpo sft {path}`" in told
+    path.write_text(path.read_text().replace("kind: sft", "kind: grpo"))
+    assert f"fix: `megagrpo train {path}`" in refused(capsys, "sft", str(path))
+
+
+def test_a_recipe_without_its_kind_is_told_to_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "add `kind:`" in refused(capsys, "sft", str(make_run(tmp_path)))
+
+
+def test_all_mistakes_are_found_at_once(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = path.read_text().replace("kind: sft", "kind: stf").replace("examples_per_step: 4", "example_per_step: 4")
+    path.write_text(text.replace("tokens_max: 32", "tokens_max: long"))
+    told = refused(capsys, "plan", str(path), "train.layout.virtual_pipeline=2")
+    for words in (
+        "(4 problems)",
+        f"{path}:1 kind",
+        "did you mean `sft`?",
+        "did you mean `examples_per_step`?",
+        "data.tokens_max\n      given: 'long'",
+        "override train.layout.virtual_pipeline=2",
+    ):
+        assert words in told, told
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": []}, "no column 'messages'"),
+        ({"messages": ROW["messages"][:1]}, "a last message of the assistant's"),
+    ],
+)
+def test_its_data_is_looked_at_before_it_starts(
+    path: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], words: str
+) -> None:
+    (path.parent / "train.jsonl").write_text(json.dumps(row) + "\n")
+    told = refused(capsys, "sft", str(path), "cluster.device=cpu")
+    assert "data.train.0.path" in told
+    assert words in told
+
+
+def test_examples_longer_than_the_model_takes_are_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, "plan", str(path), "data.tokens_max=65", "train.tokens_per_microbatch=65")
+    assert "data.tokens_max=65" in told
+    assert "at most 64, the model's max_position_embeddings" in told
+
+
+def test_the_recipe_on_the_page_is_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sft.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    written = yaml.safe_load(shown)
+    written["train"]["optimizer"]["lr"] = float(written["train"]["optimizer"]["lr"])
+    assert recipe_problems(SftRecipe.model_validate(written)) == []
