@@ -48,8 +48,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def sampling_metrics(recipe: Recipe, sampled: Sampled, cursor: Cursor[Prompt]) -> dict[str, float]:
     """How many of the groups teach anything, and what became of the others."""
     metrics = {"groups/with_signal_share": len(with_signal(sampled.all, recipe)) / len(sampled.all)}
-    if sampled.baselines is not None:
-        metrics["reward/greedy"] = float(np.nanmean(sampled.baselines)) if len(sampled.baselines) else 0.0
+    if sampled.baselines is not None and not np.isnan(sampled.baselines).all():
+        metrics["reward/greedy"] = float(np.nanmean(sampled.baselines))
     if recipe.rollout.dynamic_sampling:
         metrics |= {
             "groups/rounds": float(sampled.rounds),

@@ -1,0 +1,164 @@
+"""A run whose engines, rewards and training ranks are a few lines each; what the driver does with them is real.
+
+Prompts are p0, p1, ...; a test says what the samples of each score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from megagrpo.algorithm.ragged import Ragged, ragged_zeros
+from megagrpo.batching.work import TOKENS
+from megagrpo.data.cursor import Cursor
+from megagrpo.recipe.overrides import apply_overrides
+from megagrpo.recipe.places import Places
+from megagrpo.recipe.schema import Recipe
+from megagrpo.trainer.clock import PhaseClock
+from megagrpo.trainer.run import Run
+from megagrpo.types import Group, Prompt, Sample, Score
+from tests.tiny_run import recipe
+
+Scores = Callable[[int], Sequence[float | None]]
+
+
+def number(prompt: Prompt) -> int:
+    return int(prompt.id.partition("+")[0][1:])
+
+
+class FakeRollouts:
+    """Responses of 2, 3, 4, ... tokens."""
+
+    def __init__(self, per_prompt: int) -> None:
+        self._per_prompt = per_prompt
+        self.asked: list[str] = []
+
+    def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
+        self.asked += [prompt.id for prompt in prompts]
+        return [Group(prompt, tuple(_sample(prompt, i) for i in range(self._per_prompt))) for prompt in prompts]
+
+    def generate_with_greedy(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Group], list[Group]]:
+        greedy = [Group(prompt, (_sample(prompt, self._per_prompt),)) for prompt in prompts]
+        return self.generate(prompts, step), greedy
+
+    def release_memory(self) -> None:
+        pass
+
+
+def _sample(prompt: Prompt, index: int) -> Sample:
+    count = index + 2
+    return Sample(
+        prompt.id,
+        index,
+        np.arange(count, dtype=np.int32),
+        np.full(count, -1.0, np.float32),
+        np.zeros(count, np.int32),
+        "stop",
+        "",
+    )
+
+
+@dataclass
+class FakeScorer:
+    scores: Scores
+    greedy: Callable[[int], float | None]
+    counted: Sequence[tuple[float, ...]] | None
+
+    def score(self, groups: Sequence[Group]) -> list[Group]:
+        return [replace(group, scores=tuple(self._of(group))) for group in groups]
+
+    def _of(self, group: Group) -> Iterator[Score]:
+        prompt = number(group.prompt)
+        values = [self.greedy(prompt)] if len(group.samples) == 1 else self.scores(prompt)
+        counted = self.counted or [()] * len(values)
+        for value, each in zip(values, counted, strict=True):
+            yield Score(value, counted=each, solved=value is not None and value >= 1)
+
+
+@dataclass
+class FakePolicy:
+    """Notes what it is asked, in order."""
+
+    kl: float = 0.1
+    calls: list[str] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    advantages: Any = None
+    returns: Ragged | None = None
+    kl_coefficient: float | None = None
+    critic_lr: float | None = None
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        yield
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *arguments: self.calls.append(name)
+
+    def load_batch(self, batches: Sequence[Any]) -> None:
+        self.calls.append("load_batch")
+        self.rows = sorted(row for b in batches for minis in b.minibatches for micro in minis for row in micro.rows)
+
+    def token_kl(self, lengths: np.ndarray) -> Ragged:
+        zeros = ragged_zeros(lengths)
+        return zeros.with_values(zeros.values + self.kl)
+
+    def token_values(self, lengths: np.ndarray) -> Ragged:
+        return ragged_zeros(lengths)
+
+    def update(self, advantages: Any, lr: float, kl_coefficient: float, step: int) -> Any:
+        self.calls.append("update")
+        self.advantages, self.kl_coefficient = advantages, kl_coefficient
+        return _Anything(kl=self.kl, correction=None)
+
+    def update_critic(self, returns: Ragged, lr: float) -> Any:
+        self.calls.append("update_critic")
+        self.returns, self.critic_lr = returns, lr
+        return _Anything()
+
+
+class _Anything(SimpleNamespace):
+    """Has every figure, all 0."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _Anything() if name == "mismatch" else 0.0
+
+
+class FakeWeights:
+    version = 0
+
+    def sync(self, version: int) -> None:
+        """Samples say that version 0 made them; the driver's own check of it is tested elsewhere."""
+
+
+def make_run(
+    *overrides: str,
+    scores: Scores,
+    greedy: Callable[[int], float | None] = lambda prompt: 0.0,
+    counted: Sequence[tuple[float, ...]] | None = None,
+    prompts: int = 40,
+    shuffle: bool = True,
+) -> Any:
+    """A Run of tests.tiny_run's recipe: 4 prompts of 4 samples in a step."""
+    tree, _, problems = apply_overrides(recipe(Path("tiny")), Places("recipe.yaml"), overrides)
+    assert not problems
+    settings = Recipe.model_validate(tree)
+    data = [Prompt(f"p{i}", (i + 1, i + 2), "sums", "2") for i in range(prompts)]
+    return Run(
+        settings,
+        10,
+        Cursor(data, seed=0, shuffle=shuffle),
+        FakeRollouts(settings.rollout.samples_per_prompt),  # type: ignore[arg-type]
+        FakeScorer(scores, greedy, counted),  # type: ignore[arg-type]
+        FakePolicy(),  # type: ignore[arg-type]
+        FakeWeights(),  # type: ignore[arg-type]
+        PhaseClock(),
+        TOKENS,
+    )
