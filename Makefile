@@ -21,7 +21,7 @@ help:
 	@echo "make test       lint, and every test that is not long (ARGS=\"-k name\")"
 	@echo "make test-long  demo trainings, kills and resumes"
 	@echo "make lint       ruff, mypy and the rules of who imports whom"
-	@echo "make benchmark-step  seconds per step beside TRL's GRPOTrainer"
+	@echo "make benchmark-step  memory and speed of the training step, and the whole step beside TRL's GRPOTrainer"
 	@echo "make benchmark-sync  seconds and bytes of weight sync by every way, beside gathering everything"
 	@echo "make clean      remove the environment, caches and runs"
 
@@ -68,12 +68,16 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+BENCHMARK_ENVIRONMENT := CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1
+
 benchmark-step: $(INSTALLED) .venv-trl/installed
 	$(BIN)/megagrpo prepare adder --output $(ADDER)
+	$(BENCHMARK_ENVIRONMENT) $(BIN)/python benchmarks/logits_memory.py
+	$(BENCHMARK_ENVIRONMENT) $(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/step.py
 
 benchmark-sync: $(SGLANG_INSTALLED)
-	CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/weight_sync.py --engines 1 2
+	$(BENCHMARK_ENVIRONMENT) $(BIN)/python benchmarks/weight_sync.py --engines 1 2
 
 .venv-trl/installed: requirements/trl.txt
 	@echo "Setting up .venv-trl for the comparison with TRL"

@@ -1,0 +1,272 @@
+"""Tokens per second of the training step alone: packed, padded, and in a plain transformers loop.
+
+    python benchmarks/training.py                   # CPU: one rank, all threads
+    python benchmarks/training.py --device cuda     # one GPU: model FLOPs utilisation of models from 0.5B to 8B
+
+Everyone trains the same random model on the same sequences, whose lengths have a long tail, with the same loss
+(REINFORCE, mean over tokens) and AdamW. Tokens are those of the sequences, padding not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megagrpo.batching.microbatch import RankBatch, TrainSequence
+from megagrpo.batching.rank_batches import make_rank_batches
+from megagrpo.batching.work import work_of
+from megagrpo.megatron.rank import TrainRank
+from megagrpo.recipe.schema import Recipe
+from megagrpo.weights.families import read_architecture
+
+LR = 1e-5
+CPU_MODEL = {
+    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 8192,
+}  # fmt: skip
+CPU_TOKENS_PER_MICROBATCH = 4096
+GPU_MODELS: dict[str, dict[str, int]] = {
+    "0.5B": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "vocab_size": 151936,
+    },
+    "1.5B": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "vocab_size": 151936,
+    },
+    "3B": {
+        "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "vocab_size": 151936,
+    },
+    "8B, 8 of its 32 layers": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256,
+    },
+}  # fmt: skip
+"""One GPU does not hold the optimizer of 8B parameters; its layers are all alike."""
+GPU_TOKENS_PER_MICROBATCH = (8192, 16384, 32768, 65536)
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Dense bfloat16, from NVIDIA's data sheets (SXM)."""
+
+
+def make_model(directory: Path, sizes: dict[str, int], dtype: torch.dtype) -> None:
+    import transformers
+
+    config = transformers.Qwen2Config(**sizes, max_position_embeddings=65536, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
+
+
+def make_recipe(dtype: str, tokens_per_microbatch: int, recompute: str) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "benchmark-training",
+            "model": {"path": "unused", "dtype": dtype},
+            "data": {"train": [{"path": "unused"}]},
+            "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8},
+            "reward": {"functions": [{"function": "gsm8k"}]},
+            "algorithm": {"kl": {"coefficient": 0.0}},
+            "train": {
+                "total_steps": 1,
+                "tokens_per_microbatch": tokens_per_microbatch,
+                "recompute": recompute,
+                "optimizer": {"lr": LR},
+            },
+        }
+    )
+
+
+def long_tailed(count: int, vocab: int, longest: int) -> list[TrainSequence]:
+    """Prompts of 32 tokens; responses of log-normal length, whose longest are about ten times the median."""
+    random = np.random.default_rng(0)
+    responses = np.clip(random.lognormal(np.log(longest / 10), 1.0, count).astype(int), 4, longest - 32)
+    return [
+        TrainSequence(
+            tokens=random.integers(0, vocab, 32 + n),
+            loss_mask=np.arange(32 + n) >= 32,
+            rollout_logprobs=np.zeros(32 + n, np.float32),
+            group=row // 8,
+            row=row,
+        )
+        for row, n in enumerate(responses.tolist())
+    ]
+
+
+def of_rank(rank: TrainRank, batches: Sequence[RankBatch], rows: int) -> Callable[[], None]:
+    advantages = np.random.default_rng(1).normal(size=rows).astype(np.float32)
+
+    def step() -> None:
+        (batch,) = batches
+        rank.load_batch(batch)
+        rank.update(advantages, LR, 0.0, 1)
+
+    return step
+
+
+def of_transformers(directory: Path, sequences: Sequence[TrainSequence], tokens_per_batch: int) -> Callable[[], None]:
+    """What one writes without a framework: sequences of like length side by side, padded to the longest of a batch."""
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    advantages = torch.from_numpy(np.random.default_rng(1).normal(size=len(sequences)).astype(np.float32))
+    batches: list[list[TrainSequence]] = [[]]
+    for sequence in sorted(sequences, key=lambda s: -len(s.tokens)):
+        if batches[-1] and len(batches[-1][0].tokens) * (len(batches[-1]) + 1) > tokens_per_batch:
+            batches.append([])
+        batches[-1].append(sequence)
+    total = sum(int(s.loss_mask.sum()) for s in sequences)
+
+    def step() -> None:
+        for batch in batches:
+            width = max(len(s.tokens) for s in batch)
+            ids, mask, real = (torch.zeros(len(batch), width, dtype=torch.long) for _ in range(3))
+            for row, s in enumerate(batch):
+                ids[row, : len(s.tokens)] = torch.from_numpy(s.tokens)
+                mask[row, : len(s.tokens)] = torch.from_numpy(s.loss_mask)
+                real[row, : len(s.tokens)] = 1
+            logits = model(input_ids=ids, attention_mask=real, use_cache=False).logits[:, :-1]
+            logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+            weights = advantages[[s.row for s in batch], None] * mask[:, 1:]
+            (-(logprobs * weights).sum() / total).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def seconds_of(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Of every way, in turn, so that all meet the same machine. One round before is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + 1):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def on_cpu(rounds: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    sequences = long_tailed(64, CPU_MODEL["vocab_size"], 1024)
+    tokens = sum(len(s.tokens) for s in sequences)
+    with tempfile.TemporaryDirectory() as parent:
+        directory = Path(parent) / "model"
+        make_model(directory, CPU_MODEL, torch.float32)
+        recipe = make_recipe("float32", CPU_TOKENS_PER_MICROBATCH, "none")
+        rank = TrainRank(recipe, 0, f"file://{parent}/store", str(directory), "cpu")
+        torch.set_num_threads(threads)
+        packed = batches_of(recipe, directory, sequences)
+        full = batches_of(recipe, directory, widened(sequences))
+        steps = {
+            "megagrpo, packed": of_rank(rank, packed, len(sequences)),
+            "megagrpo, padded to the longest": of_rank(rank, full, len(sequences)),
+            "transformers, padded by batch": of_transformers(directory, sequences, CPU_TOKENS_PER_MICROBATCH),
+        }
+        seconds = seconds_of(steps, rounds)
+        rank.close()
+    lengths = np.array([len(s.tokens) for s in sequences])
+    print(
+        f"{len(sequences)} sequences, {tokens} tokens, median {np.median(lengths):.0f}, longest {lengths.max()}; "
+        f"up to {CPU_TOKENS_PER_MICROBATCH} tokens at once; {threads} threads, load average {os.getloadavg()[0]:.1f}; "
+        f"medians of {rounds}"
+    )
+    print(f"{'':34s} {'s/step':>8s} {'tokens/s':>9s} {'packed is':>10s}")
+    first = seconds["megagrpo, packed"]
+    for name, of_way in seconds.items():
+        ratio = statistics.median(b / a for a, b in zip(first, of_way, strict=True))
+        middle = statistics.median(of_way)
+        print(f"{name:34s} {middle:8.3f} {tokens / middle:9.0f} {ratio:9.2f}x")
+
+
+def batches_of(recipe: Recipe, directory: Path, sequences: Sequence[TrainSequence]) -> list[RankBatch]:
+    return make_rank_batches(
+        sequences,
+        layout=recipe.train.layout.parallel(),
+        minibatches=1,
+        tokens_per_microbatch=recipe.train.tokens_per_microbatch,
+        seed=0,
+        work=work_of(read_architecture(directory)),
+    )
+
+
+def widened(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Every sequence as long as the longest, with padding that nobody trains on."""
+    longest = max(len(s.tokens) for s in sequences)
+
+    def wide(values: np.ndarray) -> np.ndarray:
+        return np.pad(values, (0, longest - len(values)))
+
+    return [
+        replace(s, tokens=wide(s.tokens), loss_mask=wide(s.loss_mask), rollout_logprobs=wide(s.rollout_logprobs))
+        for s in sequences
+    ]
+
+
+def on_cuda(rounds: int) -> None:
+    """MFU: work_of's operations, three times for forward and backward, over what the GPU could have done."""
+    name = torch.cuda.get_device_name()
+    peak = next((flops for kind, flops in PEAK_FLOPS.items() if kind in name), None)
+    print(f"{name}; 4 microbatches a step, sequences with a long tail, medians of {rounds} steps")
+    print(f"{'':24s} {'tokens/microbatch':>18s} {'s/step':>8s} {'tokens/s':>9s} {'MFU':>6s} {'peak GiB':>9s}")
+    for model, sizes in GPU_MODELS.items():
+        with tempfile.TemporaryDirectory() as parent:
+            directory = Path(parent) / "model"
+            make_model(directory, sizes, torch.bfloat16)
+            work = work_of(read_architecture(directory))
+            for capacity in GPU_TOKENS_PER_MICROBATCH:
+                recipe = make_recipe("bfloat16", capacity, "selective" if capacity <= 16384 else "full")
+                sequences = filling(long_tailed(4096, sizes["vocab_size"], capacity // 2), 4 * capacity)
+                lengths = np.array([len(s.tokens) for s in sequences])
+                rank = TrainRank(recipe, 0, f"file://{parent}/store{capacity}", str(directory), "cuda")
+                torch.cuda.reset_peak_memory_stats()
+                step = of_rank(rank, batches_of(recipe, directory, sequences), len(sequences))
+                try:
+                    middle = statistics.median(seconds_of({model: step}, rounds)[model])
+                except torch.OutOfMemoryError:
+                    print(f"{model:24s} {capacity:18d} out of memory")
+                else:
+                    used = "" if peak is None else f"{3 * work.of(lengths).sum() / middle / peak:6.1%}"
+                    held = torch.cuda.max_memory_allocated() / 2**30
+                    print(
+                        f"{model:24s} {capacity:18d} {middle:8.3f} {lengths.sum() / middle:9.0f} {used:>6s} {held:9.1f}"
+                    )
+                rank.close()
+                del rank, step
+                torch.cuda.empty_cache()
+
+
+def filling(sequences: Sequence[TrainSequence], tokens: int) -> list[TrainSequence]:
+    """As many as fit into 19/20 of `tokens`, so that packing them needs no further microbatch."""
+    ends = np.cumsum([len(s.tokens) for s in sequences])
+    return list(sequences[: int(np.searchsorted(ends, 0.95 * tokens))])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    given = parser.parse_args()
+    if given.device == "cuda":
+        on_cuda(given.rounds)
+    else:
+        on_cpu(given.rounds, given.threads)
+
+
+if __name__ == "__main__":
+    main()
