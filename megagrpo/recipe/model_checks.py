@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megagrpo.recipe.lora_checks import lora_model_problems
 from megagrpo.recipe.rule_problem import RuleProblem, broken
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture
@@ -18,6 +19,7 @@ def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[RulePr
         *_pipeline(recipe, architecture),
         *_tensor(recipe, architecture),
         *_experts(recipe, architecture),
+        *lora_model_problems(recipe, architecture),
         *(_examples(recipe, architecture) if isinstance(recipe, SftRecipe) else _tokens(recipe, architecture)),
     ]
 

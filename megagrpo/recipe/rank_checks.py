@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from megagrpo.recipe.lora_checks import lora_problems
 from megagrpo.recipe.rule_problem import RuleProblem, broken
 from megagrpo.recipe.schema import AnyRecipe
 
@@ -86,4 +87,4 @@ def _device(recipe: AnyRecipe) -> Iterator[RuleProblem]:
         )
 
 
-RANK_RULES: tuple[Callable[[AnyRecipe], Iterator[RuleProblem]], ...] = (_layout, _optimizer, _device)
+RANK_RULES: tuple[Callable[[AnyRecipe], Iterator[RuleProblem]], ...] = (_layout, _optimizer, _device, lora_problems)

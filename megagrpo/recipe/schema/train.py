@@ -72,7 +72,7 @@ class Optimizer(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters (arXiv:2106.09685) in place of training all weights."""
+    """Low-rank adapters (arXiv:2106.09685) in place of all weights. Engines get the weights with them added."""
 
     rank: PositiveInt = 16
     """Inner size r of every adapter."""
@@ -84,10 +84,6 @@ class Lora(Section):
         list[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]], Field(min_length=1)
     ] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     """Matrices that have one, by their names in Hugging Face models; of every expert, too."""
-
-    engine: Literal["merged", "adapter"] = "merged"
-    """What engines receive after every step. merged: whole matrices with the adapters added. adapter: the adapters
-    alone, for an SGLang server that has the base model."""
 
 
 class Train(Section):
