@@ -165,6 +165,7 @@ def test_a_logprob_that_is_no_number_is_rejected_and_does_not_spoil_the_others()
         whole = reject[0]["level"] == "sequence"
         assert found.kept.tolist() == [not whole, False, True, True, not whole, False]
         assert torch.isfinite(found.importance).all()
+        assert found.importance[found.kept].mean().item() == pytest.approx(1.0)
     assert corrected(rows, veto=0.1).kept.tolist() == [False, False, True, True, False, False]
 
 

@@ -95,6 +95,17 @@ def test_rejected_tokens_are_neither_chosen_nor_counted(name):
     assert not chosen[300:].any()
 
 
+def test_both_zeros_are_one_covariance():
+    logprobs, advantages = torch.tensor([-2.0, -1.0, -1.0, 0.0]), torch.tensor([0.0, 1.0, -1.0, 0.0])
+    for first in range(4):  # the covariances are -0, 0, -0 and 0
+        draws = torch.full((4,), 0.5, dtype=torch.float64)
+        draws[first] = 0.1
+        chosen = choose_by_covariance(
+            logprobs, advantages, torch.ones(4, dtype=torch.bool), draws, settings_of("kl_cov", 0.25), lambda _: None
+        )
+        assert chosen.nonzero().tolist() == [[first]]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 2**53 - 1) | st.integers(0, 3), min_size=1, max_size=60), st.data())
 def test_the_kth_smallest_and_its_ties_are_those_of_a_sort(values, data):
