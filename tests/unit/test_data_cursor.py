@@ -1,6 +1,7 @@
 """The cursor: every epoch is a permutation, and a restored cursor continues as if nothing had happened."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -107,3 +108,58 @@ def test_a_damaged_state_is_refused(change):
 def test_no_prompts_are_refused():
     with pytest.raises(DataError, match="no prompts"):
         Cursor([], seed=0)
+
+
+@given(
+    size=st.integers(2, 30),
+    seed=st.integers(0, 1000),
+    cuts=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_what_is_set_aside_never_comes_again_and_everything_else_does(size, seed, cuts, data):
+    cursor = Cursor(make_prompts(size), seed=seed)
+    aside = data.draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
+    drawn = [prompt.id for count in cuts for prompt in cursor.next(count)]
+    cursor.set_aside(name for name in drawn if int(base_ids([Prompt(name, (), "", "")])[0][2:]) in aside)
+    gone = {name.partition("+")[0] for name in drawn} & {f"a:{i}" for i in aside}
+    assert cursor.set_aside_count == len(gone)
+    later = base_ids(cursor.next(3 * size))
+    assert set(later) == {f"a:{i}" for i in range(size)} - gone
+    resumed = Cursor(make_prompts(size), seed=seed)
+    resumed.restore(json.loads(json.dumps(cursor.state())))
+    assert resumed.next(2 * size) == cursor.next(2 * size)
+
+
+def test_a_prompt_that_the_data_hold_twice_is_set_aside_altogether():
+    cursor = Cursor([*make_prompts(2), *make_prompts(1)], seed=0, shuffle=False)
+    assert [prompt.id for prompt in cursor.next(3)] == ["a:0", "a:1", "a:0+1"]
+    cursor.set_aside(["a:0+1"])
+    assert (cursor.set_aside_count, cursor.exhausted) == (2, False)
+    assert base_ids(cursor.next(3)) == ["a:1"] * 3
+
+
+def test_with_every_prompt_set_aside_there_is_nothing_to_draw():
+    cursor = Cursor(make_prompts(3), seed=0)
+    cursor.set_aside(f"a:{i}" for i in range(3))
+    assert cursor.exhausted
+    with pytest.raises(DataError, match="every prompt is set aside"):
+        cursor.next(1)
+
+
+def test_ids_are_unique_over_all_draws_of_a_step():
+    cursor, drawn = Cursor(make_prompts(3), seed=0, shuffle=False), Counter()
+    ids = [prompt.id for count in (2, 2, 3) for prompt in cursor.next(count, drawn)]
+    assert ids == ["a:0", "a:1", "a:2", "a:0+1", "a:1+1", "a:2+1", "a:0+2"]
+
+
+@pytest.mark.parametrize("text", ["?", "AAAA", None, 3])
+def test_a_place_whose_set_aside_cannot_be_read_is_refused(text):
+    cursor = Cursor(make_prompts(5), seed=3)
+    with pytest.raises(DataError, match="not valid"):
+        cursor.restore(cursor.state() | {"set_aside": text})
+
+
+def test_what_is_set_aside_takes_a_bit_for_each_prompt_at_most():
+    cursor = Cursor(make_prompts(80_000), seed=0)
+    cursor.set_aside(f"a:{i}" for i in range(0, 80_000, 3))
+    assert len(cursor.state()["set_aside"]) < 80_000 / 8 * 4 / 3 + 100
