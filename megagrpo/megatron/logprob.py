@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megagrpo.megatron.attention import Collect
 
-CHUNK_ELEMENTS = 2**24
-"""Logits that are held at a time: 64 MiB in float32, and a few temporaries of that size."""
-CHUNK_COLUMNS = 512
-"""At least that many of them for each token, however many tokens: narrower matrices are inefficient."""
+CHUNK_ELEMENTS = 2**22
+"""Logits that are held at a time, 16 MiB in float32, and a few temporaries of that size. More is slower on CPUs."""
+CHUNK_COLUMNS = 2048
+"""At least that many of them for each token, however many tokens: narrower matrices are inefficient on GPUs."""
 
 
 @dataclass(frozen=True)
