@@ -29,6 +29,7 @@ def summary(recipe: AnyRecipe, architecture: Architecture, model_directory: Path
 def _of_grpo(recipe: Recipe) -> list[tuple[str, str]]:
     return [
         ("step", _step(recipe)),
+        ("objective", _objective(recipe)),
         ("minibatches", _minibatches(recipe)),
         ("sequence", _sequence(recipe)),
         ("length", _length(recipe)),
@@ -94,7 +95,15 @@ def _vocabulary(recipe: AnyRecipe, architecture: Architecture) -> str:
 
 def _step(recipe: Recipe) -> str:
     prompts, samples = recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt
-    return f"{prompts} prompts x {samples} samples = {prompts * samples} responses"
+    dynamic = recipe.rollout.dynamic_sampling
+    rounds = f", groups without signal replaced in up to {dynamic.rounds_max} rounds" if dynamic else ""
+    return f"{prompts} prompts x {samples} samples = {prompts * samples} responses{rounds}"
+
+
+def _objective(recipe: Recipe) -> str:
+    algorithm, kl = recipe.algorithm, recipe.algorithm.kl
+    penalty = f"{kl.coefficient:g} x KL ({kl.estimator}) in the {kl.placement}" if kl.coefficient else "no KL penalty"
+    return f"{algorithm.advantage.name} advantages, {algorithm.loss.name} loss, {algorithm.aggregation}, {penalty}"
 
 
 def _minibatches(recipe: Recipe) -> str:
