@@ -173,7 +173,7 @@ class Critic(Section):
     """Model directory to start from; the default is model.path. Its value head is new unless the files have one."""
 
     lr: PositiveFloat = 1e-5
-    """Peak learning rate. Everything else is as in train.optimizer."""
+    """Peak learning rate. Everything else is as in train.optimizer, min_lr in proportion."""
 
     value_clip: PositiveFloat | None = 0.5
     """New values are compared as if they moved from the old by at most this. null: not clipped."""
@@ -226,5 +226,5 @@ class Algorithm(Section):
 
     skip_groups_without_signal: bool = True
     """Leave out groups whose advantages are all zero: they add no policy gradient, but their KL and entropy terms are
-    left out too. No effect where advantages are not made by group, or the KL penalty is in the reward. They are counted
-    either way."""
+    left out too. No effect where advantages are not made by group, for gpg (its factor makes up for them), or if the KL
+    penalty is in the reward. They are counted either way."""

@@ -99,7 +99,8 @@ class Train(Section):
     """Length of the run in passes over the data."""
 
     total_episodes: PositiveInt | None = None
-    """Length of the run in generated responses."""
+    """Length of the run in responses, prompts_per_step x samples_per_prompt of them in each step. What dynamic sampling
+    samples besides is not counted."""
 
     tokens_per_microbatch: PositiveInt = 8192
     """Tokens packed into one forward pass, per context rank. Must hold the longest prompt plus response."""
