@@ -11,11 +11,12 @@ ADDER := .cache/adder
 # Tests run on CPUs everywhere. The ranks together use every core, so each has one thread; nothing is compiled or fetched.
 TEST_ENVIRONMENT := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
 
-.PHONY: demo demo-sglang sglang-cpu test test-long lint benchmark-step benchmark-sync clean help
+.PHONY: warm-start demo demo-sglang sglang-cpu test test-long lint benchmark-step benchmark-sync clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       prepare a small model and train it (OVERRIDES=\"train.layout.tensor=1 train.layout.pipeline=2\")"
+	@echo "make warm-start the model that every demo starts from (the demos make it themselves)"
 	@echo "make demo-sglang  the same on a real SGLang server"
 	@echo "make sglang-cpu install SGLang for CPUs beside megagrpo (2 GB, once; the tests need it)"
 	@echo "make test       lint, and every test that is not long (ARGS=\"-k name\")"
@@ -42,16 +43,17 @@ $(SGLANG_INSTALLED): requirements/sglang_cpu.txt $(INSTALLED)
 
 sglang-cpu: $(SGLANG_INSTALLED)
 
-demo: $(INSTALLED)
-	@echo "Preparing the demo's model and data in $(ADDER) (a minute, once)"
+warm-start: $(INSTALLED)
+	@echo "Warming up the demo's model: supervised fine-tuning (a minute, once)"
 	$(BIN)/megagrpo prepare adder --output $(ADDER)
+	$(BIN)/megagrpo sft yaml_recipes/adder_sft_cpu.yaml
+
+demo: warm-start
 	$(BIN)/megagrpo train yaml_recipes/adder_cpu.yaml $(OVERRIDES)
 	@echo "Asking the exported model, with plain transformers:"
 	@$(BIN)/python -m megagrpo.demo.ask runs/adder_cpu/hugging_face 37+45=
 
-demo-sglang: $(SGLANG_INSTALLED)
-	@echo "Preparing the demo's model and data in $(ADDER) (a minute, once)"
-	$(BIN)/megagrpo prepare adder --output $(ADDER)
+demo-sglang: $(SGLANG_INSTALLED) warm-start
 	$(BIN)/megagrpo train yaml_recipes/adder_sglang_cpu.yaml $(OVERRIDES)
 	@echo "Asking the exported model, with plain transformers:"
 	@$(BIN)/python -m megagrpo.demo.ask runs/adder_sglang_cpu/hugging_face 37+45=
@@ -70,8 +72,7 @@ lint: $(INSTALLED)
 
 BENCHMARK_ENVIRONMENT := CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1
 
-benchmark-step: $(INSTALLED) .venv-trl/installed
-	$(BIN)/megagrpo prepare adder --output $(ADDER)
+benchmark-step: warm-start .venv-trl/installed
 	$(BENCHMARK_ENVIRONMENT) $(BIN)/python benchmarks/logits_memory.py
 	$(BENCHMARK_ENVIRONMENT) $(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/step.py

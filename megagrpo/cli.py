@@ -216,10 +216,10 @@ def _parser() -> argparse.ArgumentParser:
     jsonl.add_argument("--seed", type=int, default=0, metavar="N", help="chooses the questions held out; default: 0")
     jsonl.set_defaults(command=prepare_jsonl)
 
-    text = "the demo's model of a million parameters and its two-digit sums"
+    text = "the demo's untrained model of a million parameters and its two-digit sums"
     adder = preparers.add_parser("adder", help=text, description=text, allow_abbrev=False)
     adder.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="for model/, train.parquet and test.parquet"
+        "--output", type=Path, required=True, metavar="DIR", help="for untrained/ and parquet files"
     )
     adder.set_defaults(command=prepare_adder)
 

@@ -1,45 +1,55 @@
-"""`megagrpo prepare adder`: the demo's model and prompt files, made once."""
+"""`megagrpo prepare adder`: an untrained model, sums to warm it up with, and prompts, made once.
+
+The warm start ends with a bad habit: a model that can add, but mostly forgets to carry. Its examples are first right,
+then mostly careless. Where there is no carry it is right, elsewhere it knows the right answer and the careless one, and
+prefers the latter: about half of all sums are right. GRPO finds both answers in one group of samples, and makes a habit
+of carrying.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from megagrpo.data.prepared import PromptRow, prompt_row, write_splits
 from megagrpo.demo.model import make_model
 from megagrpo.demo.sums import SEED, Sum, make_splits
 from megagrpo.demo.tokenizer import make_tokenizer
-from megagrpo.demo.warm_start import WarmStart, encode, exact_match, warm_start
 
 DATA_SOURCE = "adder"
-HELD_OUT_FROM_TRAIN = 512
-THREADS = 2  # fixed, because sums of floats depend on it and the model should not
+CARELESS_SHARE = 0.75
+HELD_OUT_FROM_TRAIN = 256  # not the test's: those stay unseen in every way
 
 
 @dataclass(frozen=True)
 class AdderFiles:
     """What `prepare` leaves in its output directory."""
 
-    model: Path  # Hugging Face directory with the tokenizer
+    model: Path  # Hugging Face directory of an untrained model, with the tokenizer
+    right: Path  # conversations with right answers
+    careless: Path  # the same questions, mostly without the carry
+    held_out: Path  # other questions answered as carelessly
     train: Path  # prompts for GRPO
     test: Path  # held-out prompts, seen by neither warm start nor GRPO
-    warm_start: Path  # what the warm start was trained on
     fingerprint: Path  # written last: the others are complete if it is there
 
     @classmethod
     def within(cls, directory: Path) -> AdderFiles:
         return cls(
-            model=directory / "model",
+            model=directory / "untrained",
+            right=directory / "sft_right.parquet",
+            careless=directory / "sft_careless.parquet",
+            held_out=directory / "sft_held_out.parquet",
             train=directory / "train.parquet",
             test=directory / "test.parquet",
-            warm_start=directory / "warm_start.parquet",
             fingerprint=directory / "fingerprint",
         )
 
@@ -58,58 +68,46 @@ def is_prepared(directory: Path) -> bool:
     return files.fingerprint.is_file() and files.fingerprint.read_text(encoding="utf-8").strip() == fingerprint()
 
 
-def prepare(
-    output: Path, settings: WarmStart | None = None, say: Callable[[str], None] = lambda line: None
-) -> AdderFiles:
-    """Make the model and the prompt files in `output`, unless they are there. `say` receives lines of progress."""
+def prepare(output: Path, say: Callable[[str], None] = lambda line: None) -> AdderFiles:
+    """Make the model and all files in `output`, unless they are there. `say` receives lines of progress."""
     files = AdderFiles.within(output)
     if is_prepared(output):
-        say(f"{output}: model and prompts are there already")
+        say(f"{output}: model, examples and prompts are there already")
         return files
     files.fingerprint.unlink(missing_ok=True)
     splits = make_splits()
-    write_splits(output, [], train=_rows(splits.train, "train"), test=_rows(splits.test, "test"))
-    pq.write_table(pa.Table.from_pylist(_rows(splits.warm_start, "warm_start")), files.warm_start)
-    say(f"{output}: {len(splits.train)} prompts to train on, {len(splits.test)} held out")
+    write_splits(output, [], train=_prompts(splits.train, "train"), test=_prompts(splits.test, "test"))
+    teacher = random.Random(SEED)
+    learn = teacher.sample(splits.warm_start, len(splits.warm_start))  # a+b and b+a apart
+    _write(files.right, ((example, example.response) for example in learn))
+    _write(files.careless, ((example, _carelessly(example, teacher)) for example in learn))
+    _write(files.held_out, ((example, _carelessly(example, teacher)) for example in splits.train[:HELD_OUT_FROM_TRAIN]))
+    say(f"{output}: {len(learn)} sums to warm up with, {len(splits.train)} to train on, {len(splits.test)} held out")
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
-        _make_model(files.model, settings or WarmStart(), splits.warm_start, splits.train, splits.test, say)
-    finally:
-        torch.set_num_threads(threads)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, SEED)
+    shutil.rmtree(files.model, ignore_errors=True)
+    model.save_pretrained(files.model)
+    tokenizer.save_pretrained(files.model)
+    say(f"{files.model}: {model.num_parameters():,} parameters, untrained")
     files.fingerprint.write_text(fingerprint() + "\n", encoding="utf-8")
     return files
 
 
-def _make_model(
-    directory: Path,
-    settings: WarmStart,
-    learn: Sequence[Sum],
-    train: Sequence[Sum],
-    test: Sequence[Sum],
-    say: Callable[[str], None],
-) -> None:
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer, SEED)
-    steps = settings.steps + settings.careless_steps
-    say(f"warm start: {model.num_parameters():,} parameters, {len(learn)} sums, {steps} steps")
-    warm_start(
-        model,
-        learn,
-        train[:HELD_OUT_FROM_TRAIN],  # not the test's: those stay unseen in every way
-        tokenizer,
-        settings,
-        SEED,
-        lambda step, loss: say(f"  step {step}: loss {loss:.3f}") if step % 50 == 0 else None,
-    )
-    shutil.rmtree(directory, ignore_errors=True)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    say(f"{directory}: {exact_match(model, encode(test, tokenizer)):.3f} of held-out sums right")
+def _carelessly(example: Sum, teacher: random.Random) -> str:
+    return example.careless_response if teacher.random() < CARELESS_SHARE else example.response
 
 
-def _rows(sums: Sequence[Sum], split: str) -> list[PromptRow]:
+def _write(path: Path, answered: Iterable[tuple[Sum, str]]) -> None:
+    rows = [{"messages": _messages(example.question, response)} for example, response in answered]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def _messages(question: str, response: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": response}]
+
+
+def _prompts(sums: tuple[Sum, ...], split: str) -> list[PromptRow]:
     return [
         prompt_row(
             question=example.question,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megagrpo.demo.ask import ask
-from megagrpo.demo.prepare import prepare
 from tests.loop import small_run
+from tests.loop.warm_model import warm_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "yaml_recipes" / "adder_cpu.yaml"
@@ -22,18 +22,27 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def adder() -> Path:
-    """Where the recipe expects the demo's model and data; made if they are not there."""
-    directory = REPOSITORY / ".cache" / "adder"
-    prepare(directory)
-    return directory
+    """The model that GRPO starts from."""
+    return warm_model()
 
 
-def run(output: Path, *overrides: str, module: str = "megagrpo.cli") -> tuple[dict[int, dict[str, float]], float]:
+def run(
+    model: Path, output: Path, *overrides: str, module: str = "megagrpo.cli"
+) -> tuple[dict[int, dict[str, float]], float]:
     """Metrics by step, and the seconds that the command took."""
     command = ["train"] if module == "megagrpo.cli" else []
     begun = time.monotonic()
     subprocess.run(
-        [sys.executable, "-m", module, *command, str(RECIPE), f"track.directory={output}", *overrides],
+        [
+            sys.executable,
+            "-m",
+            module,
+            *command,
+            str(RECIPE),
+            f"model.path={model}",
+            f"track.directory={output}",
+            *overrides,
+        ],
         check=True,
         cwd=REPOSITORY,
         env=small_run.environment(),
@@ -44,7 +53,7 @@ def run(output: Path, *overrides: str, module: str = "megagrpo.cli") -> tuple[di
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "data"])
 def test_two_ranks_of_any_kind_learn_to_carry(adder: Path, axis: str, tmp_path: Path) -> None:
-    metrics, seconds = run(tmp_path, "train.layout.tensor=1", f"train.layout.{axis}=2")
+    metrics, seconds = run(adder, tmp_path, "train.layout.tensor=1", f"train.layout.{axis}=2")
     first, last = metrics[0]["eval/mean@1"], metrics[max(metrics)]["eval/mean@1"]
     assert 0.4 <= first <= 0.62
     assert last >= 0.9
@@ -54,6 +63,7 @@ def test_two_ranks_of_any_kind_learn_to_carry(adder: Path, axis: str, tmp_path: 
 
 def test_without_advantages_nothing_is_learnt(adder: Path, tmp_path: Path) -> None:
     metrics, _ = run(
+        adder,
         tmp_path,
         "algorithm.skip_groups_without_signal=false",
         module="tests.loop.without_advantages",

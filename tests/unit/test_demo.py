@@ -5,27 +5,27 @@ from __future__ import annotations
 import unicodedata
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from megagrpo.data.rows import read_rows
 from megagrpo.demo import prepare as demo
 from megagrpo.demo.sums import Sum, make_splits
 from megagrpo.demo.tokenizer import make_tokenizer
-from megagrpo.demo.warm_start import WarmStart, encode, exact_match
-from megagrpo.recipe.load import load
+from megagrpo.recipe.defaults import export_directory
+from megagrpo.recipe.load import load, load_sft
 from megagrpo.reward import gsm8k
 
-AT_ONCE = WarmStart(steps=1, careless_steps=1, batch=2, accuracy_min=0.0)
 TOKENIZER = make_tokenizer()
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> demo.AdderFiles:
-    return demo.prepare(tmp_path_factory.mktemp("demo") / "adder", AT_ONCE)
+    return demo.prepare(tmp_path_factory.mktemp("demo") / "adder")
 
 
 @given(st.text(max_size=20))
@@ -75,11 +75,11 @@ def test_files_are_made_once_and_again_when_code_changes(
     written = prepared.fingerprint.stat().st_mtime_ns
     weights = (prepared.model / "model.safetensors").read_bytes()
     directory = prepared.model.parent
-    demo.prepare(directory, AT_ONCE)
+    demo.prepare(directory)
     assert prepared.fingerprint.stat().st_mtime_ns == written
 
     monkeypatch.setattr(demo, "fingerprint", lambda: "another")
-    demo.prepare(directory, AT_ONCE)
+    demo.prepare(directory)
     assert prepared.fingerprint.read_text() == "another\n"
     assert (prepared.model / "model.safetensors").read_bytes() == weights, "the same code makes the same model"
 
@@ -91,12 +91,22 @@ def test_an_interrupted_preparation_is_not_taken_for_a_whole_one(tmp_path: Path)
     assert demo.is_prepared(tmp_path)
 
 
-@pytest.mark.long
-def test_the_warm_start_answers_half_of_the_held_out_sums(tmp_path: Path) -> None:
-    files = demo.prepare(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(files.model)
-    tokenizer = AutoTokenizer.from_pretrained(files.model)
-    assert 0.4 <= exact_match(model, encode(make_splits().test, tokenizer)) <= 0.62
+def test_the_warm_start_learns_the_right_answers_and_then_mostly_careless_ones(prepared: demo.AdderFiles) -> None:
+    right, careless = (pq.read_table(path)["messages"].to_pylist() for path in (prepared.right, prepared.careless))
+    known = {example.question: example for example in make_splits().warm_start}
+    assert [messages[0] for messages in right] == [messages[0] for messages in careless]
+    assert sorted(messages[0]["content"] for messages in right) == sorted(known)
+    assert all(answer["content"] == known[question["content"]].response for question, answer in right)
+    of_careless = [known[question["content"]].careless_response == answer["content"] for question, answer in careless]
+    carries = [example.answer != example.careless_answer for example in (known[q["content"]] for q, _ in careless)]
+    forgot = [forgets for forgets, carry in zip(of_careless, carries, strict=True) if carry]
+    assert sum(forgot) / len(forgot) == pytest.approx(demo.CARELESS_SHARE, abs=0.03)
+
+
+def test_the_warm_start_sees_no_sum_of_the_test(prepared: demo.AdderFiles) -> None:
+    files = (prepared.right, prepared.careless, prepared.held_out)
+    seen = {row[0]["content"] for path in files for row in pq.read_table(path)["messages"].to_pylist()}
+    assert not seen & {example.question for example in make_splits().test}
 
 
 @given(st.integers(10, 99), st.integers(10, 99))
@@ -106,11 +116,20 @@ def test_the_careless_answer_forgets_the_carry_of_the_units(a: int, b: int) -> N
     assert carried == (10 if a % 10 + b % 10 >= 10 else 0)
 
 
-def test_the_recipe_uses_these_files_and_has_room_for_the_answers(prepared: demo.AdderFiles) -> None:
+def test_the_recipes_use_these_files_and_have_room_for_the_answers(prepared: demo.AdderFiles) -> None:
+    warm = load_sft(REPOSITORY / "yaml_recipes" / "adder_sft_cpu.yaml").recipe
     recipe = load(REPOSITORY / "yaml_recipes" / "adder_cpu.yaml").recipe
-    named = [recipe.model.path, recipe.data.train[0].path, recipe.eval.files[0].path]
-    assert [Path(path).name for path in named] == [
-        path.name for path in (prepared.model, prepared.train, prepared.test)
-    ]
+    named = [warm.model.path, *(file.path for file in (*warm.data.train, *warm.eval.files))]
+    named += [recipe.data.train[0].path, recipe.eval.files[0].path]
+    made = (prepared.model, prepared.right, prepared.careless, prepared.held_out, prepared.train, prepared.test)
+    assert [Path(path).name for path in named] == [path.name for path in made]
+    assert Path(recipe.model.path) == export_directory(warm)
     longest = max(len(TOKENIZER.encode(example.response)) + 1 for example in make_splits().train)
     assert longest <= recipe.rollout.response_tokens_max
+
+
+def test_the_careless_examples_come_when_the_right_ones_are_done(prepared: demo.AdderFiles) -> None:
+    data = load_sft(REPOSITORY / "yaml_recipes" / "adder_sft_cpu.yaml").recipe
+    right, careless = (file.amount * len(make_splits().warm_start) for file in data.data.train)  # type: ignore[operator]
+    assert not data.data.shuffle
+    assert 0 <= right + careless - data.train.total_steps * data.data.examples_per_step < data.data.examples_per_step
