@@ -218,9 +218,7 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "the demo's untrained model of a million parameters and its two-digit sums"
     adder = preparers.add_parser("adder", help=text, description=text, allow_abbrev=False)
-    adder.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="for untrained/ and parquet files"
-    )
+    adder.add_argument("--output", type=Path, required=True, metavar="DIR", help="for untrained/ and parquet files")
     adder.set_defaults(command=prepare_adder)
 
     _add_convert(commands)
