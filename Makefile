@@ -11,7 +11,7 @@ ADDER := .cache/adder
 # Tests run on CPUs everywhere. The ranks together use every core, so each has one thread; nothing is compiled or fetched.
 TEST_ENVIRONMENT := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
 
-.PHONY: warm-start demo demo-sglang sglang-cpu test test-long lint benchmark-step benchmark-sync clean help
+.PHONY: warm-start demo demo-sglang sglang-cpu test test-long lint benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make lint       ruff, mypy and the rules of who imports whom"
 	@echo "make benchmark-step  memory and speed of the training step, and the whole step beside TRL's GRPOTrainer"
 	@echo "make benchmark-sync  seconds and bytes of weight sync by every way, beside gathering everything"
+	@echo "make benchmark-algorithms  train the demo by every method and draw the curves (half an hour)"
 	@echo "make clean      remove the environment, caches and runs"
 
 $(INSTALLED): requirements/cpu.txt setup.py
@@ -79,6 +80,9 @@ benchmark-step: warm-start .venv-trl/installed
 
 benchmark-sync: $(SGLANG_INSTALLED)
 	$(BENCHMARK_ENVIRONMENT) $(BIN)/python benchmarks/weight_sync.py --engines 1 2
+
+benchmark-algorithms: warm-start
+	$(BIN)/python benchmarks/algorithms.py
 
 .venv-trl/installed: requirements/trl.txt
 	@echo "Setting up .venv-trl for the comparison with TRL"

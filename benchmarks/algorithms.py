@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES = sorted((REPOSITORY / "yaml_recipes").glob("adder_*cpu.yaml"))
@@ -24,10 +23,9 @@ GOAL = 0.9
 
 def train(recipe: Path, runs: Path, overrides: list[str]) -> Path:
     """Trains a recipe, or leaves it as it is if it is complete; its metrics."""
-    name = yaml.safe_load(recipe.read_text(encoding="utf-8"))["name"]
     command = [sys.executable, "-m", "megagrpo.cli", "train", str(recipe), f"track.directory={runs}", *overrides]
     subprocess.run([*command, "track.mlflow=null", "track.console=off"], check=True, cwd=REPOSITORY)
-    return runs / name / "metrics.jsonl"
+    return runs / recipe.stem / "metrics.jsonl"
 
 
 def curve(metrics: Path, name: str) -> tuple[list[int], list[float]]:
