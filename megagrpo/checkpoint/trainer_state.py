@@ -30,7 +30,7 @@ class TrainerState:
     """Responses generated for training so far."""
 
     kl_coefficient: float | None = None
-    """Weight of the KL penalty in the next step, where it adapts; None in runs that have none."""
+    """Weight of the KL penalty in the next step; None where there is no such penalty, as in fine-tuning."""
 
     evaluation: Mapping[str, float] | None = None
     """Metrics of an evaluation of exactly these weights; None if they were not evaluated."""
