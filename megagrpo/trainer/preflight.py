@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from megagrpo.cluster.placement import plan_devices
-from megagrpo.data import messages
 from megagrpo.data.files import records
 from megagrpo.data.rows import file_problems
 from megagrpo.errors import MegagrpoError, PreflightError, Problem
@@ -126,7 +125,11 @@ def _tokenizer_directory(recipe: AnyRecipe, model: Path | None) -> Path | None:
 
 def _data_problems(loaded: LoadedRecipe[AnyRecipe]) -> Iterator[Problem]:
     recipe = loaded.recipe
-    look = messages.file_problems if isinstance(recipe, SftRecipe) else file_problems
+    look = file_problems
+    if isinstance(recipe, SftRecipe):
+        from megagrpo.data import messages  # with transformers: seconds; the other checks do without
+
+        look = messages.file_problems
     sections = {"data.train": recipe.data.train, "eval.files": recipe.eval.files}
     for section, files in sections.items():
         for index, file in enumerate(files):
