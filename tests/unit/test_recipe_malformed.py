@@ -92,7 +92,11 @@ CASES = [
     Case(
         "missing file", ("no such file", "other.yaml"), spoil=lambda at: (at / "recipe.yaml").rename(at / "other.yaml")
     ),
-    Case("a list", ("given: a list", "a mapping with the keys kind, name, seed"), spoil=write("recipe.yaml", "- name: a\n")),
+    Case(
+        "a list",
+        ("given: a list", "a mapping with the keys kind, name, seed"),
+        spoil=write("recipe.yaml", "- name: a\n"),
+    ),
     Case("a word", ("given: a single value",), spoil=write("recipe.yaml", "recipe")),
     Case("tabs", ("recipe.yaml:2", "spaces, not tabs"), spoil=write("recipe.yaml", "model:\n\tpath: x\n")),
     Case("open bracket", ("valid YAML",), spoil=edit("name: tiny", "name: [tiny")),
