@@ -16,7 +16,8 @@ from megagrpo.algorithm.covariance import choose_by_covariance
 from megagrpo.algorithm.draws import token_draws
 from megagrpo.megatron.packed import PackedTensors
 from megagrpo.megatron.response import ResponseTokens, joined
-from megagrpo.recipe.schema import Algorithm, Correction
+from megagrpo.recipe.passes import BY_COVARIANCE, corrects
+from megagrpo.recipe.schema import Algorithm
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def prepare(
 
     What depends on the whole minibatch is summed over the ranks that hold its other tokens, so that losses depend on
     neither layout nor packing. Returns the sums of the correction, `Corrected.sums`, if there is one. Old logprobs must
-    be there if `needs_old_logprobs`.
+    be there if `prepares_by_old_logprobs`.
     """
     responses = minibatch.responses
     if not responses:
@@ -53,7 +54,7 @@ def prepare(
     old = _joined([response.old_logprobs for response in responses])
     kept = torch.ones(len(sequences.index), dtype=torch.bool, device=device)
     tokens, count, sums = float(minibatch.tokens), float(minibatch.sequences), None
-    if corrects(algorithm.correction) and old is not None:
+    if corrects(algorithm) and old is not None:
         rollout = torch.cat([response.rollout_logprobs for response in responses])
         corrected = correct(old, rollout, sequences, algorithm.correction, _sum_over_ranks)
         kept, sums = corrected.kept, corrected.sums
@@ -63,23 +64,13 @@ def prepare(
         counts = torch.stack([kept.double(), torch.where(kept, 1 / of_sequence, 0.0)]).sum(1)
         _sum_over_ranks(counts)
         tokens, count = counts.tolist()
-    if algorithm.loss.name in ("clip_cov", "kl_cov") and old is not None:
+    if algorithm.loss.name in BY_COVARIANCE and old is not None:
         draws = torch.cat([token_draws(seed, response.rows, response.places) for response in responses])
         of_tokens = torch.cat([advantages(response) for response in responses])
         chosen = choose_by_covariance(old, of_tokens, kept, draws, algorithm.loss, _sum_over_ranks)
         _share_out(chosen, responses, "chosen")
     _share_out(token_weights(kept, sequences, algorithm.aggregation, tokens, count, divisor), responses, "weights")
     return sums
-
-
-def corrects(correction: Correction) -> bool:
-    """Whether there is anything to do."""
-    return bool(correction.weights or correction.reject or correction.veto)
-
-
-def needs_old_logprobs(algorithm: Algorithm) -> bool:
-    """Whether a minibatch cannot be prepared without them."""
-    return corrects(algorithm.correction) or algorithm.loss.name in ("clip_cov", "kl_cov")
 
 
 def of_tokens(values: Tensor, offsets: Tensor | None, response: ResponseTokens) -> Tensor:

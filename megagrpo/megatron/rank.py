@@ -24,7 +24,7 @@ from megagrpo.megatron.critic import Critic, stored_values
 from megagrpo.megatron.critic_metrics import CriticMetrics
 from megagrpo.megatron.forward_backward import forward, forward_backward
 from megagrpo.megatron.grpo_loss import GrpoLoss
-from megagrpo.megatron.minibatch import Minibatch, needs_old_logprobs, of_tokens, prepare
+from megagrpo.megatron.minibatch import Minibatch, of_tokens, prepare
 from megagrpo.megatron.mismatch import reduce_mismatch
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.megatron.offload import Offload, Part
@@ -33,6 +33,7 @@ from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.response import ResponseTokens
 from megagrpo.megatron.results import MetricSums, StepMetrics, TokenNumbers
 from megagrpo.recipe.defaults import dtype_name
+from megagrpo.recipe.passes import prepares_by_old_logprobs
 from megagrpo.recipe.schema import Recipe
 
 Advantages = np.ndarray | Ragged
@@ -109,7 +110,7 @@ class TrainRank(ModelRank):
         self.offload.require(["parameters", "gradients", "optimizer"])
         algorithm = self.recipe.algorithm
         minibatches = [minibatch for minibatch in self._minibatches if minibatch.packed]
-        if self.has_logits and (len(minibatches) * algorithm.epochs > 1 or needs_old_logprobs(algorithm)):
+        if self.has_logits and (len(minibatches) * algorithm.epochs > 1 or prepares_by_old_logprobs(algorithm)):
             self._stored("old_logprobs")
         if self.has_logits and self.reference is not None:
             self._stored("reference_logprobs")

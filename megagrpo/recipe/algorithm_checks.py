@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from megagrpo.recipe.passes import kl_in_reward
 from megagrpo.recipe.rule_problem import RuleProblem, broken, given_keys
 from megagrpo.recipe.schema import Advantage, PolicyLoss, Recipe
 
@@ -182,12 +183,8 @@ def advantages_by_token(recipe: Recipe) -> bool:
     """Whether the tokens of one response may have different advantages."""
     advantage = recipe.algorithm.advantage
     return advantage.name == "gae" or (
-        advantage.name == "reinforce_plus_plus" and (advantage.discount < 1 or kl_in_reward(recipe))
+        advantage.name == "reinforce_plus_plus" and (advantage.discount < 1 or kl_in_reward(recipe.algorithm))
     )
-
-
-def kl_in_reward(recipe: Recipe) -> bool:
-    return recipe.algorithm.kl.coefficient > 0 and recipe.algorithm.kl.placement == "reward"
 
 
 def _kl(recipe: Recipe) -> Iterator[RuleProblem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from megagrpo.recipe.passes import corrects
 from megagrpo.recipe.rule_problem import RuleProblem, broken, given_keys
 from megagrpo.recipe.schema import Recipe, Rejection
 
@@ -13,7 +14,7 @@ NO_DIFFERENCE = {"ratio": 1.0, "k1": 0.0, "k2": 0.0, "k3": 0.0}
 
 def _correction(recipe: Recipe) -> Iterator[RuleProblem]:
     correction = recipe.algorithm.correction
-    if recipe.algorithm.rollout_logprobs_as_old and corrects(recipe):
+    if recipe.algorithm.rollout_logprobs_as_old and corrects(recipe.algorithm):
         yield broken(
             "algorithm.rollout_logprobs_as_old",
             reads=("algorithm.correction.weights", "algorithm.correction.reject", "algorithm.correction.veto"),
@@ -47,12 +48,6 @@ def _correction(recipe: Recipe) -> Iterator[RuleProblem]:
         )
     for index, rejection in enumerate(correction.reject):
         yield from _rejection(f"algorithm.correction.reject.{index}", rejection)
-
-
-def corrects(recipe: Recipe) -> bool:
-    """Whether anything corrects for the difference between engine and trainer."""
-    correction = recipe.algorithm.correction
-    return correction.weights is not None or bool(correction.reject) or correction.veto is not None
 
 
 def _rejection(where: str, rejection: Rejection) -> Iterator[RuleProblem]:

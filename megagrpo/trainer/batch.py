@@ -11,15 +11,10 @@ from megagrpo.algorithm.advantage import AdvantageInputs
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.batching.microbatch import RankBatch
 from megagrpo.batching.rank_batches import make_rank_batches
-from megagrpo.recipe.algorithm_checks import kl_in_reward
-from megagrpo.recipe.correction_checks import corrects
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.passes import kl_in_reward, needs_old_logprobs
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.sequences import train_sequences
 from megagrpo.types import Group
-
-BY_COVARIANCE = ("clip_cov", "kl_cov")
-"""Losses that choose tokens by the old logprobs of a whole minibatch, before its first gradient."""
 
 
 def load_batch(run: Run, groups: Sequence[Group], rows: np.ndarray, step: int) -> list[RankBatch]:
@@ -42,30 +37,18 @@ def load_batch(run: Run, groups: Sequence[Group], rows: np.ndarray, step: int) -
     policy.load_batch(batches)
     if recipe.algorithm.rollout_logprobs_as_old:
         policy.use_rollout_logprobs_as_old()
-    elif needs_old_logprobs(recipe):
+    elif needs_old_logprobs(recipe.algorithm):
         policy.compute_old_logprobs()
     if recipe.algorithm.kl.coefficient > 0:
         policy.compute_reference_logprobs()
     return batches
 
 
-def needs_old_logprobs(recipe: Recipe) -> bool:
-    """Whether anything reads the policy's logprobs before the update begins. If not, and with one optimizer step, the
-    update's own forward pass gives them."""
-    algorithm = recipe.algorithm
-    return (
-        algorithm.minibatches * algorithm.epochs > 1
-        or kl_in_reward(recipe)
-        or corrects(recipe)
-        or algorithm.loss.name in BY_COVARIANCE
-    )
-
-
 def with_kl_and_values(run: Run, inputs: AdvantageInputs, kl_coefficient: float, *, loaded: bool) -> AdvantageInputs:
     """Adds what the ranks know of every response token. loaded: whether they have a batch; else it is all zeros."""
     algorithm, policy = run.recipe.algorithm, run.policy
     nothing = ragged_zeros(inputs.tokens)
-    if kl_in_reward(run.recipe):
+    if kl_in_reward(algorithm):
         kl = policy.token_kl(inputs.tokens) if loaded else nothing
         inputs = replace(inputs, kl=kl, kl_coefficient=kl_coefficient)
     if algorithm.critic is not None:

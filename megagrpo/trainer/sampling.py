@@ -64,7 +64,7 @@ def prompts_of_round(wanted: int, useful: int, sampled: int) -> int:
 def with_signal(groups: Sequence[Group], recipe: schema.Recipe) -> list[Group]:
     """The groups whose scores differ: two or more are known, and not all are equal. For gdpo, those of any function."""
     inputs = advantage_inputs(recipe, groups)
-    scores = inputs.scores if inputs.parts is None else inputs.parts
+    scores = inputs.scores if inputs.parts is None or inputs.weights is None else inputs.parts[:, inputs.weights != 0]
     return [groups[i] for i in groups_that_differ(scores, inputs.group_ids)]
 
 

@@ -12,7 +12,7 @@ from megagrpo.algorithm.kl_coefficient import next_coefficient
 from megagrpo.algorithm.learning_rate import learning_rate
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.batching.microbatch import RankBatch
-from megagrpo.recipe.algorithm_checks import kl_in_reward
+from megagrpo.recipe.passes import kl_in_reward, reads_batch
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.batch import load_batch, with_kl_and_values
 from megagrpo.trainer.run import Run
@@ -56,12 +56,12 @@ def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
     metrics = rollout_metrics(sampled.all) | sampling_metrics(recipe, sampled, run.cursor)
 
     batches: list[RankBatch] = []
-    if reads_batch(recipe):
+    if reads_batch(algorithm):
         with clock.phase("logprobs"):
             batches = load_batch(run, sampled.groups, rows, step)
             inputs = with_kl_and_values(run, inputs, kl_coefficient, loaded=bool(batches))
     advantages = compute_advantages(inputs, algorithm.advantage)
-    if not reads_batch(recipe):
+    if not reads_batch(algorithm):
         with clock.phase("logprobs"):
             if skips_groups(recipe):
                 rows &= np.isin(inputs.group_ids, groups_with_signal(advantages.of_rows, inputs.group_ids))
@@ -74,7 +74,7 @@ def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
             metrics |= _update_critic(run, advantages, step)
             if policy_learns(recipe, step):
                 lr = learning_rate(step, run.total_steps, recipe.train.optimizer)
-                in_loss = 0.0 if kl_in_reward(recipe) else kl_coefficient
+                in_loss = 0.0 if kl_in_reward(algorithm) else kl_coefficient
                 updated = run.policy.update(advantages.of_tokens or advantages.of_rows, lr, in_loss, step)
                 metrics |= {"lr": lr} | update_metrics(updated)
                 mismatch = updated.mismatch
@@ -92,11 +92,6 @@ def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
 
     metrics["weights/version"] = float(step)
     return Step(metrics, sampled.groups, sampled.all, mismatch, kl_coefficient)
-
-
-def reads_batch(recipe: Recipe) -> bool:
-    """Whether advantages are made from what the ranks compute: the KL in the reward, or a critic's values."""
-    return kl_in_reward(recipe) or recipe.algorithm.critic is not None
 
 
 def skips_groups(recipe: Recipe) -> bool:

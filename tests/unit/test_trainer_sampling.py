@@ -76,6 +76,11 @@ def test_for_gdpo_a_group_has_signal_if_any_function_differs() -> None:
     run = make_run("algorithm.advantage.name=gdpo", two, scores=lambda prompt: [1.0] * 4, counted=[(1, 0), (0, 1)] * 2)
     sampled = sample_step(run, 1)
     assert len(with_signal(sampled.groups, run.recipe)) == 4
+    unweighted = two.replace("pattern: a}", "pattern: a}, weight: 0")
+    run = make_run(
+        "algorithm.advantage.name=gdpo", unweighted, scores=lambda prompt: [1.0] * 4, counted=[(1, 0), (1, 1)] * 2
+    )
+    assert with_signal(sample_step(run, 1).groups, run.recipe) == []
     flat = make_run(scores=lambda prompt: [1.0] * 4)
     assert with_signal(sample_step(flat, 1).groups, flat.recipe) == []
 

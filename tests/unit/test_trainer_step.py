@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megagrpo.algorithm.ragged import Ragged
+from megagrpo.recipe.passes import needs_old_logprobs
 from megagrpo.track.metrics import undocumented
-from megagrpo.trainer.batch import needs_old_logprobs
 from megagrpo.trainer.step import critic_learning_rate, grpo_step
 from tests.step_fakes import Scores, make_run
 
@@ -50,8 +50,8 @@ def test_only_the_passes_that_something_reads_are_run(overrides: list[str], pass
 
 
 def test_old_logprobs_are_needed_whenever_anything_reads_them() -> None:
-    assert not needs_old_logprobs(make_run(scores=one_right).recipe)
-    assert needs_old_logprobs(make_run(KL, scores=one_right).recipe)
+    assert not needs_old_logprobs(make_run(scores=one_right).recipe.algorithm)
+    assert needs_old_logprobs(make_run(KL, scores=one_right).recipe.algorithm)
 
 
 def test_ppo_computes_values_then_updates_the_critic_and_after_its_warm_up_the_policy() -> None:
