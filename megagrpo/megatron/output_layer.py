@@ -22,6 +22,7 @@ class OutputLayer(torch.nn.Module):
     def __init__(self, linear: ColumnParallelLinear) -> None:
         super().__init__()
         self.register_parameter("weight", linear.weight)  # None: the embedding's serves
+        self.sharded_state_dict = linear.sharded_state_dict  # Megatron's own checkpoints see no difference
         self.group = linear.tp_group
         self.sequence_parallel = linear.sequence_parallel
 
