@@ -1,6 +1,9 @@
-"""Seconds per GRPO step of the demo, phase by phase, beside TRL's GRPOTrainer: same model, prompts, batch and sampling.
+"""Seconds per GRPO step, phase by phase, beside TRL's GRPOTrainer: same model, prompts, batch, sampling and reward.
 
     make benchmark-step            # makes .venv-trl, prepares the demo, runs this
+
+Two workloads. `demo`: the demo's step, whose responses are of nearly one length. `long_tailed`: a model of the demo's
+shape whose responses end at random, most soon, a few late, as those of a reasoning model do.
 
 Both run in turn on the same machine, `--rounds` times, and the ratio is taken round by round. The first `--warmup`
 steps of every run are not counted.
@@ -15,23 +18,54 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from long_tailed_model import make_long_tailed_model
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "yaml_recipes" / "adder_cpu.yaml"
 TENSOR, DATA = ["train.layout.tensor=2"], ["train.layout.tensor=1", "train.layout.data=2"]
 ALL_GROUPS = ["algorithm.skip_groups_without_signal=false"]
-VARIANTS = {
-    "tensor=2": TENSOR,
-    "data=2": DATA,
-    "data=2, all groups": DATA + ALL_GROUPS,
-}
+VARIANTS = {"tensor=2": TENSOR, "data=2": DATA, "data=2, all groups": DATA + ALL_GROUPS}
 """TRL trains on all groups, those without signal too; the last row does the same."""
 PHASES = ("rollout", "reward", "logprobs", "update", "weight_sync")
+PROMPTS, SAMPLES = 32, 8
 
 
-def run_megagrpo(overrides: list[str], steps: int, directory: str) -> list[dict[str, float]]:
+@dataclass(frozen=True)
+class Workload:
+    model: Path
+    data: Path
+    reward: str
+    """`gsm8k`, or the pattern of `format`."""
+    response_tokens: int
+    lr: float
+
+    def overrides(self) -> list[str]:
+        arguments = "{method: strict}" if self.reward == "gsm8k" else f"{{pattern: '{self.reward}'}}"
+        function = "gsm8k" if self.reward == "gsm8k" else "format"
+        return [
+            f"model.path={self.model}",
+            f"reward.functions=[{{function: {function}, arguments: {arguments}}}]",
+            f"rollout.prompts_per_step={PROMPTS}",
+            f"rollout.samples_per_prompt={SAMPLES}",
+            f"rollout.response_tokens_max={self.response_tokens}",
+            f"train.optimizer.lr={self.lr}",
+        ]
+
+
+def workload(name: str, directory: Path) -> Workload:
+    """Makes what it needs in `directory`."""
+    data = ROOT / ".cache" / "adder" / "train.parquet"
+    if name == "demo":
+        return Workload(ROOT / "runs" / "adder_sft_cpu" / "hugging_face", data, "gsm8k", 10, 6e-5)
+    model = directory / "long_tailed"
+    make_long_tailed_model(model, mean_tokens=48, positions=512)
+    return Workload(model, data, "7", 384, 1e-6)  # lengths stay what they are
+
+
+def run_megagrpo(work: Workload, overrides: list[str], steps: int, directory: str) -> list[dict[str, float]]:
     """metrics.jsonl of a training run without evaluations, checkpoints in between and trackers."""
     name = "benchmark-step"
     settings = [
@@ -47,17 +81,27 @@ def run_megagrpo(overrides: list[str], steps: int, directory: str) -> list[dict[
         f"checkpoint.every_steps={steps}",
         "checkpoint.export_hugging_face=false",
     ]
-    command = [sys.executable, "-m", "megagrpo.cli", "train", str(RECIPE), *overrides, *settings]
-    subprocess.run(command, check=True, cwd=ROOT)
+    arguments = [*overrides, *work.overrides(), *settings]
+    subprocess.run([sys.executable, "-m", "megagrpo.cli", "train", str(RECIPE), *arguments], check=True, cwd=ROOT)
     lines = (Path(directory) / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [entry for entry in map(json.loads, lines) if "seconds/step" in entry]
 
 
-def run_trl(python: str, settings: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds and mean rewards of TRL's steps after the warm-up."""
-    arguments = [f"--{name}={value}" for name, value in settings.items()]
+def run_trl(python: str, work: Workload, steps: int, warmup: int) -> dict[str, list[float]]:
+    """Seconds, mean rewards and mean response tokens of TRL's steps after the warm-up."""
+    settings = {
+        "model": work.model,
+        "data": work.data,
+        "reward": work.reward,
+        "prompts": PROMPTS,
+        "samples": SAMPLES,
+        "response": work.response_tokens,
+        "lr": work.lr,
+        "steps": steps,
+        "warmup": warmup,
+    }
     done = subprocess.run(
-        [python, str(ROOT / "benchmarks" / "trl_step.py"), *arguments],
+        [python, str(ROOT / "benchmarks" / "trl_step.py"), *(f"--{key}={value}" for key, value in settings.items())],
         check=True,
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -68,59 +112,49 @@ def run_trl(python: str, settings: dict[str, Any]) -> dict[str, list[float]]:
     return result
 
 
+def compare(name: str, work: Workload, given: argparse.Namespace) -> None:
+    """Runs all variants and TRL in turn; prints a table."""
+    ours: dict[str, list[list[dict[str, float]]]] = {variant: [] for variant in VARIANTS}
+    trl: list[dict[str, list[float]]] = []
+    for _ in range(given.rounds):
+        for variant, overrides in VARIANTS.items():
+            with tempfile.TemporaryDirectory() as directory:
+                entries = run_megagrpo(work, overrides, given.warmup + given.steps, directory)
+            ours[variant].append(entries[given.warmup :])
+        trl.append(run_trl(given.trl_python, work, given.steps, given.warmup))
+    trl_seconds = [statistics.median(round_["seconds"]) for round_ in trl]
+
+    lengths = [entry["response_tokens/mean"] for rounds in ours.values() for entries in rounds for entry in entries]
+    trl_lengths = [length for round_ in trl for length in round_["tokens"]]
+    print(f"\n{name}: {PROMPTS} prompts x {SAMPLES} samples, medians of {given.steps} steps, {given.rounds} rounds")
+    print(f"mean response tokens: {statistics.mean(lengths):.1f}, TRL {statistics.mean(trl_lengths):.1f}\n")
+    print("| | s/step | samples/s | TRL / ours | " + " | ".join(PHASES) + " |")
+    print("|---" * (4 + len(PHASES)) + "|")
+    for variant, rounds in ours.items():
+        seconds = [statistics.median(entry["seconds/step"] for entry in entries) for entries in rounds]
+        ratio = statistics.median(b / a for a, b in zip(seconds, trl_seconds, strict=True))
+        phases = [
+            statistics.median(entry.get(f"seconds/{phase}", 0.0) for entries in rounds for entry in entries)
+            for phase in PHASES
+        ]
+        middle = statistics.median(seconds)
+        cells = [f"{middle:.3f}", f"{PROMPTS * SAMPLES / middle:.0f}", f"{ratio:.2f}", *(f"{s:.3f}" for s in phases)]
+        print(f"| {variant} | " + " | ".join(cells) + " |")
+    middle = statistics.median(trl_seconds)
+    print(f"| TRL | {middle:.3f} | {PROMPTS * SAMPLES / middle:.0f} |" + " |" * (1 + len(PHASES)), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", default=str(ROOT / ".venv-trl" / "bin" / "python"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workloads", nargs="+", default=["demo", "long_tailed"], choices=["demo", "long_tailed"])
     given = parser.parse_args()
-
-    from megagrpo.recipe.load import load
-
-    recipe = load(RECIPE).recipe
-    samples = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
-    of_trl = {
-        "model": recipe.model.path,
-        "data": recipe.data.train[0].path,
-        "prompts": recipe.rollout.prompts_per_step,
-        "samples": recipe.rollout.samples_per_prompt,
-        "response": recipe.rollout.response_tokens_max,
-        "lr": recipe.train.optimizer.lr,
-        "steps": given.steps,
-        "warmup": given.warmup,
-    }
-    ours: dict[str, list[list[dict[str, float]]]] = {layout: [] for layout in VARIANTS}
-    trl: list[float] = []
-    for _ in range(given.rounds):
-        for layout, overrides in VARIANTS.items():
-            with tempfile.TemporaryDirectory() as directory:
-                entries = run_megagrpo(overrides, given.warmup + given.steps, directory)
-            ours[layout].append(entries[given.warmup :])
-        trl.append(statistics.median(run_trl(given.trl_python, of_trl)["seconds"]))
-
-    print(
-        f"{recipe.rollout.prompts_per_step} prompts x {recipe.rollout.samples_per_prompt} samples, "
-        f"median of {given.steps} steps, {given.rounds} rounds"
-    )
-    print(
-        f"{'':20s} {'s/step':>8s} {'samples/s':>10s} {'TRL/ours':>9s}  "
-        + "  ".join(f"{phase:>11s}" for phase in PHASES)
-    )
-    for layout, rounds in ours.items():
-        seconds = [statistics.median(entry["seconds/step"] for entry in entries) for entries in rounds]
-        ratio = statistics.median(b / a for a, b in zip(seconds, trl, strict=True))
-        phases = [
-            statistics.median(entry.get(f"seconds/{phase}", 0.0) for entries in rounds for entry in entries)
-            for phase in PHASES
-        ]
-        middle = statistics.median(seconds)
-        print(
-            f"{layout:20s} {middle:8.3f} {samples / middle:10.0f} {ratio:9.2f}  "
-            + "  ".join(f"{s:11.3f}" for s in phases)
-        )
-    middle = statistics.median(trl)
-    print(f"{'TRL':20s} {middle:8.3f} {samples / middle:10.0f}")
+    with tempfile.TemporaryDirectory() as directory:
+        for name in given.workloads:
+            compare(name, workload(name, Path(directory)), given)
 
 
 if __name__ == "__main__":

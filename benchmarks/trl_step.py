@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer on the demo's task, for benchmarks/step.py. Runs in an environment of its own with trl installed.
+"""TRL's GRPOTrainer for benchmarks/step.py. Runs in an environment of its own with trl installed.
 
-Prints one JSON line: seconds of each step after the warm-up ones, and the mean reward of each.
+Prints one JSON line: seconds, mean reward and mean response tokens of each step after the warm-up ones.
 """
 
 from __future__ import annotations
@@ -35,11 +35,21 @@ def exact(completions, answer, **kwargs) -> list[float]:  # type: ignore[no-unty
     return [float(match is not None and match[1] == wanted) for match, wanted in zip(found, answer, strict=True)]
 
 
+def matches(pattern: str):  # type: ignore[no-untyped-def]
+    """The format reward: whether the pattern is found."""
+
+    def found(completions, **kwargs) -> list[float]:  # type: ignore[no-untyped-def]
+        return [float(re.search(pattern, completion[0]["content"]) is not None) for completion in completions]
+
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name, kind in {
         "model": str,
         "data": str,
+        "reward": str,
         "prompts": int,
         "samples": int,
         "response": int,
@@ -55,7 +65,7 @@ def main() -> None:
     times = StepTimes()
     trainer = GRPOTrainer(
         model=given.model,
-        reward_funcs=exact,
+        reward_funcs=exact if given.reward == "gsm8k" else matches(given.reward),
         train_dataset=rows.select_columns(["prompt", "answer"]),
         callbacks=[times],
         args=GRPOConfig(
@@ -82,8 +92,13 @@ def main() -> None:
     )
     trainer.train()
     ends = times.ends[given.warmup - 1 :]
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    print(json.dumps({"seconds": [b - a for a, b in pairwise(ends)], "rewards": rewards[given.warmup :]}))
+    logged = [entry for entry in trainer.state.log_history if "reward" in entry][given.warmup :]
+    result = {
+        "seconds": [b - a for a, b in pairwise(ends)],
+        "rewards": [entry["reward"] for entry in logged],
+        "tokens": [entry["completions/mean_length"] for entry in logged],
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
