@@ -95,7 +95,6 @@ def long_tailed(count: int, vocab: int, longest: int) -> list[TrainSequence]:
             tokens=random.integers(0, vocab, 32 + n),
             loss_mask=np.arange(32 + n) >= 32,
             rollout_logprobs=np.zeros(32 + n, np.float32),
-            group=row // 8,
             row=row,
         )
         for row, n in enumerate(responses.tolist())

@@ -36,9 +36,8 @@ class AdvantageInputs:
     tokens: np.ndarray  # int64 [rows], response tokens
     parts: np.ndarray | None = None  # float64 [rows, rewards], for gdpo: see Score.counted
     weights: np.ndarray | None = None  # float64 [rewards], for gdpo
-    baselines: np.ndarray | None = (
-        None  # float64 [groups], by sorted id, for remax: greedy scores, NaN where one failed
-    )
+    # float64 [groups], by sorted id, for remax: greedy scores, NaN where one failed
+    baselines: np.ndarray | None = None
     kl: Ragged | None = None  # KL of every response token in nats, where the penalty is in the reward
     kl_coefficient: float = 0.0
     values: Ragged | None = None  # for gae: the critic's estimate before each response token is sampled
@@ -78,15 +77,20 @@ def groups_with_signal(advantages: np.ndarray, group_ids: np.ndarray) -> np.ndar
     return np.unique(group_ids[advantages != 0])
 
 
-def groups_that_differ(scores: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """Ids, sorted, of the groups whose scored samples are not all equal.
-
-    scores: float64 [rows], or [rows, rewards] where each reward counts apart (gdpo); NaN where a sample is masked.
+def groups_that_teach(inputs: AdvantageInputs, settings: schema.Advantage) -> np.ndarray:
+    """Ids, sorted, of the groups whose scored samples are not all equal. What whitening gives to the others, all alike,
+    teaches nothing. For gdpo one reward that counts must differ; for pass_k one sample must be better than all others.
     """
-    by_reward = scores.reshape(len(scores), -1)
-    tokens = np.ones(len(scores), np.int64)
-    higher = [scored_groups(reward, group_ids, tokens).height > 0 for reward in by_reward.T]
-    return np.unique(group_ids[np.any(higher, axis=0)])
+    scores = inputs.scores[:, None]
+    if settings.name == "gdpo":
+        if inputs.parts is None or inputs.weights is None:
+            raise ValueError("gdpo needs parts and weights")
+        scores = inputs.parts[:, inputs.weights != 0]
+    teaches = np.zeros(len(inputs.scores), bool)
+    for reward in scores.T:
+        groups = scored_groups(reward, inputs.group_ids, inputs.tokens)
+        teaches |= (pass_k(groups, PLAIN) if settings.name == "pass_k" else groups.height) > 0
+    return np.unique(inputs.group_ids[teaches])
 
 
 def _method(estimate: Callable[[ScoredGroups, schema.Advantage], np.ndarray]) -> Method:
@@ -137,6 +141,8 @@ def _penalized_scores(inputs: AdvantageInputs) -> np.ndarray:
 def _means(values: Ragged) -> np.ndarray:
     return values.sums() / np.maximum(values.lengths, 1)
 
+
+PLAIN = schema.Advantage(standard_deviation="none")
 
 BY_GROUP: dict[str, Method] = {
     "grpo": _method(grpo),

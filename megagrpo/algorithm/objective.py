@@ -44,6 +44,7 @@ class Objective:
 
     loss: Tensor
     policy: PolicyLoss
+    policy_term: Tensor  # what the policy loss adds to `loss`
     kl: Tensor | None
 
 
@@ -60,6 +61,7 @@ def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Obje
         settings.loss,
     )
     per_token = policy.loss if inputs.importance is None else inputs.importance * policy.loss
+    policy_term = inputs.weights * per_token.detach()
     kl = None
     if inputs.reference_logprobs is not None:
         kl = kl_estimate(
@@ -69,4 +71,5 @@ def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Obje
             per_token = per_token + settings.kl_coefficient * kl
     if settings.entropy_coefficient:
         per_token = per_token - settings.entropy_coefficient * inputs.entropy
-    return Objective(loss=(inputs.weights * per_token).sum(), policy=policy, kl=None if kl is None else kl.detach())
+    loss = (inputs.weights * per_token).sum()
+    return Objective(loss, policy, policy_term, None if kl is None else kl.detach())

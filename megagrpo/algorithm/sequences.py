@@ -17,14 +17,13 @@ def _here(sums: Tensor) -> Tensor:
 class Sequences:
     """Which response each token of a microbatch belongs to. Every token belongs to one.
 
-    Under context parallelism a response's tokens lie on several ranks: `over_ranks` then sums over those, and its
-    gradient does too, so that what is computed from a sum has the same gradients as on a single rank. All of these
-    ranks have the same sequences and call everything here in the same order.
+    Under context parallelism a response's tokens lie on several ranks: `over_ranks` then sums over those, without a
+    gradient. All of these ranks have the same sequences and call everything here in the same order.
     """
 
     index: Tensor  # int64 [tokens], from 0 to count - 1
     tokens: Tensor  # float32 [count], response tokens of each sequence on all ranks together
-    over_ranks: Callable[[Tensor], Tensor] = _here  # [count] -> [count], differentiable
+    over_ranks: Callable[[Tensor], Tensor] = _here  # [count] -> [count]
 
     def sum(self, values: Tensor) -> Tensor:
         """[tokens] -> [count]."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+EQUAL = 1e-10
+"""Variance over mean square below which returns count as equal."""
+
 
 @dataclass(frozen=True)
 class ValueLoss:
@@ -35,7 +38,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 def explained_variance(tokens: float, returns: tuple[float, float], residuals: tuple[float, float]) -> float:
     """1 - Var(R - v) / Var(R) from (sum, sum of squares) of the returns R and of R - v over `tokens` tokens.
 
-    1: values are the returns; 0: no better than a constant. 0 where all returns are equal: there is nothing to explain.
+    1: values are the returns; 0: no better than a constant. 0 where all returns are equal, or differ by no more than
+    sums in float64 can tell: there is nothing to explain.
     """
     if not tokens:
         return 0.0
@@ -44,4 +48,4 @@ def explained_variance(tokens: float, returns: tuple[float, float], residuals: t
         return max(sums[1] / tokens - (sums[0] / tokens) ** 2, 0.0)
 
     total = variance(returns)
-    return 1.0 - variance(residuals) / total if total > 0.0 else 0.0
+    return 1.0 - variance(residuals) / total if total > EQUAL * returns[1] / tokens else 0.0

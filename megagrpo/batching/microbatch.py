@@ -19,7 +19,6 @@ class TrainSequence:
     tokens: np.ndarray  # int64 [tokens]
     loss_mask: np.ndarray  # bool [tokens]
     rollout_logprobs: np.ndarray  # float32 [tokens]
-    group: int  # index of the group in the step
     row: int  # index of the sample in the step; advantages and per-sequence results use it
 
 
@@ -53,5 +52,5 @@ class RankBatch:
     work: tuple[float, ...]
 
 
-def response_tokens(sequences: Sequence[TrainSequence]) -> int:
+def count_response_tokens(sequences: Sequence[TrainSequence]) -> int:
     return sum(int(s.loss_mask.sum()) for s in sequences)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megagrpo.batching.balance import share_over_ranks, split_to, spread_evenly
-from megagrpo.batching.microbatch import Microbatch, RankBatch, TrainSequence, response_tokens
+from megagrpo.batching.microbatch import Microbatch, RankBatch, TrainSequence, count_response_tokens
 from megagrpo.batching.pack import first_fit_decreasing, padded_lengths
 from megagrpo.batching.work import TOKENS, Work
 from megagrpo.errors import Problem, RecipeError
@@ -45,7 +45,7 @@ def make_rank_batches(
     return [
         RankBatch(
             minibatches=tuple(share[rank] for share in shares),
-            tokens=tuple(response_tokens(part) for part in chosen),
+            tokens=tuple(count_response_tokens(part) for part in chosen),
             sequences=tuple(sum(bool(s.loss_mask.any()) for s in part) for part in chosen),
             work=tuple(_work_in(share[rank], work) for share in shares),
         )

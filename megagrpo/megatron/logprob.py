@@ -158,7 +158,7 @@ def _labels_in(part: slice, local: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lower(total: Tensor, weighted: Tensor, by: Tensor) -> None:
-    """Of sums of e^x and of x e^x, makes those for x + by, in place. `by` <= 0, -inf for sums of nothing."""
+    """Of sums of e^x and of x e^x, makes those for x + by, in place. `by` is finite and <= 0."""
     weighted += total * by
     factor = by.exp()
     total *= factor

@@ -66,8 +66,8 @@ def prepare(
         tokens, count = counts.tolist()
     if algorithm.loss.name in BY_COVARIANCE and old is not None:
         draws = torch.cat([token_draws(seed, response.rows, response.places) for response in responses])
-        of_tokens = torch.cat([advantages(response) for response in responses])
-        chosen = choose_by_covariance(old, of_tokens, kept, draws, algorithm.loss, _sum_over_ranks)
+        per_token = torch.cat([advantages(response) for response in responses])
+        chosen = choose_by_covariance(old, per_token, kept, draws, algorithm.loss, _sum_over_ranks)
         _share_out(chosen, responses, "chosen")
     _share_out(token_weights(kept, sequences, algorithm.aggregation, tokens, count, divisor), responses, "weights")
     return sums

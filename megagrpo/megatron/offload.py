@@ -31,7 +31,7 @@ class _Released:
 
 
 class Offload:
-    """Which parts of a rank are on its device. `reference` are the weights of the frozen policy, if there is one.
+    """Which parts of a rank are on its device. `reference` are the tensors of the reference policy, if there is one.
 
     Nothing may touch a part between its release and its restore: `require` before work says so with a name. Numbers
     do not change, provided that gradients are only released when an optimizer step has used them: they come back as

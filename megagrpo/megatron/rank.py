@@ -36,7 +36,7 @@ from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.passes import prepares_by_old_logprobs
 from megagrpo.recipe.schema import Recipe
 
-Advantages = np.ndarray | Ragged
+RowOrTokenValues = np.ndarray | Ragged
 """float [rows of the step], one for each sample; or one for each response token."""
 
 
@@ -50,7 +50,7 @@ class TrainRank(ModelRank):
         if algorithm.kl.coefficient > 0:
             follows = algorithm.reference.update_every_steps is not None
             self.reference = Reference(self.policy.chunks, share=algorithm.reference.share if follows else None)
-            self.offload = Offload(self.policy.chunks, self.policy.optimizer, self.reference.weights)
+            self.offload = Offload(self.policy.chunks, self.policy.optimizer, self.reference.tensors)
             if follows:
                 self.policy.save_reference(self.reference)
         self._loss = GrpoLoss(self._readout)
@@ -99,7 +99,7 @@ class TrainRank(ModelRank):
         old, reference = self._stored("old_logprobs"), self._stored("reference_logprobs")
         return self._token_numbers(kl_estimate(old, reference, self.recipe.algorithm.kl.estimator))
 
-    def update(self, advantages: Advantages, lr: float, kl_coefficient: float, step: int) -> StepMetrics | None:
+    def update(self, advantages: RowOrTokenValues, lr: float, kl_coefficient: float, step: int) -> StepMetrics | None:
         """All minibatches and epochs of the loaded batch. kl_coefficient: of the loss term, 0 if there is none.
 
         With more than one optimizer step the ratio is to the policy before the first: old logprobs must be there, as
@@ -111,9 +111,9 @@ class TrainRank(ModelRank):
         algorithm = self.recipe.algorithm
         minibatches = [minibatch for minibatch in self._minibatches if minibatch.packed]
         if self.has_logits and (len(minibatches) * algorithm.epochs > 1 or prepares_by_old_logprobs(algorithm)):
-            self._stored("old_logprobs")
+            self._require("old_logprobs")
         if self.has_logits and self.reference is not None:
-            self._stored("reference_logprobs")
+            self._require("reference_logprobs")
         of_token = self._reader(advantages)
         metrics = MetricSums(self.device)
         settings = self.objective_settings(kl_coefficient)
@@ -197,10 +197,12 @@ class TrainRank(ModelRank):
 
     def save(self, directory: Path) -> tuple[SavedFile, ...]:
         """As ModelRank; the critic's state lies in a directory of its own in this one."""
+        self._require_reference()
         files = super().save(directory)
         return files + self._critic.save(directory) if self._critic else files
 
     def load(self, directory: Path) -> None:
+        self._require_reference()
         super().load(directory)
         if self._critic:
             self._critic.load(directory)
@@ -217,6 +219,11 @@ class TrainRank(ModelRank):
         super().restore(part for part in parts if part != "critic")
         if self._critic and "critic" in parts:
             self._critic.restore()
+
+    def _require_reference(self) -> None:
+        """A reference that follows the policy is in checkpoints."""
+        if self.reference is not None and self.reference.follows:
+            self.offload.require(["reference"])
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -235,12 +242,15 @@ class TrainRank(ModelRank):
         return logprobs.sum()
 
     def _stored(self, name: Literal["old_logprobs", "reference_logprobs"]) -> Tensor:
+        self._require(name)
         parts = [getattr(response, name) for response in self._responses()]
-        if any(part is None for part in parts):
-            raise RankError(Problem(f"compute_{name} was not called for this batch"))
         return torch.cat(parts) if parts else torch.empty(0, device=self.device)
 
-    def _reader(self, values: Advantages) -> Callable[[ResponseTokens], Tensor]:
+    def _require(self, name: Literal["old_logprobs", "reference_logprobs"]) -> None:
+        if any(getattr(response, name) is None for response in self._responses()):
+            raise RankError(Problem(f"compute_{name} was not called for this batch"))
+
+    def _reader(self, values: RowOrTokenValues) -> Callable[[ResponseTokens], Tensor]:
         """Looks up each response token's of numbers that the driver made for rows or tokens of the step."""
         flat = values.values if isinstance(values, Ragged) else values
         on_device = torch.as_tensor(flat, dtype=torch.float32, device=self.device)

@@ -28,6 +28,16 @@ class Reference:
         if share is not None and share < 1:
             self._exact = [weight.float() for weight in self.weights]  # the same tensors if they are float32
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it holds; a tensor may be there twice."""
+        return [*self.weights, *self._exact]
+
+    @property
+    def follows(self) -> bool:
+        """Whether it moves, and so belongs into checkpoints."""
+        return self._share is not None
+
     @contextmanager
     def in_place_of(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Within this context the chunks are the reference. Only for forward passes without gradients."""

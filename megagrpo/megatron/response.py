@@ -73,25 +73,9 @@ def joined(responses: Sequence[ResponseTokens], device: torch.device) -> Sequenc
 
 
 def over_context_ranks(sums: Tensor) -> Tensor:
-    """Sum over the ranks that hold the other parts of the same sequences, with a gradient."""
+    """Sum over the ranks that hold the other parts of the same sequences. It has no gradient."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return sums
-    return _ContextSum.apply(sums)
-
-
-class _ContextSum(torch.autograd.Function):
-    """All ranks get the sum, and each computes a part of the loss from it: gradients are summed as well."""
-
-    @staticmethod
-    def forward(ctx: object, sums: Tensor) -> Tensor:
-        return _summed(sums)
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return _summed(gradient)
-
-
-def _summed(values: Tensor) -> Tensor:
-    total = values.clone()
+    total = sums.detach().clone()
     dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
     return total

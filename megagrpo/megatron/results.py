@@ -18,14 +18,14 @@ class StepMetrics:
     """Over all ranks, minibatches and epochs of one update. Means are over response tokens unless said otherwise."""
 
     loss: float  # what was minimised, mean over optimizer steps
-    policy_loss: float  # its clipped policy term
+    policy_loss: float  # its policy term, importance weights included
     kl: float | None  # estimate against the reference; None without a reference
     entropy: float
     clip_low_fraction: float  # tokens whose gradient the lower bound cut
     clip_high_fraction: float  # tokens whose gradient the upper bound cut
-    ratio_mean: float  # probability ratio of the policy to the one before the update
+    ratio_mean: float  # ratio of the policy's probability to the old one
     logprob_mean: float
-    mismatch: Mismatch  # of the policy before the update with what the engines sampled from
+    mismatch: Mismatch  # of the trainer when it first saw the tokens with what the engines sampled from
     correction: Correction | None  # None: the recipe has none
     grad_norm: float  # before clipping, mean over optimizer steps
     grad_norm_max: float
@@ -56,7 +56,7 @@ class MetricSums:
         self._has_kl |= objective.kl is not None
         per_token = torch.stack(
             [
-                inputs.weights * policy.loss.detach(),
+                objective.policy_term,
                 objective.kl if objective.kl is not None else torch.zeros_like(policy.ratio),
                 inputs.entropy.detach(),
                 policy.clipped_low.float(),

@@ -35,3 +35,8 @@ def needs_old_logprobs(algorithm: Algorithm) -> bool:
     return (
         algorithm.minibatches * algorithm.epochs > 1 or kl_in_reward(algorithm) or prepares_by_old_logprobs(algorithm)
     )
+
+
+def policy_learns(algorithm: Algorithm, step: int) -> bool:
+    """Whether the critic's warm-up, if there is one, is over at `step`."""
+    return algorithm.critic is None or step > algorithm.critic.warmup_steps

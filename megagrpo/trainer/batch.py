@@ -11,7 +11,7 @@ from megagrpo.algorithm.advantage import AdvantageInputs
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.batching.microbatch import RankBatch
 from megagrpo.batching.rank_batches import make_rank_batches
-from megagrpo.recipe.passes import kl_in_reward, needs_old_logprobs
+from megagrpo.recipe.passes import kl_in_reward, needs_old_logprobs, policy_learns
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.sequences import train_sequences
 from megagrpo.types import Group
@@ -35,11 +35,14 @@ def load_batch(run: Run, groups: Sequence[Group], rows: np.ndarray, step: int) -
         work=run.work,
     )
     policy.load_batch(batches)
-    if recipe.algorithm.rollout_logprobs_as_old:
+    algorithm = recipe.algorithm
+    if not policy_learns(algorithm, step) and not kl_in_reward(algorithm):
+        return batches
+    if algorithm.rollout_logprobs_as_old:
         policy.use_rollout_logprobs_as_old()
-    elif needs_old_logprobs(recipe.algorithm):
+    elif needs_old_logprobs(algorithm):
         policy.compute_old_logprobs()
-    if recipe.algorithm.kl.coefficient > 0:
+    if algorithm.kl.coefficient > 0:
         policy.compute_reference_logprobs()
     return batches
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megagrpo.algorithm.advantage import groups_that_differ
+from megagrpo.algorithm.advantage import groups_that_teach
 from megagrpo.recipe import schema
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.sequences import advantage_inputs, flat_scores, require_version
@@ -62,16 +62,14 @@ def prompts_of_round(wanted: int, useful: int, sampled: int) -> int:
 
 
 def with_signal(groups: Sequence[Group], recipe: schema.Recipe) -> list[Group]:
-    """The groups whose scores differ: two or more are known, and not all are equal. For gdpo, those of any function."""
-    inputs = advantage_inputs(recipe, groups)
-    scores = inputs.scores if inputs.parts is None or inputs.weights is None else inputs.parts[:, inputs.weights != 0]
-    return [groups[i] for i in groups_that_differ(scores, inputs.group_ids)]
+    """The groups whose scores differ: two or more are known, and not all are equal."""
+    return [groups[i] for i in groups_that_teach(advantage_inputs(recipe, groups), recipe.algorithm.advantage)]
 
 
 def solved_prompts(groups: Sequence[Group], rate: float) -> list[str]:
     """Ids of the prompts of which at least this share of all responses is solved."""
     return [
-        group.prompt.id for group in groups if sum(score.solved for score in group.scores) >= rate * len(group.samples)
+        group.prompt.id for group in groups if sum(score.solved for score in group.scores) / len(group.samples) >= rate
     ]
 
 

@@ -59,8 +59,8 @@ def trainable_rows(inputs: AdvantageInputs) -> np.ndarray:
 
 def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
     """The chosen rows (bool [rows]) as sequences; each has a response token."""
-    samples = [(index, group.prompt, sample) for index, group in enumerate(groups) for sample in group.samples]
-    return [_sequence(prompt, sample, group, row) for row, (group, prompt, sample) in enumerate(samples) if rows[row]]
+    samples = [(group.prompt, sample) for group in groups for sample in group.samples]
+    return [_sequence(prompt, sample, row) for row, (prompt, sample) in enumerate(samples) if rows[row]]
 
 
 def require_version(groups: Sequence[Group], version: int) -> None:
@@ -77,7 +77,7 @@ def require_version(groups: Sequence[Group], version: int) -> None:
                 )
 
 
-def _sequence(prompt: Prompt, sample: Sample, group: int, row: int) -> TrainSequence:
+def _sequence(prompt: Prompt, sample: Sample, row: int) -> TrainSequence:
     start = len(prompt.tokens)
     length = start + len(sample.tokens)
     tokens = np.empty(length, np.int64)
@@ -87,4 +87,4 @@ def _sequence(prompt: Prompt, sample: Sample, group: int, row: int) -> TrainSequ
     loss_mask[start:] = True
     rollout_logprobs = np.zeros(length, np.float32)
     rollout_logprobs[start:] = sample.logprobs
-    return TrainSequence(tokens, loss_mask, rollout_logprobs, group, row)
+    return TrainSequence(tokens, loss_mask, rollout_logprobs, row)

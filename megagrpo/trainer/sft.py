@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from megagrpo.algorithm.learning_rate import learning_rate
 from megagrpo.batching.microbatch import RankBatch, TrainSequence
-from megagrpo.batching.pack import packing_efficiency
+from megagrpo.batching.pack import imbalance, packing_efficiency
 from megagrpo.batching.rank_batches import make_rank_batches
+from megagrpo.batching.work import Work, work_of
 from megagrpo.checkpoint.store import CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster import runtime
@@ -40,6 +41,8 @@ class Run:
     held_out: Sequence[Example]
     ranks: SftRanks
     clock: PhaseClock
+    work: Work
+    """Of the model, by which data ranks are balanced."""
 
 
 def sft(checked: Preflight[SftRecipe]) -> int:
@@ -75,7 +78,7 @@ def sft(checked: Preflight[SftRecipe]) -> int:
         ranks = SftRanks(ray, recipe, checked.model_directory.absolute())
         if resumed:
             ranks.call("load", resumed.rank_directory)
-        run = Run(recipe, steps, cursor, held_out.examples, ranks, PhaseClock())
+        run = Run(recipe, steps, cursor, held_out.examples, ranks, PhaseClock(), work_of(checked.architecture))
         _run_steps(run, done, store, tracker)
         if recipe.checkpoint.export_hugging_face:
             directory = export(ranks, checked, tokenizer, max(done, steps), dtype_name(recipe, ray.device))
@@ -130,7 +133,7 @@ def sft_step(run: Run, step: int) -> tuple[dict[str, float], int]:
     recipe, clock = run.recipe, run.clock
     epoch = run.cursor.epoch + run.cursor.position / len(run.cursor)
     examples = run.cursor.next(recipe.data.examples_per_step)
-    batches = _pack(recipe, examples)
+    batches = _pack(run, examples)
     lr = learning_rate(step, run.total_steps, recipe.train.optimizer)
     with clock.phase("update"):
         update = run.ranks.update(batches, lr)
@@ -145,6 +148,7 @@ def sft_step(run: Run, step: int) -> tuple[dict[str, float], int]:
         "example_tokens/trained_share": update.loss.tokens / tokens,
         "packing/microbatches": float(sum(len(batch.minibatches[0]) for batch in batches)),
         "packing/efficiency": packing_efficiency(batches, layout, recipe.train.tokens_per_microbatch),
+        "packing/imbalance": imbalance(batches),
     }
     return metrics, tokens
 
@@ -154,30 +158,30 @@ def _evaluate(run: Run) -> dict[str, float]:
     at_once = run.recipe.data.examples_per_step
     with run.clock.phase("eval"):
         losses = [
-            run.ranks.evaluate(_pack(run.recipe, run.held_out[first : first + at_once]))
+            run.ranks.evaluate(_pack(run, run.held_out[first : first + at_once]))
             for first in range(0, len(run.held_out), at_once)
         ]
     loss = sum(losses[1:], losses[0])
     return {"eval/loss": loss.mean, "eval/perplexity": loss.perplexity}
 
 
-def _pack(recipe: SftRecipe, examples: Sequence[Example]) -> list[RankBatch]:
+def _pack(run: Run, examples: Sequence[Example]) -> list[RankBatch]:
     sequences = [
         TrainSequence(
             tokens=example.tokens.astype(np.int64),
             loss_mask=example.loss_mask,
             rollout_logprobs=np.zeros(len(example.tokens), np.float32),  # nobody sampled these
-            group=row,
             row=row,
         )
         for row, example in enumerate(examples)
     ]
     return make_rank_batches(
         sequences,
-        layout=recipe.train.layout.parallel(),
+        layout=run.recipe.train.layout.parallel(),
         minibatches=1,
-        tokens_per_microbatch=recipe.train.tokens_per_microbatch,
-        seed=recipe.seed,
+        tokens_per_microbatch=run.recipe.train.tokens_per_microbatch,
+        seed=run.recipe.seed,
+        work=run.work,
     )
 
 

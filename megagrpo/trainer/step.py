@@ -12,7 +12,7 @@ from megagrpo.algorithm.kl_coefficient import next_coefficient
 from megagrpo.algorithm.learning_rate import learning_rate
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.batching.microbatch import RankBatch
-from megagrpo.recipe.passes import kl_in_reward, reads_batch
+from megagrpo.recipe.passes import kl_in_reward, policy_learns, reads_batch
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.batch import load_batch, with_kl_and_values
 from megagrpo.trainer.run import Run
@@ -72,8 +72,8 @@ def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
         metrics |= batch_metrics(recipe, advantages.of_rows, batches)
         with clock.phase("update"):
             metrics |= _update_critic(run, advantages, step)
-            if policy_learns(recipe, step):
-                lr = learning_rate(step, run.total_steps, recipe.train.optimizer)
+            if policy_learns(algorithm, step):
+                lr = policy_learning_rate(recipe, step, run.total_steps)
                 in_loss = 0.0 if kl_in_reward(algorithm) else kl_coefficient
                 updated = run.policy.update(advantages.of_tokens or advantages.of_rows, lr, in_loss, step)
                 metrics |= {"lr": lr} | update_metrics(updated)
@@ -100,9 +100,11 @@ def skips_groups(recipe: Recipe) -> bool:
     return recipe.algorithm.skip_groups_without_signal and is_by_group(advantage) and advantage != "gpg"
 
 
-def policy_learns(recipe: Recipe, step: int) -> bool:
-    """Whether the critic's warm-up is over."""
-    return recipe.algorithm.critic is None or step > recipe.algorithm.critic.warmup_steps
+def policy_learning_rate(recipe: Recipe, step: int, total_steps: int) -> float:
+    """train.optimizer's schedule, over the steps after the critic's warm-up."""
+    critic = recipe.algorithm.critic
+    waited = critic.warmup_steps if critic else 0
+    return learning_rate(step - waited, total_steps - waited, recipe.train.optimizer)
 
 
 def critic_learning_rate(recipe: Recipe, step: int, total_steps: int) -> float:

@@ -31,7 +31,6 @@ from megagrpo.trainer.sequences import require_version
 from megagrpo.trainer.step import grpo_step
 from megagrpo.trainer.step_metrics import sequence_tokens
 from megagrpo.types import Prompt
-from megagrpo.weights.families import read_architecture
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,8 @@ def train(checked: Preflight[Recipe]) -> int:
         weights.check_replicas()
         weights.sync(version=progress.step)
 
-        work = work_of(read_architecture(checked.model_directory))
-        run = Run(recipe, steps, cursor, rollouts, scorer, policy, weights, PhaseClock(), work)
+        clock, work = PhaseClock(), work_of(checked.architecture)
+        run = Run(recipe, steps, cursor, rollouts, scorer, policy, weights, clock, work)
         step = _run_steps(run, progress, held_out.prompts if held_out else (), store, tracker, tokenizer.decode)
         if recipe.checkpoint.export_hugging_face:
             directory = export(policy, checked, tokenizer, step, dtype_name(recipe, ray.device))

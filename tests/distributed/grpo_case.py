@@ -89,7 +89,7 @@ def make_case(model: torch.nn.Module, temperature: float) -> Case:
             logprobs = response_logprobs(model, tokens, temperature)[0].numpy()
         noise = random.normal(0, 0.25, len(tokens)).astype(np.float32)
         rollout = np.where(mask, np.concatenate([[0], logprobs]) + noise, 0).astype(np.float32)
-        sequences.append(TrainSequence(tokens, mask, rollout, group=row // 3, row=row))
+        sequences.append(TrainSequence(tokens, mask, rollout, row=row))
     return Case(sequences, random.normal(0, 1, len(sequences)).astype(np.float32))
 
 

@@ -116,7 +116,6 @@ def train_sequence(tokens: list[int], row: int) -> TrainSequence:
         tokens=np.array(tokens),
         loss_mask=np.arange(len(tokens)) > 0,
         rollout_logprobs=np.zeros(len(tokens)),
-        group=0,
         row=row,
     )
 

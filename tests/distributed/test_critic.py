@@ -88,7 +88,7 @@ def make_family(name: str, parent: Path) -> Family:
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         tokens = random.integers(0, 131, prompt + response)
         mask = np.arange(len(tokens)) >= prompt
-        sequences.append(TrainSequence(tokens, mask, np.zeros(len(tokens), np.float32), row // 3, row))
+        sequences.append(TrainSequence(tokens, mask, np.zeros(len(tokens), np.float32), row))
     offsets = np.concatenate([[0], np.cumsum(RESPONSES)])
     returns = Ragged(random.normal(0.3, 0.8, offsets[-1]).astype(np.float32), offsets)
     return Family(policy, critic, sequences, returns, torch_step(critic, sequences, returns))
@@ -181,6 +181,7 @@ class RankStep:
     after: Parts
     policy_untouched: bool
     critic_untouched: bool
+    base_untouched: bool
 
 
 def move_old_values(rank: Any) -> None:
@@ -199,6 +200,7 @@ def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool
 def step(rank: Any, directory: str, batches: Sequence[RankBatch], returns: Ragged) -> RankStep:
     """Values, gradients and the update of the critic; then an update of the policy."""
     from megagrpo.megatron.critic_metrics import CriticSums
+    from megagrpo.megatron.model import named_tensors
     from megagrpo.megatron.state_shards import parameters_of
 
     rank.add_critic(directory)
@@ -208,6 +210,7 @@ def step(rank: Any, directory: str, batches: Sequence[RankBatch], returns: Ragge
     values = rank.token_values()
     move_old_values(rank)
     before, policy = boxes(model, model.tensors()), copies(rank.tensors())
+    base = copies(named_tensors(rank.policy.chunks))
     rank.critic.compute_gradients(rank._minibatches[0], rank._reader(returns), CriticSums(rank.device))
     gradients = boxes(model, {name: p.main_grad for name, p in parameters_of(model.chunks).items()})
     metrics = rank.update_critic(returns, LR)
@@ -215,14 +218,16 @@ def step(rank: Any, directory: str, batches: Sequence[RankBatch], returns: Ragge
     policy_untouched = same(policy, rank.tensors())
     rank.update(returns, LR, 0.0, step=1)
     assert not same(policy, rank.tensors())
-    return RankStep(values, metrics, gradients, before, after, policy_untouched, same(critic, model.tensors()))
+    critic_untouched, base_untouched = same(critic, model.tensors()), same(base, named_tensors(rank.policy.chunks))
+    return RankStep(values, metrics, gradients, before, after, policy_untouched, critic_untouched, base_untouched)
 
 
-def run(family: Family, layout: ParallelLayout) -> Step:
-    recipe = recipe_of(layout)
+def run(family: Family, layout: ParallelLayout, **train: Any) -> Step:
+    recipe = recipe_of(layout, **train)
     batches = make_batches(recipe, family.sequences)
     steps = on_ranks(f"{HERE}:step", recipe, family.policy, str(family.critic), batches, family.returns)
     assert all(one.policy_untouched and one.critic_untouched for one in steps)
+    assert all(one.base_untouched == (recipe.train.lora is not None) for one in steps)
     (metrics,) = [one.metrics for one in steps if one.metrics is not None]
     return Step(
         values=values_by_row([one.values for one in steps]),
@@ -268,6 +273,10 @@ def test_one_rank_agrees_with_transformers_and_autograd(dense):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_same_values_and_takes_the_same_step(name, dense):
     assert_same_step(run(dense, LAYOUTS[name]), dense.in_torch)
+
+
+def test_beside_a_policy_with_adapters_all_weights_of_the_critic_are_trained(dense):
+    assert_same_step(run(dense, ParallelLayout(tensor=2), lora={"rank": 2, "alpha": 4}), dense.in_torch)
 
 
 @pytest.mark.parametrize("name", EXPERT_LAYOUTS)

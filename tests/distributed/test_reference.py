@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megagrpo.batching.microbatch import RankBatch
+from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
 from tests.distributed.grpo_case import LR, assemble, load_reference, make_batches, make_case, make_recipe
 from tests.distributed.grpo_ranks import Parts, boxes, on_ranks, update
@@ -28,6 +29,11 @@ def follow_and_save(
     rank.compute_reference_logprobs()
     update(rank, advantages, LR)
     rank.update_reference()
+    rank.release(["reference"])
+    assert not any(tensor.untyped_storage().nbytes() for tensor in rank.reference.tensors)
+    with pytest.raises(RankError, match="reference released"):
+        rank.save(directory)
+    rank.restore(["reference"])
     rank.save(directory)
     return start, boxes(rank, rank.tensors()), reference(rank)
 

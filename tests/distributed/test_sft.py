@@ -12,11 +12,15 @@ import torch
 
 from megagrpo.batching.microbatch import RankBatch, TrainSequence
 from megagrpo.batching.rank_batches import make_rank_batches
+from megagrpo.convert.merge_lora import merge_lora
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import SftRecipe
+from megagrpo.recipe.schema.train import Lora
 from tests.distributed.grpo_case import assemble, in_checkpoint, load_reference
 from tests.distributed.grpo_ranks import boxes
+from tests.distributed.lora_ranks import export_adapter
 from tests.rank_group import run_ranks
+from tests.safetensors_files import saved
 from tests.tiny_models import make_model
 
 LR, LONGEST, IGNORED = 1e-2, 64, -100
@@ -27,7 +31,7 @@ LAYOUTS = {
 }
 
 
-def make_recipe(layout: ParallelLayout) -> SftRecipe:
+def make_recipe(layout: ParallelLayout, **train: Any) -> SftRecipe:
     sizes = vars(layout) | {"expert_tensor": layout.tensor}
     return SftRecipe.model_validate(
         {
@@ -41,6 +45,7 @@ def make_recipe(layout: ParallelLayout) -> SftRecipe:
                 "tokens_per_microbatch": LONGEST,
                 "distributed_optimizer": False,
                 "optimizer": {"lr": LR, "clip_grad": 0.5},
+                **train,
             },
         }
     )
@@ -55,17 +60,16 @@ def make_sequences(vocabulary: int) -> list[TrainSequence]:
         mask[1 : 1 + length // 4] = row % 2
         mask[length // 2 :] = True
         nobody = np.zeros(length, np.float32)
-        sequences.append(TrainSequence(random.integers(0, vocabulary, length), mask, nobody, group=row, row=row))
+        sequences.append(TrainSequence(random.integers(0, vocabulary, length), mask, nobody, row=row))
     return sequences
 
 
-def call(recipe: SftRecipe, directory: str, store: str, batches: list[RankBatch]) -> dict[str, Any]:
-    """On every rank: gradients, an update, and the loss after it."""
+def call(function: str, recipe: SftRecipe, directory: str, store: str, batches: list[RankBatch], *args: Any) -> Any:
+    """`function` of this module on every rank's SftRank, with its batch loaded."""
     import torch.distributed as dist
 
     from megagrpo.megatron import process
     from megagrpo.megatron.sft_rank import SftRank
-    from megagrpo.megatron.state_shards import parameters_of
 
     number = dist.get_rank()
     dist.barrier()  # a rank that leaves while another still connects to a third makes that one fail
@@ -73,18 +77,47 @@ def call(recipe: SftRecipe, directory: str, store: str, batches: list[RankBatch]
     rank = SftRank(recipe, number, f"file://{store}", directory, "cpu")
     try:
         rank.load_batch(batches[rank.where.data])
-        rank.compute_gradients()
-        gradients = boxes(rank, {name: p.main_grad for name, p in parameters_of(rank.policy.chunks).items()})
-        return {"gradients": gradients, "before": rank.evaluate(), "update": rank.update(LR), "after": rank.evaluate()}
+        return globals()[function](rank, *args)
     finally:
         rank.close()
 
 
-def on_ranks(recipe: SftRecipe, directory: Path, sequences: list[TrainSequence]) -> list[dict[str, Any]]:
+def step(rank: Any) -> dict[str, Any]:
+    """Gradients, an update, and the loss after it."""
+    from megagrpo.megatron.state_shards import parameters_of
+
+    rank.compute_gradients()
+    gradients = boxes(rank, {name: p.main_grad for name, p in parameters_of(rank.policy.chunks).items()})
+    return {"gradients": gradients, "before": rank.evaluate(), "update": rank.update(LR), "after": rank.evaluate()}
+
+
+def train_adapters(rank: Any, lora: Lora, exported_in: Path) -> dict[str, Any]:
+    """Two updates: the first changes B's alone, which begin with zeros."""
+    from megagrpo.megatron.model import named_tensors
+
+    base, adapters = (
+        {name: tensor.clone() for name, tensor in tensors.items()}
+        for tensors in (named_tensors(rank.policy.chunks), rank.policy.adapters.tensors())
+    )
+    update = rank.update(LR)
+    rank.update(LR)
+    export_adapter(rank, exported_in, lora, "float32")
+    return {
+        "update": update,
+        "after": rank.evaluate(),
+        "base stays": all(torch.equal(base[name], now) for name, now in named_tensors(rank.policy.chunks).items()),
+        "changed": [not torch.equal(adapters[name], now) for name, now in rank.policy.adapters.tensors().items()],
+        "merged": boxes(rank, rank.tensors()),
+    }
+
+
+def on_ranks(
+    function: str, recipe: SftRecipe, directory: Path, sequences: list[TrainSequence], *args: Any
+) -> list[dict[str, Any]]:
     layout = recipe.train.layout.parallel()
     batches = make_rank_batches(sequences, layout=layout, minibatches=1, tokens_per_microbatch=LONGEST, seed=0)
     store = directory.parent / f"store-{uuid.uuid4().hex}"
-    return run_ranks(layout.ranks, f"{__name__}:call", recipe, str(directory), str(store), batches)
+    return run_ranks(layout.ranks, f"{__name__}:call", function, recipe, str(directory), str(store), batches, *args)
 
 
 def cross_entropy(model: torch.nn.Module, sequences: list[TrainSequence]) -> torch.Tensor:
@@ -113,7 +146,7 @@ def test_loss_gradients_and_step_are_those_of_plain_torch(directory: Path, layou
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0).step()
 
-    ranks = on_ranks(make_recipe(layout), directory, sequences)
+    ranks = on_ranks("step", make_recipe(layout), directory, sequences)
     (update,) = [rank["update"] for rank in ranks if rank["update"]]
     (before,) = [rank["before"] for rank in ranks if rank["before"]]
     (after,) = [rank["after"] for rank in ranks if rank["after"]]
@@ -127,3 +160,34 @@ def test_loss_gradients_and_step_are_those_of_plain_torch(directory: Path, layou
     largest = max(np.abs(values).max() for values in gradients.values())
     for name, values in gradients.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-4, atol=1e-6 * largest, err_msg=name)
+
+
+def test_with_adapters_only_these_are_trained_and_the_merged_export_has_the_loss_of_the_ranks(
+    directory: Path, tmp_path: Path
+) -> None:
+    lora = Lora(rank=3, alpha=6.0)
+    recipe = make_recipe(ParallelLayout(tensor=2), lora=lora.model_dump())
+    sequences = make_sequences(load_reference(directory).config.vocab_size)
+    ranks = on_ranks("train_adapters", recipe, directory, sequences, lora, tmp_path / "adapter")
+    assert all(rank["base stays"] and all(rank["changed"]) for rank in ranks)
+
+    merge_lora(directory, tmp_path / "adapter", tmp_path / "merged")
+    start, exported, adapters = (saved(path) for path in (directory, tmp_path / "merged", tmp_path / "adapter"))
+    served = assemble([rank["merged"] for rank in ranks])
+    assert exported.keys() == start.keys()
+    for name, tensor in exported.items():
+        module = "base_model.model." + name.removesuffix(".weight")
+        if f"{module}.lora_A.weight" in adapters:
+            a, b = (adapters[f"{module}.lora_{which}.weight"] for which in "AB")
+            torch.testing.assert_close(tensor, start[name] + 2.0 * b @ a, rtol=1e-6, atol=1e-7)
+            assert not torch.equal(tensor, start[name]), name
+        else:
+            assert torch.equal(tensor, start[name]), name
+        np.testing.assert_allclose(served[name], tensor, rtol=1e-6, atol=1e-7, err_msg=name)
+    (update,) = [rank["update"] for rank in ranks if rank["update"]]
+    (after,) = [rank["after"] for rank in ranks if rank["after"]]
+    with torch.no_grad():
+        assert update.loss.mean == pytest.approx(cross_entropy(load_reference(directory), sequences).item(), rel=1e-5)
+        merged = cross_entropy(load_reference(tmp_path / "merged"), sequences).item()
+    assert after.mean == pytest.approx(merged, rel=1e-5)
+    assert after.mean < update.loss.mean

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megagrpo.batching.microbatch import RankBatch, response_tokens
+from megagrpo.batching.microbatch import RankBatch, count_response_tokens
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.grpo_case import (
@@ -158,7 +158,7 @@ def test_local_denominators_would_be_noticed(dense):
     batches = [
         replace(
             batch,
-            tokens=tuple(sum(response_tokens(micro.sequences) for micro in mini) for mini in batch.minibatches),
+            tokens=tuple(sum(count_response_tokens(micro.sequences) for micro in mini) for mini in batch.minibatches),
             sequences=tuple(sum(len(micro.sequences) for micro in mini) for mini in batch.minibatches),
         )
         for batch in make_batches(recipe, dense.case.sequences)

@@ -26,7 +26,16 @@ from tests.tiny_models import make_model
 ALONE = ParallelLayout()
 TENSOR_AND_DATA = ParallelLayout(tensor=2, data=2)
 CONTEXT_AND_PIPELINE = ParallelLayout(context=2, pipeline=2)
-SEVERAL = {"minibatches": 3, "epochs": 2}
+SEVERAL = {
+    "minibatches": 3,
+    "epochs": 2,
+    "correction": {
+        "weights": "token",
+        "high": 1.3,
+        "normalize": True,
+        "reject": [{"level": "token", "statistic": "ratio", "low": 0.5, "high": 2.0}],
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +70,11 @@ def several_alone(model):
 
 
 def figures(metrics: Any) -> dict[str, Any]:
-    """All numbers of an update, those of its mismatch too; not the worst tokens."""
-    mismatch = {f"mismatch {name}": value for name, value in asdict(metrics.mismatch).items() if name != "worst"}
-    return {name: value for name, value in asdict(metrics).items() if name not in ("mismatch", "correction")} | mismatch
+    """All numbers of an update, those of its mismatch and its correction too; not the worst tokens."""
+    found = asdict(metrics)
+    parts = {part: found.pop(part) or {} for part in ("mismatch", "correction")}
+    parts["mismatch"].pop("worst")
+    return found | {f"{part} {name}": value for part, values in parts.items() for name, value in values.items()}
 
 
 def collect(results: Sequence[Any]) -> tuple[dict[str, float], np.ndarray]:
@@ -81,6 +92,8 @@ def test_minibatches_and_epochs_do_not_depend_on_the_layout(layout, model, sever
     assert metrics["optimizer_steps"] == 6
     assert metrics["tokens"] == sum(int(s.loss_mask.sum()) for s in model[1].sequences)
     assert metrics["kl"] > 1e-4
+    assert 0.05 < metrics["correction rejected_share"] < 0.95
+    assert metrics["correction weight_mean"] != 1
 
 
 def test_the_same_seed_and_layout_give_the_same_numbers(model, several_alone):

@@ -117,7 +117,7 @@ def _sequence(row: int, length: int, vocab: int) -> TrainSequence:
     random = np.random.default_rng(row)
     mask = np.ones(length, dtype=bool)
     mask[0] = False
-    return TrainSequence(random.integers(0, vocab, length), mask, np.zeros(length, dtype=np.float32), group=0, row=row)
+    return TrainSequence(random.integers(0, vocab, length), mask, np.zeros(length, dtype=np.float32), row=row)
 
 
 def options(values: dict[str, Any]) -> dict[str, Any]:

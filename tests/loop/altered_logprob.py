@@ -26,7 +26,7 @@ def altered_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSe
     sequences = true_sequences(groups, rows)
     index = next(i for i, sequence in enumerate(sequences) if sequence.loss_mask.sum() > POSITION)
     logprobs = sequences[index].rollout_logprobs.copy()
-    logprobs[len(groups[sequences[index].group].prompt.tokens) + POSITION] -= LOWER
+    logprobs[sequences[index].loss_mask.argmax() + POSITION] -= LOWER
     sequences[index] = replace(sequences[index], rollout_logprobs=logprobs)
     sample = [sample for group in groups for sample in group.samples][sequences[index].row]
     print(f"altered: {sample.tokens[POSITION]} at {POSITION} of sample {sample.index} of prompt {sample.prompt_id}")

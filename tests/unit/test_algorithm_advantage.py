@@ -9,7 +9,7 @@ from megagrpo.algorithm.advantage import (
     BY_GROUP,
     AdvantageInputs,
     compute_advantages,
-    groups_that_differ,
+    groups_that_teach,
     groups_with_signal,
     is_by_group,
 )
@@ -212,8 +212,8 @@ def test_gdpo_tells_apart_what_sums_alike():
     raw = unit * np.array([1 - 0.5, -1 + 0.5, 1, -1])
     np.testing.assert_allclose(found, raw / np.sqrt((raw**2).sum() / 3), rtol=1e-6)
     assert not compute_advantages(inputs, schema.Advantage()).of_rows[:2].any()
-    np.testing.assert_array_equal(groups_that_differ(scores, ids), [1])
-    np.testing.assert_array_equal(groups_that_differ(parts, ids), [0, 1])
+    np.testing.assert_array_equal(groups_that_teach(inputs, schema.Advantage()), [1])
+    np.testing.assert_array_equal(groups_that_teach(inputs, schema.Advantage(name="gdpo")), [0, 1])
 
 
 # Where others are defective, we differ.
@@ -235,7 +235,10 @@ def test_masking_never_merges_prompts():
 
 
 def test_a_group_with_two_best_answers_teaches_pass_k_nothing():
-    np.testing.assert_array_equal(advantages_of("pass_k", [1, 1, 0, 0], [0] * 4), [0, 0, 0, 0])
+    scores, ids = np.array([1.0, 1, 0, 0, 0, 1, NAN, 0]), np.repeat([0, 1], 4)
+    np.testing.assert_array_equal(advantages_of("pass_k", scores, ids)[:4], [0, 0, 0, 0])
+    inputs = AdvantageInputs(scores, ids, np.ones(8, int))
+    np.testing.assert_array_equal(groups_that_teach(inputs, schema.Advantage(name="pass_k")), [1])
 
 
 # The reward less KL, ReMax, and the names of groups.
@@ -269,7 +272,8 @@ def test_only_methods_that_compare_samples_are_by_group():
 def test_groups_with_signal_names_the_groups_that_differ():
     ids, scores = np.array([5, 9, 5, 2, 9, 2, 4, 4]), np.array([1.0, 0.0, 1.0, 0.0, 1.0, 1.0, NAN, 3.0])
     np.testing.assert_array_equal(groups_with_signal(advantages_of("grpo", scores, ids), ids), [2, 9])
-    np.testing.assert_array_equal(groups_that_differ(scores, ids), [2, 9])
+    inputs = AdvantageInputs(scores, ids, np.ones(8, int))
+    np.testing.assert_array_equal(groups_that_teach(inputs, schema.Advantage()), [2, 9])
 
 
 @pytest.mark.parametrize(

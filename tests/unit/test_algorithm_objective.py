@@ -149,3 +149,11 @@ def test_learning_rate_warms_up_then_follows_its_schedule():
     assert abs(learning_rate(10, 14, cosine) - 0.55) < 1e-12
     constant = optimizer.model_copy(update={"schedule": "constant", "warmup_steps": 0})
     assert {learning_rate(step, 14, constant) for step in range(1, 15)} == {1.0}
+
+
+def test_what_the_policy_adds_to_the_loss_has_its_importance_and_none_of_the_other_terms():
+    inputs = random_inputs()
+    alone = grpo_objective(inputs, replace(SETTINGS, kl_coefficient=0.0, entropy_coefficient=0.0))
+    found = grpo_objective(inputs, SETTINGS)
+    assert found.policy_term.sum().item() == pytest.approx(alone.loss.item())
+    assert found.loss.item() != pytest.approx(alone.loss.item(), rel=1e-3)

@@ -32,7 +32,6 @@ def sequences_of(lengths, prompt=2):
             tokens=np.arange(n, dtype=np.int64),
             loss_mask=np.arange(n) >= min(prompt, n - 1),
             rollout_logprobs=np.zeros(n, np.float32),
-            group=row // 4,
             row=row,
         )
         for row, n in enumerate(lengths)

@@ -28,7 +28,6 @@ def microbatch(lengths: list[int]) -> Microbatch:
                 tokens=np.arange(first, first + length) + 1,
                 loss_mask=np.arange(length) % 3 > 0,
                 rollout_logprobs=np.where(np.arange(length) % 3 > 0, -np.arange(first, first + length) - 1.0, 0.0),
-                group=0,
                 row=100 + index,
             )
             for index, (first, length) in enumerate(zip(numbers, lengths, strict=False))

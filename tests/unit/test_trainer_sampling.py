@@ -95,6 +95,14 @@ def test_remax_scores_one_greedy_response_for_each_prompt_and_trains_on_none() -
     assert all(len(group.samples) == 4 for group in sampled.all)
 
 
+def test_a_share_that_is_met_exactly_sets_a_prompt_aside() -> None:
+    solved = "rollout.samples_per_prompt=25"  # 0.28 * 25 is 7.000000000000001
+    run = make_run(solved, scores=lambda prompt: [1.0] * 7 + [0.0] * 18)
+    groups = sample_step(run, 1).groups
+    assert len(solved_prompts(groups, 0.28)) == len(groups)
+    assert solved_prompts(groups, 0.29) == []
+
+
 def test_a_prompt_is_set_aside_once_it_is_solved_often_enough() -> None:
     run = make_run(
         "data.no_resampling_pass_rate=0.75", scores=lambda prompt: [1.0, 1.0, float(prompt < 2), 0.0], prompts=8

@@ -8,7 +8,7 @@ import pytest
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.recipe.passes import needs_old_logprobs
 from megagrpo.track.metrics import undocumented
-from megagrpo.trainer.step import critic_learning_rate, grpo_step
+from megagrpo.trainer.step import critic_learning_rate, grpo_step, policy_learning_rate
 from tests.step_fakes import Scores, make_run
 
 KL = "algorithm.kl={coefficient: 0.5, placement: reward}"
@@ -57,6 +57,20 @@ def test_old_logprobs_are_needed_whenever_anything_reads_them() -> None:
 def test_ppo_computes_values_then_updates_the_critic_and_after_its_warm_up_the_policy() -> None:
     assert calls(*PPO, step=1) == ["load_batch", "compute_values", "update_critic"]
     assert calls(*PPO, step=2) == ["load_batch", "compute_values", "update_critic", "update"]
+
+
+def test_while_the_policy_waits_only_passes_that_advantages_need_are_run() -> None:
+    more = (*PPO, "algorithm.minibatches=2")
+    assert "compute_old_logprobs" not in calls(*more, step=1)
+    assert "compute_old_logprobs" in calls(*more, step=2)
+    assert "compute_old_logprobs" in calls(*more, KL, step=1)
+
+
+def test_the_schedule_of_the_policy_begins_when_the_critics_warm_up_is_over() -> None:
+    run = make_run(*PPO, "train.optimizer={lr: 1e-4, warmup_steps: 2, schedule: linear}", scores=one_right)
+    assert grpo_step(run, 2, 0.0).metrics["lr"] == pytest.approx(5e-5)
+    assert policy_learning_rate(run.recipe, 3, 10) == pytest.approx(1e-4)
+    assert 0 < policy_learning_rate(run.recipe, 10, 10) < 2e-5
 
 
 def test_the_critic_learns_returns_at_its_own_rate() -> None:
