@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from megagrpo.checkpoint.store import RANK
@@ -22,8 +23,23 @@ from megagrpo.weights.executors.checkpoint_export import ADAPTER_WEIGHTS as WEIG
 from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.sides.checkpoint import DTYPES, read_header
 
-PLAIN: Mapping[str, Any] = {"peft_type": "LORA", "use_dora": False, "fan_in_fan_out": False}
-"""What a PEFT config must say, or leave out."""
+PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""PEFT's init_lora_weights that leave W as it is. Others (pissa, olora, corda, loftq, lora_ga) change it first."""
+NEVER_SET = (
+    "use_dora",
+    "fan_in_fan_out",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+"""Fields of PEFT's LoraConfig with which the model is not W + s B A, or something besides its matrices is trained."""
 
 
 @dataclass(frozen=True)
@@ -75,35 +91,27 @@ def _of_peft(path: Path) -> Adapter:
     file = path / WEIGHTS
     if not file.is_file():
         raise CheckpointError(Problem(str(file), "no such file", "adapters as safetensors"))
-    try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(Problem(str(path / CONFIG), str(error), "a JSON file in UTF-8")) from error
+    config = _config(path / CONFIG)
     entries = read_header(file)
-    problems = [
-        Problem(f"{path / CONFIG}: {name}", str(config[name]), str(plain))
-        for name, plain in PLAIN.items()
-        if config.get(name, plain) != plain
-    ]
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    problems = _method_problems(path / CONFIG, config) + _scale_problems(path / CONFIG, config)
     problems += [
         Problem(f"{file}: {name}", f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}")
         for name, entry in entries.items()
         if entry.dtype not in DTYPES
     ]
-    alphas = {"": config.get("lora_alpha")} | (config.get("alpha_pattern") or {})
     problems += [
-        Problem(f"{path / CONFIG}: lora_alpha", str(alpha), "a number")
-        for alpha in alphas.values()
-        if not isinstance(alpha, int | float)
+        Problem(f"{file}: {name}", str(list(shape)), "[r, in], with r at least 1")
+        for name, shape in shapes.items()
+        if name.endswith(SUFFIX_A) and (len(shape) != 2 or shape[0] < 1)
     ]
     if problems:
         raise ModelError(problems)
-    shapes = {name: entry.shape for name, entry in entries.items()}
     scales = {}
     for module in _modules(shapes):
-        rank, alpha = shapes[PREFIX + module + SUFFIX_A][0], alphas[""]
-        for pattern, own in list(alphas.items())[1:]:  # PEFT takes the first that fits
-            if re.match(rf"(.*\.)?({pattern})$", module):
+        rank, alpha = shapes[PREFIX + module + SUFFIX_A][0], config["lora_alpha"]
+        for pattern, own in (config.get("alpha_pattern") or {}).items():  # PEFT takes the first that fits
+            if re.match(_of_modules(pattern), module):
                 alpha = own
                 break
         scales[module + ".weight"] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -112,6 +120,71 @@ def _of_peft(path: Path) -> Adapter:
         return read_region(file, entries[name], start, shape)
 
     return Adapter(path, (file, path / CONFIG), shapes, scales, read)
+
+
+def _config(file: Path) -> dict[str, Any]:
+    fix = "write the adapter again, with PEFT's save_pretrained"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(Problem(str(file), str(error), "a JSON file in UTF-8", fix)) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(Problem(str(file), _shown(config), "a JSON object", fix))
+    return config
+
+
+def _method_problems(file: Path, config: Mapping[str, Any]) -> list[Problem]:
+    """What makes the model anything but W + s B A of the model that the adapter is added to."""
+    fix = "merge it with PEFT (merge_and_unload), if that can"
+    problems = [
+        Problem(f"{file}: {name}", _shown(config[name]), plain, fix)
+        for name, plain in (("peft_type", "LORA"), ("bias", "none"))
+        if config.get(name) not in (None, plain)
+    ]
+    problems += [
+        Problem(f"{file}: {name}", _shown(config[name]), "plain LoRA: false, null or left out", fix)
+        for name in NEVER_SET
+        if config.get(name)
+    ]
+    if config.get("init_lora_weights") not in PLAIN_INITIALIZATIONS:
+        needed = "an initialization that leaves the model's weights as they are: true, false, gaussian, eva, orthogonal"
+        fix = "have PEFT save it as plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
+        problems.append(Problem(f"{file}: init_lora_weights", _shown(config["init_lora_weights"]), needed, fix))
+    return problems
+
+
+def _scale_problems(file: Path, config: Mapping[str, Any]) -> list[Problem]:
+    problems = []
+    alphas = {"lora_alpha": config.get("lora_alpha")}
+    for name in ("alpha_pattern", "rank_pattern"):
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, dict):
+            needed = "a JSON object: a number by regular expression of modules"
+            problems.append(Problem(f"{file}: {name}", _shown(patterns), needed, "{} if all modules are alike"))
+            continue
+        for pattern in patterns:
+            try:
+                re.compile(_of_modules(pattern))
+            except re.error as error:
+                given, fix = f"{_shown(pattern)}: {error}", "correct it, as PEFT has to read it too"
+                problems.append(Problem(f"{file}: {name}", given, "a regular expression", fix))
+        if name == "alpha_pattern":
+            alphas |= {f"alpha_pattern, {pattern}": alpha for pattern, alpha in patterns.items()}
+    problems += [
+        Problem(f"{file}: {where}", _shown(alpha), "a number", "what the adapter was trained with")
+        for where, alpha in alphas.items()
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha)
+    ]
+    return problems
+
+
+def _shown(value: Any) -> str:
+    return shorten(json.dumps(value), 80, placeholder=" ...")
+
+
+def _of_modules(pattern: str) -> str:
+    """As PEFT does: the end of a module's name, from the beginning of one of its parts."""
+    return rf"(.*\.)?({pattern})$"
 
 
 def _of_training(path: Path) -> Adapter:
