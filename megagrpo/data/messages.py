@@ -125,18 +125,21 @@ def _examples_of(
             examples.append(Example(f"{label}:{conversation.number}", tokens, loss_mask))
     findings.raise_if_any()
     if not examples:
-        raise DataError(
-            Problem(
-                f"{path}: no example is left",
-                given=f"all {len(conversations)} rows are longer than {tokens_max} tokens",
-                fix="raise data.tokens_max, or set data.overlong_examples to truncate",
-            )
-        )
+        given = f"all {len(conversations)} rows are longer than {tokens_max} tokens"
+        fix = "raise data.tokens_max, or set data.overlong_examples to truncate"
+        if overlong == "truncate":
+            given = f"none of the {len(conversations)} rows has a token of the assistant's within {tokens_max} tokens"
+            fix = "raise data.tokens_max"
+        raise DataError(Problem(f"{path}: no example is left", given=given, fix=fix))
     return examples, len(conversations), count_overlong
 
 
 class NotAPrefixError(Exception):
     """The template renders the beginning of a conversation in another way than the same messages inside it."""
+
+    cause = "the chat template changes earlier messages when later ones follow"
+    beginning_is = "as it is up to this message"
+    fix = "end each row after one assistant message, or use a template that only appends (model.chat_template)"
 
     def __init__(self, beginning: str, whole: str, turn: int) -> None:
         self.beginning, self.whole, self.turn = beginning, whole, turn
@@ -147,12 +150,22 @@ class NotAPrefixError(Exception):
         )
         shown = slice(max(0, differs - SHOWN_CHARACTERS), differs + SHOWN_CHARACTERS)
         return Problem(
-            f"{where}, messages[{self.turn}]: which tokens are the assistant's is not known, "
-            "because the chat template changes earlier messages when later ones follow",
+            f"{where}, messages[{self.turn}]: which tokens are the assistant's is not known, because {self.cause}",
             given=f"{self.whole[shown]!r} in the whole conversation from character {shown.start} on",
-            needed=f"{self.beginning[shown]!r}, as it is up to this message",
-            fix="end each row after one assistant message, or use a template that only appends (model.chat_template)",
+            needed=f"{self.beginning[shown]!r}, {self.beginning_is}",
+            fix=self.fix,
         )
+
+
+class PromptNotAPrefixError(NotAPrefixError):
+    """The template begins an assistant's message in another way than the prompt for it: R1's prompts end in <think>."""
+
+    cause = "the generation prompt (add_generation_prompt) is not how the chat template writes this message"
+    beginning_is = "as the assistant is prompted for it"
+    fix = (
+        "put what it adds into the assistant's content, or choose a template, or arguments of it, with which it adds "
+        "nothing (model.chat_template, data.chat_template_arguments)"
+    )
 
 
 def _render(
@@ -195,6 +208,8 @@ def _pieces(messages: Messages, tokenizer: PreTrainedTokenizerBase, arguments: M
             continue
         before = render(turn, True)
         through = whole if turn == len(messages) - 1 else render(turn + 1, False)
+        if whole.startswith(through) and not whole.startswith(before):
+            raise PromptNotAPrefixError(before, whole, turn)
         for beginning in (before, through):
             if not whole.startswith(beginning) or len(beginning) <= done:
                 raise NotAPrefixError(beginning, whole, turn)

@@ -29,6 +29,7 @@ ONLY_LAST_THOUGHT = (
     "{%- else -%}{{- m.content -}}{%- endif -%}{{- '<|end|>' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
+THINKING_PROMPT = LINE_AFTER_END.replace("'<|assistant|>'", "'<|assistant|>' + ('' if plain else '<think>\n')")
 TOKENIZER = make_tokenizer()
 
 
@@ -125,6 +126,28 @@ def test_longer_examples_are_dropped_cut_or_errors_and_always_counted(tmp_path: 
     assert "2 problems" in told
     assert "data.tokens_max" in told
     assert "no example is left" in problems(path, tokens_max=3)
+
+
+def test_what_truncation_leaves_nothing_of_is_not_told_to_truncate(tmp_path: Path) -> None:
+    told = problems(write(tmp_path / "a.jsonl", chat("what is one and one?", "2")), tokens_max=3, overlong="truncate")
+    assert "none of the 1 rows has a token of the assistant's within 3 tokens" in told
+    assert "fix: raise data.tokens_max\n" in told + "\n"
+
+
+def test_a_generation_prompt_that_no_message_begins_with_is_the_cause_that_is_told(tmp_path: Path) -> None:
+    tokenizer = with_template(THINKING_PROMPT)
+    for contents in (("1+1=", "2"), ("1+1=", "2", "2+2=", "4")):
+        told = problems(write(tmp_path / "a.jsonl", chat(*contents)), tokenizer=tokenizer)
+        assert "messages[1]" in told
+        assert "add_generation_prompt" in told
+        assert r"<think>\n" in told
+        assert "end each row" not in told
+    # each of the ways out that it names
+    path = write(tmp_path / "a.jsonl", chat("1+1=", "2"))
+    plain = load(path, tokenizer=tokenizer, template_arguments={"plain": True})
+    assert said(plain, tokenizer) == [["2<|end|>"]]
+    thought = write(tmp_path / "b.jsonl", chat("1+1=", "<think>\n1</think>2"))
+    assert said(load(thought, tokenizer=tokenizer), tokenizer) == [["1</think>2<|end|>"]]
 
 
 def test_a_parquet_file_with_fields_of_other_rows_is_read(tmp_path: Path) -> None:
