@@ -30,6 +30,7 @@ from tests.distributed.grpo_case import (
     transformers_step,
 )
 from tests.distributed.grpo_ranks import Parts, boxes, on_ranks, take_old_and_reference_from_rollout, update
+from tests.distributed.lora_ranks import adapter_boxes, export_adapter
 from tests.safetensors_files import saved
 from tests.tiny_models import make_model
 
@@ -47,13 +48,6 @@ class RankStep:
     merged: Parts
     zeros_stay: bool
     base_stays: bool
-
-
-def adapter_boxes(rank: Any, tensors: dict[str, torch.Tensor]) -> Parts:
-    from megagrpo.weights.views import box_view
-
-    placements = rank.policy.adapters.manifest.placements
-    return [(p.box, box_view(tensors[p.storage], p).detach().clone().numpy()) for p in placements]
 
 
 def put(rank: Any, values: dict[str, np.ndarray]) -> None:
@@ -246,7 +240,7 @@ def train_and_save(
 ) -> Trained:
     metrics = [grpo_step(rank, batches, advantages) for _ in range(2)]
     rank.save(saved_in)
-    export_adapter(rank, exported_in)
+    export_adapter(rank, exported_in, rank.recipe.train.lora, "bfloat16")
     adapters, merged = now(rank)
     rank.release(["parameters", "gradients", "optimizer", "reference"])
     rank.restore(["parameters", "gradients", "optimizer", "reference"])
@@ -258,28 +252,7 @@ def load_and_continue(rank: Any, batches: Sequence[RankBatch], advantages: np.nd
     return Trained(None, *now(rank), grpo_step(rank, batches, advantages))
 
 
-def export_adapter(rank: Any, directory: Path) -> None:
-    """What trainer/saving.py does, without Ray."""
-    import torch.distributed as dist
-
-    from megagrpo.weights.adapters import peft_config
-    from megagrpo.weights.executors.checkpoint_export import begin_adapter_export, finish_export
-    from megagrpo.weights.plan import make_plan
-
-    manifests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(manifests, rank.adapter_manifest())
-    adapters, begun = rank.policy.adapters, [None]
-    if dist.get_rank() == 0:
-        config = peft_config(adapters.matrices, 3, 6.0, "base")
-        begun = [begin_adapter_export(directory, adapters.checkpoint_tensors, config, "bfloat16")]
-    dist.broadcast_object_list(begun)
-    rank.write_adapter_export(begun[0], make_plan(manifests, begun[0].files), dist.get_rank())
-    dist.barrier()
-    if dist.get_rank() == 0:
-        finish_export(begun[0])
-
-
-def test_a_checkpoint_holds_the_adapters_for_any_layout_and_peft_reads_the_export(tmp_path):
+def test_a_checkpoint_holds_the_adapters_for_any_layout_and_the_export_merges_into_the_same_model(tmp_path):
     directory = tmp_path / "base"
     to_hugging_face(make_model("qwen2", tmp_path / "float32", num_hidden_layers=2), directory, dtype="bfloat16")
     case = make_case(load_reference(directory), temperature=0.8)
