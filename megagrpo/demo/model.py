@@ -1,4 +1,4 @@
-"""The demo's model before it has learnt anything: Qwen2 with 0.8 million parameters."""
+"""The demo's model before it has learnt anything: Qwen2 with 0.9 million parameters."""
 
 from __future__ import annotations
 

@@ -64,11 +64,16 @@ def _advantage(recipe: Recipe) -> Iterator[RuleProblem]:
             needed="at least 2: this advantage compares the samples of one prompt; that of a single one is always 0",
             fix=f"samples_per_prompt: 8, or one of {_listed(NOT_BY_GROUP)}",
         )
-    if (
-        advantage.standard_deviation != "none"
-        and advantage.epsilon == 0
-        and "epsilon" in ADVANTAGE_READS[advantage.name]
-    ):
+    reads_epsilon = "epsilon" in ADVANTAGE_READS[advantage.name]
+    if reads_epsilon and advantage.standard_deviation == "none" and given_keys(advantage, only=("epsilon",)):
+        yield broken(
+            "algorithm.advantage.epsilon",
+            reads=("algorithm.advantage.standard_deviation", "algorithm.advantage.name"),
+            given=f"{advantage.epsilon}, with standard_deviation: none",
+            needed="nothing: it is added to a standard deviation, and advantages are divided by none",
+            fix="remove it, or write standard_deviation: sample",
+        )
+    if reads_epsilon and advantage.standard_deviation != "none" and advantage.epsilon == 0:
         yield broken(
             "algorithm.advantage.epsilon",
             reads=("algorithm.advantage.standard_deviation", "algorithm.advantage.name"),
@@ -160,6 +165,14 @@ def _loss(recipe: Recipe) -> Iterator[RuleProblem]:
             given=f"{loss.covariance_low}, with covariance_high {loss.covariance_high}",
             needed="below covariance_high: tokens are chosen between them",
             fix="lower it",
+        )
+    if loss.name == "reinforce" and algorithm.rollout_logprobs_as_old and not kl_in_reward(algorithm):
+        yield broken(
+            "algorithm.rollout_logprobs_as_old",
+            reads=("algorithm.loss.name", "algorithm.kl.coefficient", "algorithm.kl.placement"),
+            given="true, with loss: {name: reinforce}",
+            needed="false: this loss has no ratio, so nothing would read the old logprobs or be corrected by them",
+            fix="remove it, and write correction: {weights: token}",
         )
     if loss.name == "kl_cov" and algorithm.minibatches * algorithm.epochs == 1:
         yield broken(
@@ -260,10 +273,10 @@ def _reward(recipe: Recipe) -> Iterator[RuleProblem]:
             needed="a reward that differs between samples",
             fix="weight: 1.0",
         )
-    if all(function.counts == "when_solved" for function in reward.functions):
+    if all(function.counts == "when_others_score" for function in reward.functions):
         yield broken(
             "reward.functions",
-            given="only functions with counts: when_solved",
+            given="only functions with counts: when_others_score",
             needed="one that always counts, whose score the others wait for",
             fix="counts: always",
         )

@@ -24,7 +24,7 @@ def gated_functions(functions: Sequence[schema.RewardFunction]) -> tuple[bool, .
         for function in functions
     )
     return tuple(
-        function.counts == "when_solved"
+        function.counts == "when_others_score"
         or (function.counts == "auto" and function.function == "format" and others_count)
         for function in functions
     )

@@ -18,6 +18,26 @@ REJECT = "algorithm.correction.reject.0"
 
 CASES: list[tuple[list[str], str, str]] = [
     (["algorithm.advantage={name: rloo, epsilon: 0.1}"], "algorithm.advantage.epsilon", "grpo, pass_k and gdpo"),
+    (
+        ["algorithm.advantage={standard_deviation: none, epsilon: 0.5}"],
+        "algorithm.advantage.epsilon",
+        "with standard_deviation: none",
+    ),
+    (
+        ["algorithm.advantage={name: pass_k, standard_deviation: none, epsilon: 0.5}"],
+        "algorithm.advantage.epsilon",
+        "write standard_deviation: sample",
+    ),
+    (
+        ["algorithm.advantage={name: gdpo, standard_deviation: none, epsilon: 0.5}", TWO_FUNCTIONS],
+        "algorithm.advantage.epsilon",
+        "write standard_deviation: sample",
+    ),
+    (
+        ["algorithm.advantage={name: rloo, standard_deviation: none}"],
+        "algorithm.advantage.standard_deviation",
+        "grpo, pass_k and gdpo",
+    ),
     (["algorithm.advantage.trace=0.9"], "algorithm.advantage.trace", "write name: gae"),
     (["algorithm.advantage.discount=0.9"], "algorithm.advantage.discount", "reinforce_plus_plus and gae"),
     (["algorithm.loss={name: gspo, dual_clip: 3.0}"], "algorithm.loss.dual_clip", "ppo_clip and clip_cov"),
@@ -72,7 +92,19 @@ CASES: list[tuple[list[str], str, str]] = [
         "algorithm.rollout_logprobs_as_old",
         "every weight would be 1",
     ),
+    (
+        ["algorithm.rollout_logprobs_as_old=true", "algorithm.loss.name=reinforce"],
+        "algorithm.rollout_logprobs_as_old",
+        "write correction: {weights: token}",
+    ),
+    (
+        ["algorithm.rollout_logprobs_as_old=true", "algorithm.loss.name=reinforce", "algorithm.kl.coefficient=0.1"],
+        "algorithm.rollout_logprobs_as_old",
+        "has no ratio",
+    ),
     (["algorithm.correction.high=3.0"], "algorithm.correction.high", "without weights"),
+    (["algorithm.correction.low=0.5"], "algorithm.correction.low", "without weights"),
+    (["algorithm.correction.outside=zero"], "algorithm.correction.outside", "without weights"),
     (["algorithm.correction.normalize=true"], "algorithm.correction.normalize", "write weights: token"),
     ([WEIGHTS, "algorithm.correction.high=0.5"], "algorithm.correction.high", "bounds around 1"),
     ([WEIGHTS, "algorithm.correction.low=1.5"], "algorithm.correction.low", "bounds around 1"),
@@ -82,7 +114,7 @@ CASES: list[tuple[list[str], str, str]] = [
     (["algorithm.correction.reject=[{level: token, low: 0.1, statistic: k1}]"], f"{REJECT}.low", "bounds around 0"),
     (["algorithm.correction.reject=[{level: token, over: sum, high: 2.0}]"], f"{REJECT}.over", "level: sequence"),
     (["reward.functions.0.weight=0"], "reward.functions", "only weights of 0"),
-    (["reward.functions.0.counts=when_solved"], "reward.functions", "one that always counts"),
+    (["reward.functions.0.counts=when_others_score"], "reward.functions", "one that always counts"),
     (["reward.overlong={buffer_tokens: 17}"], "reward.overlong.buffer_tokens", "at most 16"),
     (["reward.non_stop_score=-1", "reward.truncated=mask"], "reward.non_stop_score", "have no score"),
 ]
@@ -98,6 +130,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], field: 
     "overrides",
     [
         [GAE, CRITIC, "rollout.samples_per_prompt=1", "algorithm.critic.warmup_steps=1", "train.offload=[critic]"],
+        ["algorithm.advantage={name: gae, trace: 0.0}", CRITIC],  # TD(0)
         ["algorithm.advantage.name=remax", "rollout.samples_per_prompt=1"],
         ["algorithm.advantage={name: reinforce_plus_plus, discount: 0.9}", "algorithm.loss.name=gspo"],
         ["algorithm.advantage.name=reinforce_plus_plus", "algorithm.loss.name=gmpo"],
@@ -113,7 +146,13 @@ def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], field: 
         ["algorithm.aggregation=seq_mean_token_sum_norm", "algorithm.aggregation_divisor=8.0"],
         ["algorithm.correction={weights: token, low: 0.5, high: 2.0, outside: zero, veto: 1e-4}"],
         ["algorithm.correction.reject=[{level: sequence, over: max, statistic: k2, high: 0.1}]"],
+        [WEIGHTS, "algorithm.correction.outside=zero"],  # only large weights are masked
         ["algorithm.rollout_logprobs_as_old=true", "algorithm.minibatches=2"],
+        [
+            "algorithm.rollout_logprobs_as_old=true",
+            "algorithm.loss.name=reinforce",
+            "algorithm.kl={coefficient: 0.1, placement: reward}",  # reads the old logprobs
+        ],
         ["rollout.dynamic_sampling={}", "data.no_resampling_pass_rate=0.9", "reward.overlong={buffer_tokens: 16}"],
     ],
 )

@@ -128,7 +128,7 @@ def assert_speaks(problem: RuleProblem, field: str, words: str) -> None:
         ["cluster.trainer_devices=4", "train.layout.tensor=2", "train.layout.pipeline=2"],
         ["cluster.placement=disaggregated", "cluster.engine_devices=2", "rollout.engines=4"],
         ["train.offload=[reference, gradients]", "algorithm.kl.coefficient=0.1"],
-        ["algorithm.advantage.epsilon=0", "algorithm.advantage.standard_deviation=none"],
+        ["algorithm.advantage.standard_deviation=none"],
         [EVAL, "eval.samples_per_prompt=4", "eval.temperature=1", "eval.early_stopping={metric: maj@4, patience: 2}"],
         [EVAL, "eval.samples_per_prompt=6", "eval.temperature=1", "checkpoint.keep_best=openai/gsm8k/pass@4"],
         ["train.optimizer={lr: 1e-5, min_lr: 1e-6, schedule: cosine, warmup_steps: 2}"],

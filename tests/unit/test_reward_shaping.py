@@ -73,8 +73,8 @@ def test_a_gate_asks_for_the_weighted_sum_of_all_that_always_count():
         ([{"function": "gsm8k"}, format_function(counts="always")], (False, False)),
         ([format_function()], (False,)),
         ([format_function(), format_function(counts="always")], (True, False)),
-        ([{"function": "gsm8k", "counts": "when_solved"}, format_function()], (True, False)),
-        ([{"function": "a.py:f", "counts": "when_solved"}, {"function": "gsm8k"}], (True, False)),
+        ([{"function": "gsm8k", "counts": "when_others_score"}, format_function()], (True, False)),
+        ([{"function": "a.py:f", "counts": "when_others_score"}, {"function": "gsm8k"}], (True, False)),
         ([{"function": "a.py:format"}, {"function": "gsm8k"}], (False, False)),
     ],
 )

@@ -39,13 +39,13 @@ class Advantage(Section):
     """For grpo, gdpo and pass_k. sample: n - 1; population: n; none: only subtract (Dr.GRPO)."""
 
     epsilon: NonNegativeFloat = 1e-6
-    """Added to the standard deviation."""
+    """Added to the standard deviation that advantages are divided by."""
 
     discount: Fraction = 1.0
     """For gae and reinforce_plus_plus: weight of a reward one token later (gamma)."""
 
-    trace: Fraction = 1.0
-    """For gae: how far rewards replace the critic's estimates (lambda)."""
+    trace: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """For gae: how far rewards replace the critic's estimates (lambda). 0: by one token, TD(0)."""
 
 
 class PolicyLoss(Section):
@@ -147,13 +147,14 @@ class Correction(Section):
     """By token, or the product over the response for all its tokens. null: no weights."""
 
     low: NonNegativeFloat = 0.0
-    """Lower bound of the weights."""
+    """Lower bound of the weights. 0: none, only large weights are bounded."""
 
     high: PositiveFloat = 2.0
     """Upper bound of the weights."""
 
     outside: Literal["truncate", "zero"] = "truncate"
-    """Weights outside of the bounds. truncate: set to the bound (TIS). zero: set to 0 (IcePop)."""
+    """Weights outside of the bounds. truncate: set to the bound (TIS). zero: set to 0: with low above 0 it is IcePop
+    (arXiv:2510.18855: low 0.5, high 5), with low 0 only large weights are masked."""
 
     normalize: bool = False
     """Divide the weights by their mean over the minibatch: over its tokens, or its responses for weights: sequence,
@@ -179,7 +180,7 @@ class Critic(Section):
     """New values are compared as if they moved from the old by at most this. null: not clipped."""
 
     warmup_steps: NonNegativeInt = 0
-    """First steps of the run in which only the critic learns."""
+    """First steps of the run in which only the critic learns. The policy's learning rate schedule begins after them."""
 
 
 class Algorithm(Section):
@@ -225,6 +226,7 @@ class Algorithm(Section):
     """Passes over a step's samples."""
 
     skip_groups_without_signal: bool = True
-    """Leave out groups whose advantages are all zero: they add no policy gradient, but their KL and entropy terms are
-    left out too. No effect where advantages are not made by group, for gpg (its factor makes up for them), or if the KL
-    penalty is in the reward. They are counted either way."""
+    """Leave out groups whose advantages are all zero. They add no policy gradient, but they leave the denominators as
+    well: every mean is over the other groups, so the policy gradient is larger, by total over kept, than with them in.
+    Their KL and entropy terms are left out too. No effect where advantages are not made by group, for gpg (its factor
+    makes up for them, so they stay), or if the KL penalty is in the reward. They are counted either way."""

@@ -38,7 +38,8 @@ class Sglang(BaseModel):
 class Mismatch(Section):
     """When the trainer's logprobs of the sampled tokens differ from the engines': what is reported, and what is done.
 
-    Both are always compared; `megagrpo report` shows it.
+    Both are always compared; `megagrpo report` shows it. With algorithm.rollout_logprobs_as_old and several minibatches
+    the trainer's are those of the update itself, so the figures also measure how far the policy has moved by then.
     """
 
     metric: Literal["mean", "p99", "max", "k3"] = "p99"
