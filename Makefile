@@ -7,11 +7,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 SGLANG_INSTALLED := $(VENV)/sglang-installed
 ADDER := .cache/adder
+# What the demos start from; made anew when what makes it has changed.
+WARM_START := runs/adder_sft_cpu/hugging_face/config.json
 
 # Tests run on CPUs everywhere. The ranks together use every core, so each has one thread; nothing is compiled or fetched.
 TEST_ENVIRONMENT := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
 
-.PHONY: warm-start demo demo-sglang sglang-cpu test test-long lint benchmark-step benchmark-sync benchmark-algorithms clean help
+.PHONY: adder warm-start demo demo-sglang sglang-cpu test test-long lint benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -44,9 +46,14 @@ $(SGLANG_INSTALLED): requirements/sglang_cpu.txt $(INSTALLED)
 
 sglang-cpu: $(SGLANG_INSTALLED)
 
-warm-start: $(INSTALLED)
-	@echo "Warming up the demo's model: supervised fine-tuning (a minute, once)"
+warm-start: $(WARM_START)
+
+adder: $(INSTALLED)
 	$(BIN)/megagrpo prepare adder --output $(ADDER)
+
+$(WARM_START): yaml_recipes/adder_sft_cpu.yaml $(wildcard megagrpo/demo/*.py) | adder
+	@echo "Warming up the demo's model: supervised fine-tuning (a minute, once)"
+	rm -rf runs/adder_sft_cpu
 	$(BIN)/megagrpo sft yaml_recipes/adder_sft_cpu.yaml
 
 demo: warm-start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from megagrpo.demo.prepare import fingerprint, prepare
@@ -15,7 +16,8 @@ RECIPE = REPOSITORY / "yaml_recipes" / "adder_sft_cpu.yaml"
 def warm_model() -> Path:
     """Hugging Face directory of the model; the files that the recipes name are where they name them."""
     prepare(DIRECTORY)
-    runs = DIRECTORY / f"runs_{fingerprint()[:8]}"
+    recipe = hashlib.sha256(RECIPE.read_bytes()).hexdigest()
+    runs = DIRECTORY / f"runs_{fingerprint()[:8]}_{recipe[:8]}"
     model = runs / "adder_sft_cpu" / "hugging_face"
     if not model.exists():
         small_run.train(RECIPE, f"track.directory={runs}", command="sft", timeout_seconds=600.0)
