@@ -6,12 +6,12 @@ python benchmarks/algorithms.py [--runs DIRECTORY] [PATH=VALUE ...]
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from curves import curve
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES = sorted((REPOSITORY / "yaml_recipes").glob("adder_*cpu.yaml"))
@@ -28,19 +28,12 @@ def train(recipe: Path, runs: Path, overrides: list[str]) -> Path:
     return runs / recipe.stem / "metrics.jsonl"
 
 
-def curve(metrics: Path, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a metric."""
-    entries = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    logged = [entry for entry in entries if name in entry]
-    return [entry["step"] for entry in logged], [entry[name] for entry in logged]
-
-
 def draw(found: dict[str, Path]) -> None:
     figure, panels = plt.subplots(1, len(PANELS), figsize=(10, 4), dpi=140, sharey=True)
     for axes, (metric, title) in zip(panels, PANELS.items(), strict=True):
         for label, metrics in found.items():
             axes.plot(*curve(metrics, metric), label=label, linewidth=1.4)
-        axes.set(title=title, xlabel="step (32 prompts x 8 samples)", ylim=(0.2, 1.0))
+        axes.set(title=title, xlabel="step (256 samples)", ylim=(0.2, 1.0))
         axes.grid(axis="y", color="0.9")
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].legend(frameon=False, loc="lower right")
@@ -65,7 +58,8 @@ def main() -> None:
         steps, matches = curve(metrics, "eval/mean@1")
         reached = next((step for step, match in zip(steps, matches, strict=True) if match >= GOAL), None)
         seconds = sum(curve(metrics, "seconds/step")[1])
-        print(f"| {label} | {matches[0]:.3f} | {matches[-1]:.3f} | {reached or '-'} | {seconds:.0f} |", flush=True)
+        to_goal = "-" if reached is None else reached
+        print(f"| {label} | {matches[0]:.3f} | {matches[-1]:.3f} | {to_goal} | {seconds:.0f} |", flush=True)
     draw(found)
     print(f"curves: {PICTURE.relative_to(REPOSITORY)}")
 

@@ -5,21 +5,14 @@ python benchmarks/demo_curve.py docs/images/demo.png "tensor=2:runs/a/metrics.js
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from curves import curve
 
 STYLES = ("-", "--", ":", "-.")
 PANELS = {"reward/mean": "mean reward of the step's samples", "eval/mean@1": "held-out exact match (greedy)"}
-
-
-def curve(path: str, metric: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a metric in a metrics.jsonl."""
-    entries = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    logged = [entry for entry in entries if metric in entry]
-    return [entry["step"] for entry in logged], [entry[metric] for entry in logged]
 
 
 def main() -> None:
@@ -28,7 +21,7 @@ def main() -> None:
     for axes, (metric, title) in zip(panels, PANELS.items(), strict=True):
         for index, run in enumerate(runs):
             label, path = run.split(":", 1)
-            axes.plot(*curve(path, metric), STYLES[index % len(STYLES)], label=label, linewidth=2.4 - 0.4 * index)
+            axes.plot(*curve(Path(path), metric), STYLES[index % len(STYLES)], label=label, linewidth=2.4 - 0.4 * index)
         axes.set(title=title, xlabel="step (32 prompts x 8 samples)", ylim=(0.3, 1.0))
         axes.grid(axis="y", color="0.9")
         axes.spines[["top", "right"]].set_visible(False)

@@ -100,8 +100,8 @@ def test_a_resumed_run_has_the_same_numbers(inputs: Path, tmp_path: Path, name: 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["rloo", "gspo", "dapo", "cispo"])
-def test_the_demo_learns_to_carry_by_other_methods(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["rloo", "gspo", "dapo", "cispo", "ppo", "lora"])
+def test_the_demo_learns_to_carry_by_every_recipe(tmp_path: Path, name: str) -> None:
     recipe_file = REPOSITORY / "yaml_recipes" / f"adder_{name}_cpu.yaml"
     small_run.train(
         recipe_file,

@@ -19,6 +19,7 @@ ELSEWHERE = [
     "weights.bucket_bytes=8192",
     "weights.transfer=process_group",
 ]
+ADAPTERS = ["train.lora={rank: 4, alpha: 8}", "train.optimizer.lr=1e-2"]
 RUN_SECONDS = 600.0
 
 
@@ -37,9 +38,9 @@ def test_a_run_on_sglang_trains_on_what_its_servers_sampled(inputs: Path, tmp_pa
 
 @pytest.mark.long
 @pytest.mark.timeout(RUN_SECONDS)
-def test_a_run_goes_on_when_a_server_is_killed(inputs: Path, tmp_path: Path) -> None:
+def test_a_run_with_adapters_goes_on_when_a_server_is_killed(inputs: Path, tmp_path: Path) -> None:
     recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
-    process = small_run.start(recipe, *ELSEWHERE, "train.total_steps=6")
+    process = small_run.start(recipe, *ELSEWHERE, *ADAPTERS, "train.total_steps=6")
     try:
         kill_a_scheduler_after_step(process.pid, tmp_path / "small" / "metrics.jsonl", step=2)
         output, _ = process.communicate(timeout=RUN_SECONDS)
@@ -50,6 +51,7 @@ def test_a_run_goes_on_when_a_server_is_killed(inputs: Path, tmp_path: Path) -> 
     by_step = small_run.metrics(tmp_path / "small")
     assert sorted(by_step) == list(range(7))
     assert all(entry["logprob_difference/max"] < 1e-5 for step, entry in by_step.items() if step)
+    assert by_step[6]["kl/mean"] > 1e-5, "the adapters that the servers were sent are not those of the start"
 
 
 def kill_a_scheduler_after_step(pid: int, metrics: Path, step: int) -> None:
