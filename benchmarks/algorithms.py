@@ -33,7 +33,7 @@ def draw(found: dict[str, Path]) -> None:
     for axes, (metric, title) in zip(panels, PANELS.items(), strict=True):
         for label, metrics in found.items():
             axes.plot(*curve(metrics, metric), label=label, linewidth=1.4)
-        axes.set(title=title, xlabel="step (256 samples)", ylim=(0.2, 1.0))
+        axes.set(title=title, xlabel="step", ylim=(0.4, 1.0))
         axes.grid(axis="y", color="0.9")
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].legend(frameon=False, loc="lower right")
