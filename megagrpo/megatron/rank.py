@@ -24,11 +24,11 @@ from megagrpo.megatron.critic import Critic, stored_values
 from megagrpo.megatron.critic_metrics import CriticMetrics
 from megagrpo.megatron.forward_backward import forward, forward_backward
 from megagrpo.megatron.grpo_loss import GrpoLoss
+from megagrpo.megatron.inference import InferenceBatch, inference_batch
 from megagrpo.megatron.minibatch import Minibatch, of_tokens, prepare
 from megagrpo.megatron.mismatch import reduce_mismatch
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.megatron.offload import Offload, Part
-from megagrpo.megatron.packed import PackedTensors
 from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.response import ResponseTokens
 from megagrpo.megatron.results import MetricSums, StepMetrics, TokenNumbers
@@ -56,6 +56,7 @@ class TrainRank(ModelRank):
         self._loss = GrpoLoss(self._readout)
         self._divisor = algorithm.aggregation_divisor or float(recipe.rollout.response_tokens_max)
         self._minibatches: list[Minibatch] = []
+        self._inference = InferenceBatch([], [], [])
         self._critic: Critic | None = None
 
     def add_critic(self, directory: str) -> None:
@@ -71,6 +72,7 @@ class TrainRank(ModelRank):
     def load_batch(self, batch: RankBatch) -> None:
         """Takes this data rank's part of a step, and forgets the one before."""
         self._minibatches = self.minibatches(batch)
+        self._inference = self._joined(batch)
 
     def compute_old_logprobs(self) -> None:
         """Logprobs of the loaded batch under the policy as it is now; they stay here."""
@@ -166,7 +168,8 @@ class TrainRank(ModelRank):
 
     def compute_values(self) -> None:
         """The critic's estimates for the loaded batch; they stay here."""
-        self.critic.compute_values(self._packed(), self._responses())
+        self.critic.compute_values(self._inference.packed, self._inference.responses)
+        self._inference.share_out("values")
 
     def token_values(self) -> TokenNumbers | None:
         """What compute_values found. Each token comes from one rank; ranks that have none return None."""
@@ -233,8 +236,11 @@ class TrainRank(ModelRank):
 
     def _compute_logprobs(self, name: Literal["old_logprobs", "reference_logprobs"]) -> None:
         self.offload.require(["parameters"])
-        responses = self._responses()
-        forward(self.policy.chunks, self._packed(), lambda index, output: self._store(name, responses[index], output))
+        batch = self._inference
+        forward(
+            self.policy.chunks, batch.packed, lambda index, output: self._store(name, batch.responses[index], output)
+        )
+        batch.share_out(name)
 
     def _store(self, name: str, response: ResponseTokens, output: Tensor) -> Tensor:
         logprobs = self._loss.logprobs(output, response)
@@ -268,8 +274,14 @@ class TrainRank(ModelRank):
             values=values.float().cpu().numpy(),
         )
 
-    def _packed(self) -> list[PackedTensors]:
-        return [packed for minibatch in self._minibatches for packed in minibatch.packed]
+    def _joined(self, batch: RankBatch) -> InferenceBatch:
+        train, responses = self.recipe.train, self._responses()
+        at_once = (train.logprob_tokens_per_microbatch or train.tokens_per_microbatch) // train.tokens_per_microbatch
+        if at_once == 1:
+            packed = [packed for minibatch in self._minibatches for packed in minibatch.packed]
+            return InferenceBatch(packed, responses, [[response] for response in responses])
+        microbatches = [microbatch for minibatch in batch.minibatches for microbatch in minibatch]
+        return inference_batch(microbatches, responses, at_once, self.layout, self.where.context, self.device)
 
     def _responses(self) -> list[ResponseTokens]:
         return [response for minibatch in self._minibatches for response in minibatch.responses]

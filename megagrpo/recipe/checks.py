@@ -101,6 +101,18 @@ def _lengths(recipe: Recipe) -> Iterator[RuleProblem]:
         )
 
 
+def _logprob_microbatches(recipe: Recipe) -> Iterator[RuleProblem]:
+    trained, tokens = recipe.train.tokens_per_microbatch, recipe.train.logprob_tokens_per_microbatch
+    if tokens is not None and tokens < trained:
+        yield broken(
+            "train.logprob_tokens_per_microbatch",
+            reads=("train.tokens_per_microbatch",),
+            given=f"{tokens}, and {trained} with gradients",
+            needed=f"at least {trained}: passes without gradients need less memory",
+            fix=f"a multiple of {trained}, or remove it",
+        )
+
+
 def _placement(recipe: Recipe) -> Iterator[RuleProblem]:
     own, engines, each = recipe.cluster.engine_devices, recipe.rollout.engines, engine_devices(recipe)
     ranks = recipe.train.layout.parallel().ranks
@@ -243,6 +255,6 @@ def pass_at(samples: int) -> list[int]:
 
 
 RULES: tuple[Callable[[Recipe], Iterator[RuleProblem]], ...] = (
-    _sampling, _batch, *ALGORITHM_RULES, *CORRECTION_RULES, _run_length, _lengths, *RANK_RULES, _offload,
-    _evaluation, _evaluation_metrics, _placement, *ENGINE_RULES,
+    _sampling, _batch, *ALGORITHM_RULES, *CORRECTION_RULES, _run_length, _lengths, _logprob_microbatches, *RANK_RULES,
+    _offload, _evaluation, _evaluation_metrics, _placement, *ENGINE_RULES,
 )  # fmt: skip

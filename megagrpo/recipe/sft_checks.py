@@ -62,6 +62,17 @@ def _lengths(recipe: SftRecipe) -> Iterator[RuleProblem]:
         )
 
 
+def _no_logprobs(recipe: SftRecipe) -> Iterator[RuleProblem]:
+    tokens = recipe.train.logprob_tokens_per_microbatch
+    if tokens is not None:
+        yield broken(
+            "train.logprob_tokens_per_microbatch",
+            given=f"{tokens}",
+            needed="nothing: no logprobs are computed before an update",
+            fix="remove it",
+        )
+
+
 def _engines(recipe: SftRecipe) -> Iterator[RuleProblem]:
     """Fields of shared sections that say how training and engines share devices."""
     if recipe.train.offload:
@@ -85,5 +96,5 @@ def _best(recipe: SftRecipe) -> Iterator[RuleProblem]:
 
 
 SFT_RULES: tuple[Callable[[SftRecipe], Iterator[RuleProblem]], ...] = (
-    _run_length, _batch, _lengths, *RANK_RULES, _engines, _best,
+    _run_length, _batch, _lengths, _no_logprobs, *RANK_RULES, _engines, _best,
 )  # fmt: skip

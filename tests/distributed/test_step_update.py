@@ -18,7 +18,16 @@ import pytest
 from megagrpo.batching.microbatch import RankBatch
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe
-from tests.distributed.grpo_case import LR, Case, assemble, load_reference, make_batches, make_case, make_recipe
+from tests.distributed.grpo_case import (
+    LONGEST,
+    LR,
+    Case,
+    assemble,
+    load_reference,
+    make_batches,
+    make_case,
+    make_recipe,
+)
 from tests.distributed.grpo_ranks import Parts, boxes, gather, on_ranks, row_kl, update
 from tests.rank_group import ENVIRONMENT, REPOSITORY, RankGroupError
 from tests.tiny_models import make_model
@@ -176,6 +185,49 @@ def test_the_reference_stays_while_the_policy_moves_and_kl_is_summed_by_sequence
     for other in (TENSOR_AND_DATA, CONTEXT_AND_PIPELINE):
         assert sums[other] == pytest.approx(sums[ALONE], rel=1e-3, abs=1e-5)
     assert min(sums[ALONE].values()) > 0
+
+
+def numbers_without_gradients(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) -> Any:
+    """Old logprobs by row, those of the reference of a policy that has moved, and how many microbatches passed."""
+    rank.load_batch(batches[rank.where.data])
+    rank.compute_old_logprobs()
+    rank.compute_reference_logprobs()
+    update(rank, advantages, LR)
+    rank.load_batch(batches[rank.where.data])
+    rank.compute_old_logprobs()
+    rank.compute_reference_logprobs()
+    found = [rank._token_numbers(rank._stored(name)) for name in ("old_logprobs", "reference_logprobs")]
+    return found, len(rank._inference.packed)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [TENSOR_AND_DATA, CONTEXT_AND_PIPELINE, ParallelLayout(pipeline=2, virtual_pipeline=2)],
+    ids=str,
+)
+def test_logprobs_do_not_depend_on_how_many_microbatches_pass_at_once(layout, tmp_path):
+    directory = make_model("qwen3", tmp_path / "qwen3", num_hidden_layers=4)
+    case = make_case(load_reference(directory), temperature=0.8)
+    sequences = [*case.sequences, *(replace(s, row=s.row + len(case.sequences)) for s in case.sequences)]
+    trained, by_size = LONGEST // layout.context, []
+    for tokens in (None, 5 * trained):
+        sizes = {"tokens_per_microbatch": trained, "logprob_tokens_per_microbatch": tokens}
+        recipe = make_recipe(layout, train=sizes)
+        batches, advantages = make_batches(recipe, sequences), np.tile(case.advantages, 2)
+        results = on_ranks(f"{__name__}:numbers_without_gradients", recipe, directory, batches, advantages)
+        by_size.append((by_token(results, 0), by_token(results, 1), results[0][1]))
+    (old, reference, count), (joined_old, joined_reference, joined_count) = by_size
+    assert joined_count < count
+    assert len(old) == sum(int(s.loss_mask.sum()) for s in sequences)
+    assert joined_old == pytest.approx(old, rel=1e-4, abs=1e-5)
+    assert joined_reference == pytest.approx(reference, rel=1e-4, abs=1e-5)
+    assert max(abs(old[token] - reference[token]) for token in old) > 0.1
+
+
+def by_token(results: Sequence[Any], index: int) -> dict[tuple[int, int], float]:
+    """What ranks found, by row and index in the response."""
+    numbers = [found[index] for found, _ in results if found[index] is not None]
+    return {(int(r), int(i)): float(v) for n in numbers for r, i, v in zip(n.rows, n.index, n.values, strict=True)}
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ def path(tmp_path: Path) -> Path:
             "padded to 68",
         ),
         (["train.offload=[optimizer]"], "train.offload", "no engines"),
+        (["train.logprob_tokens_per_microbatch=9000"], "train.logprob_tokens_per_microbatch", "before an update"),
         (["cluster.placement=disaggregated"], "cluster.placement", "no engines"),
         (["cluster.engine_devices=1"], "cluster.engine_devices", "no engines"),
         (["checkpoint.keep_best=mean@1"], "checkpoint.keep_best", "a held-out loss should be small"),

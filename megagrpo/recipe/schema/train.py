@@ -105,6 +105,10 @@ class Train(Section):
     tokens_per_microbatch: PositiveInt = 8192
     """Tokens packed into one forward pass, per context rank. Must hold the longest prompt plus response."""
 
+    logprob_tokens_per_microbatch: PositiveInt | None = None
+    """The same in passes without gradients: old and reference logprobs, a critic's values. They keep no activations, so
+    more fit. tokens_per_microbatch unless given. Numbers do not change."""
+
     optimizer: Optimizer = Optimizer()
     """Adam and its schedule."""
 
