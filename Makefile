@@ -52,6 +52,8 @@ adder: $(INSTALLED)
 	$(BIN)/megagrpo prepare adder --output $(ADDER)
 
 $(WARM_START): yaml_recipes/adder_sft_cpu.yaml $(wildcard megagrpo/demo/*.py) | adder
+	@for run in runs/adder_cpu runs/adder_sglang_cpu runs/algorithms; do \
+		test ! -e $$run || { echo "$$run started from a model that is now made anew: rename or remove it"; exit 1; }; done
 	@echo "Warming up the demo's model: supervised fine-tuning (a minute, once)"
 	rm -rf runs/adder_sft_cpu
 	$(BIN)/megagrpo sft yaml_recipes/adder_sft_cpu.yaml

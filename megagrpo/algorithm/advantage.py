@@ -78,14 +78,15 @@ def groups_with_signal(advantages: np.ndarray, group_ids: np.ndarray) -> np.ndar
 
 
 def groups_that_teach(inputs: AdvantageInputs, settings: schema.Advantage) -> np.ndarray:
-    """Ids, sorted, of the groups whose scored samples are not all equal. What whitening gives to the others, all alike,
-    teaches nothing. For gdpo one reward that counts must differ; for pass_k one sample must be better than all others.
+    """Ids, sorted, of the groups that teach something: those whose scored samples are not all equal; for gdpo not in
+    every reward that counts; for pass_k those with one sample better than all others. What whitening gives to groups of
+    equal scores, all alike, teaches nothing.
     """
     scores = inputs.scores[:, None]
     if settings.name == "gdpo":
         if inputs.parts is None or inputs.weights is None:
             raise ValueError("gdpo needs parts and weights")
-        scores = inputs.parts[:, inputs.weights != 0]
+        scores = np.where(np.isnan(scores), np.nan, inputs.parts[:, inputs.weights != 0])
     teaches = np.zeros(len(inputs.scores), bool)
     for reward in scores.T:
         groups = scored_groups(reward, inputs.group_ids, inputs.tokens)

@@ -17,8 +17,8 @@ def _here(sums: Tensor) -> Tensor:
 class Sequences:
     """Which response each token of a microbatch belongs to. Every token belongs to one.
 
-    Under context parallelism a response's tokens lie on several ranks: `over_ranks` then sums over those, without a
-    gradient. All of these ranks have the same sequences and call everything here in the same order.
+    Under context parallelism a response's tokens lie on several ranks: `over_ranks` then sums over those. All of these
+    ranks have the same sequences and call everything here in the same order. No sum has a gradient.
     """
 
     index: Tensor  # int64 [tokens], from 0 to count - 1
@@ -28,7 +28,7 @@ class Sequences:
     def sum(self, values: Tensor) -> Tensor:
         """[tokens] -> [count]."""
         zeros = torch.zeros(len(self.tokens), dtype=values.dtype, device=values.device)
-        return self.over_ranks(zeros.index_add(0, self.index, values))
+        return self.over_ranks(zeros.index_add(0, self.index, values.detach()))
 
     def mean(self, values: Tensor) -> Tensor:
         """[tokens] -> [count]; 0 for a sequence without response tokens."""

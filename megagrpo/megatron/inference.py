@@ -12,7 +12,7 @@ from megagrpo.batching.join import joined
 from megagrpo.batching.microbatch import Microbatch
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.packed import PackedTensors, pack
-from megagrpo.megatron.response import ResponseTokens, response_tokens
+from megagrpo.megatron.response import ResponseTokens, response_tokens, share_out
 
 Result = Literal["old_logprobs", "reference_logprobs", "values"]
 
@@ -29,9 +29,7 @@ class InferenceBatch:
     def share_out(self, name: Result) -> None:
         """Gives the parts what was found for `responses`."""
         for response, parts in zip(self.responses, self.parts, strict=True):
-            found = getattr(response, name).split([len(part.rows) for part in parts])
-            for part, values in zip(parts, found, strict=True):
-                setattr(part, name, values)
+            share_out(getattr(response, name), parts, name)
 
 
 def inference_batch(

@@ -15,7 +15,7 @@ from megagrpo.algorithm.correction import correct
 from megagrpo.algorithm.covariance import choose_by_covariance
 from megagrpo.algorithm.draws import token_draws
 from megagrpo.megatron.packed import PackedTensors
-from megagrpo.megatron.response import ResponseTokens, joined
+from megagrpo.megatron.response import ResponseTokens, joined, share_out
 from megagrpo.recipe.passes import BY_COVARIANCE, corrects
 from megagrpo.recipe.schema import Algorithm
 
@@ -58,7 +58,7 @@ def prepare(
         rollout = torch.cat([response.rollout_logprobs for response in responses])
         corrected = correct(old, rollout, sequences, algorithm.correction, _sum_over_ranks)
         kept, sums = corrected.kept, corrected.sums
-        _share_out(corrected.importance, responses, "importance")
+        share_out(corrected.importance, responses, "importance")
         # Each context rank has a part of every sequence; a token's share of its sequence's kept ones counts them once.
         of_sequence = sequences.of_tokens(sequences.sum(kept.double()))
         counts = torch.stack([kept.double(), torch.where(kept, 1 / of_sequence, 0.0)]).sum(1)
@@ -68,8 +68,8 @@ def prepare(
         draws = torch.cat([token_draws(seed, response.rows, response.places) for response in responses])
         per_token = torch.cat([advantages(response) for response in responses])
         chosen = choose_by_covariance(old, per_token, kept, draws, algorithm.loss, _sum_over_ranks)
-        _share_out(chosen, responses, "chosen")
-    _share_out(token_weights(kept, sequences, algorithm.aggregation, tokens, count, divisor), responses, "weights")
+        share_out(chosen, responses, "chosen")
+    share_out(token_weights(kept, sequences, algorithm.aggregation, tokens, count, divisor), responses, "weights")
     return sums
 
 
@@ -83,15 +83,6 @@ def of_tokens(values: Tensor, offsets: Tensor | None, response: ResponseTokens) 
 def _joined(parts: list[Tensor | None]) -> Tensor | None:
     there = [part for part in parts if part is not None]
     return torch.cat(there) if len(there) == len(parts) else None
-
-
-def _share_out(values: Tensor | None, responses: list[ResponseTokens], name: str) -> None:
-    """Sets the field `name` of each microbatch to its part of `values` [tokens of all]."""
-    if values is None:
-        return
-    parts = values.split([len(response.rows) for response in responses])
-    for response, part in zip(responses, parts, strict=True):
-        setattr(response, name, part)
 
 
 def _sum_over_ranks(sums: Tensor) -> None:

@@ -72,10 +72,17 @@ def joined(responses: Sequence[ResponseTokens], device: torch.device) -> Sequenc
     return Sequences(torch.cat(index), tokens, over_context_ranks)
 
 
+def share_out(values: Tensor, responses: Sequence[ResponseTokens], name: str) -> None:
+    """Sets the field `name` of each microbatch to its part of `values` [tokens of all, laid end to end]."""
+    parts = values.split([len(response.rows) for response in responses])
+    for response, part in zip(responses, parts, strict=True):
+        setattr(response, name, part)
+
+
 def over_context_ranks(sums: Tensor) -> Tensor:
-    """Sum over the ranks that hold the other parts of the same sequences. It has no gradient."""
+    """Sum over the ranks that hold the other parts of the same sequences."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return sums
-    total = sums.detach().clone()
+    total = sums.clone()
     dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
     return total

@@ -145,6 +145,15 @@ def _critic(recipe: Recipe) -> Iterator[RuleProblem]:
             needed="less than train.total_steps: the policy learns nothing before",
             fix="lower it",
         )
+    warmup = recipe.train.optimizer.warmup_steps
+    if critic is not None and steps is not None and critic.warmup_steps < steps < critic.warmup_steps + warmup:
+        yield broken(
+            "algorithm.critic.warmup_steps",
+            reads=("train.total_steps", "train.optimizer.warmup_steps"),
+            given=f"{critic.warmup_steps} steps, then {warmup} of the learning rate's warm-up, of {steps} in all",
+            needed="together at most train.total_steps: the policy's warm-up begins when the critic's is over",
+            fix="lower one of them",
+        )
 
 
 def _loss(recipe: Recipe) -> Iterator[RuleProblem]:

@@ -9,6 +9,7 @@ from megagrpo.recipe.correction_checks import CORRECTION_RULES
 from megagrpo.recipe.defaults import engine_devices
 from megagrpo.recipe.engine_checks import ENGINE_RULES
 from megagrpo.recipe.fields import nearest
+from megagrpo.recipe.passes import needs_old_logprobs
 from megagrpo.recipe.rank_checks import RANK_RULES
 from megagrpo.recipe.rule_problem import RuleProblem, broken
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
@@ -103,13 +104,25 @@ def _lengths(recipe: Recipe) -> Iterator[RuleProblem]:
 
 def _logprob_microbatches(recipe: Recipe) -> Iterator[RuleProblem]:
     trained, tokens = recipe.train.tokens_per_microbatch, recipe.train.logprob_tokens_per_microbatch
-    if tokens is not None and tokens < trained:
+    algorithm = recipe.algorithm
+    if tokens is None:
+        return
+    if tokens % trained or tokens == trained:
         yield broken(
             "train.logprob_tokens_per_microbatch",
             reads=("train.tokens_per_microbatch",),
             given=f"{tokens}, and {trained} with gradients",
-            needed=f"at least {trained}: passes without gradients need less memory",
-            fix=f"a multiple of {trained}, or remove it",
+            needed=f"a multiple of {trained}: whole microbatches pass together",
+            fix=f"{max(2, tokens // trained) * trained}, or remove it",
+        )
+    old = needs_old_logprobs(algorithm) and not algorithm.rollout_logprobs_as_old
+    if not old and algorithm.kl.coefficient == 0 and algorithm.critic is None:
+        yield broken(
+            "train.logprob_tokens_per_microbatch",
+            reads=("algorithm.minibatches", "algorithm.epochs", "algorithm.kl.coefficient"),
+            given=f"{tokens}, and no pass without gradients",
+            needed="nothing: the update's own pass gives all logprobs",
+            fix="remove it",
         )
 
 

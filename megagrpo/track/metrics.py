@@ -35,7 +35,7 @@ METRICS = (
     Metric("advantages/mean", "", "Mean over samples."),
     Metric("advantages/max", "", "Largest."),
     Metric("advantages/min", "", "Smallest."),
-    Metric("groups/with_signal_share", "share", "Sampled groups whose known rewards differ: others teach nothing."),
+    Metric("groups/with_signal_share", "share", "Sampled groups that teach something: their known rewards differ."),
     Metric("groups/rounds", "rounds", "How often a step with dynamic sampling sampled."),
     Metric("groups/sampled", "groups", "Groups that it sampled in all."),
     Metric("groups/left_over", "groups", "Groups with signal thrown away: the last round brought more than needed."),

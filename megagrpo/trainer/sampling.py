@@ -62,7 +62,7 @@ def prompts_of_round(wanted: int, useful: int, sampled: int) -> int:
 
 
 def with_signal(groups: Sequence[Group], recipe: schema.Recipe) -> list[Group]:
-    """The groups whose scores differ: two or more are known, and not all are equal."""
+    """The groups that teach something, as `groups_that_teach` says."""
     return [groups[i] for i in groups_that_teach(advantage_inputs(recipe, groups), recipe.algorithm.advantage)]
 
 

@@ -23,7 +23,7 @@ from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import critic_of
 from megagrpo.weights.sides import transformers as transformers_side
 from megagrpo.weights.views import box_view
-from tests.distributed.grpo_case import LR, PROMPTS, RESPONSES, assemble, make_batches, make_recipe
+from tests.distributed.grpo_case import LONGEST, LR, PROMPTS, RESPONSES, assemble, make_batches, make_recipe
 from tests.distributed.grpo_ranks import Parts, boxes, on_ranks
 from tests.rank_group import RankGroupError
 from tests.tiny_models import make_model, randomize
@@ -273,6 +273,10 @@ def test_one_rank_agrees_with_transformers_and_autograd(dense):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_same_values_and_takes_the_same_step(name, dense):
     assert_same_step(run(dense, LAYOUTS[name]), dense.in_torch)
+
+
+def test_values_do_not_depend_on_how_many_microbatches_pass_at_once(dense):
+    assert_same_step(run(dense, ParallelLayout(tensor=2), logprob_tokens_per_microbatch=4 * LONGEST), dense.in_torch)
 
 
 def test_beside_a_policy_with_adapters_all_weights_of_the_critic_are_trained(dense):

@@ -212,7 +212,7 @@ def test_logprobs_do_not_depend_on_how_many_microbatches_pass_at_once(layout, tm
     trained, by_size = LONGEST // layout.context, []
     for tokens in (None, 5 * trained):
         sizes = {"tokens_per_microbatch": trained, "logprob_tokens_per_microbatch": tokens}
-        recipe = make_recipe(layout, train=sizes)
+        recipe = make_recipe(layout, train=sizes, algorithm={"minibatches": 2})
         batches, advantages = make_batches(recipe, sequences), np.tile(case.advantages, 2)
         results = on_ranks(f"{__name__}:numbers_without_gradients", recipe, directory, batches, advantages)
         by_size.append((by_token(results, 0), by_token(results, 1), results[0][1]))

@@ -214,6 +214,10 @@ def test_gdpo_tells_apart_what_sums_alike():
     assert not compute_advantages(inputs, schema.Advantage()).of_rows[:2].any()
     np.testing.assert_array_equal(groups_that_teach(inputs, schema.Advantage()), [1])
     np.testing.assert_array_equal(groups_that_teach(inputs, schema.Advantage(name="gdpo")), [0, 1])
+    masked = AdvantageInputs(
+        np.array([1.0, 1.0, NAN]), np.zeros(3, int), np.ones(3, int), np.array([[1.0], [1.0], [5.0]]), np.ones(1)
+    )
+    assert not len(groups_that_teach(masked, schema.Advantage(name="gdpo")))
 
 
 # Where others are defective, we differ.

@@ -62,6 +62,11 @@ CASES: list[tuple[list[str], str, str]] = [
     ([GAE], "algorithm.critic", "made from its values"),
     ([CRITIC], "algorithm.critic", "only gae reads its values"),
     ([GAE, "algorithm.critic.warmup_steps=2"], "algorithm.critic.warmup_steps", "2 of 2 steps"),
+    (
+        [GAE, "algorithm.critic.warmup_steps=1", "train.optimizer.warmup_steps=2"],
+        "algorithm.critic.warmup_steps",
+        "1 steps, then 2",
+    ),
     (["train.offload=[critic]"], "train.offload", "without algorithm.critic"),
     (["algorithm.loss.clip_low=1.5"], "algorithm.loss.clip_low", "at most 1"),
     (

@@ -49,7 +49,12 @@ RECIPE_CASES: list[tuple[list[str], str, str]] = [
         "train.tokens_per_microbatch",
         "padded to 36",
     ),
-    (["train.logprob_tokens_per_microbatch=31"], "train.logprob_tokens_per_microbatch", "at least 64"),
+    (
+        ["train.logprob_tokens_per_microbatch=96", "algorithm.minibatches=2"],
+        "train.logprob_tokens_per_microbatch",
+        "fix: 128, or remove it",
+    ),
+    (["train.logprob_tokens_per_microbatch=128"], "train.logprob_tokens_per_microbatch", "the update's own pass"),
     (["train.layout.virtual_pipeline=2"], "train.layout.virtual_pipeline", "pipeline of at least 2"),
     (
         ["train.layout.tensor=2", "train.layout.expert=2"],

@@ -227,6 +227,7 @@ class Algorithm(Section):
 
     skip_groups_without_signal: bool = True
     """Leave out groups whose advantages are all zero. They add no policy gradient, but they leave the denominators as
-    well: every mean is over the other groups, so the policy gradient is larger, by total over kept, than with them in.
+    well: every mean is over the other groups, so the policy gradient is larger, by total over kept, than with them in
+    (not for token_sum, which has none).
     Their KL and entropy terms are left out too. No effect where advantages are not made by group, for gpg (its factor
     makes up for them, so they stay), or if the KL penalty is in the reward. They are counted either way."""

@@ -38,8 +38,9 @@ class Sglang(BaseModel):
 class Mismatch(Section):
     """When the trainer's logprobs of the sampled tokens differ from the engines': what is reported, and what is done.
 
-    Both are always compared; `megagrpo report` shows it. With algorithm.rollout_logprobs_as_old and several minibatches
-    the trainer's are those of the update itself, so the figures also measure how far the policy has moved by then.
+    Both are compared in every step that trains the policy; `megagrpo report` shows it. With
+    algorithm.rollout_logprobs_as_old and several minibatches the trainer's are those of the update itself, so the
+    figures also measure how far the policy has moved by then.
     """
 
     metric: Literal["mean", "p99", "max", "k3"] = "p99"
@@ -56,8 +57,8 @@ class Mismatch(Section):
 
 
 class DynamicSampling(Section):
-    """Groups whose responses all have the same score are replaced by those of new prompts (DAPO, arXiv:2503.14476,
-    section 3.2).
+    """Groups that teach nothing, as those whose responses all have the same score, are replaced by those of new prompts
+    (DAPO, arXiv:2503.14476, section 3.2).
     """
 
     rounds_max: PositiveInt = 4

@@ -107,7 +107,7 @@ class Train(Section):
 
     logprob_tokens_per_microbatch: PositiveInt | None = None
     """The same in passes without gradients: old and reference logprobs, a critic's values. They keep no activations, so
-    more fit. tokens_per_microbatch unless given. Numbers do not change."""
+    more fit. A multiple of tokens_per_microbatch; the same unless given. Numbers change by rounding only."""
 
     optimizer: Optimizer = Optimizer()
     """Adam and its schedule."""
