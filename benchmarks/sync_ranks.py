@@ -17,8 +17,8 @@ import torch.distributed as dist
 from gather_everything import GatherEverything
 
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.ports import free_port
 from megagrpo.rollout.sglang.client import Endpoint
-from megagrpo.rollout.sglang.server import free_port
 from megagrpo.weights.executors import checkpoint_files, sglang_ways, ways
 from megagrpo.weights.executors.disk import DiskFiles
 from megagrpo.weights.executors.meeting import Meeting

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from megagrpo.ports import free_port
 from megagrpo.recipe.defaults import dtype_name, sync_directory
 from megagrpo.recipe.schema import Recipe, SftRecipe
 
@@ -35,9 +35,7 @@ class RankProcess:
 
     def free_address(self) -> str:
         """tcp://host:port on this node, reachable by the other ranks, with a port that is free now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+        return f"tcp://{ray.util.get_node_ip_address()}:{free_port('')}"
 
     def prepare(self, device: str) -> None:
         """Before anything imports torch."""

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import EngineError, Problem
+from megagrpo.ports import free_port
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE
 from megagrpo.rollout.sglang.processes import (
     kill_group,
@@ -170,10 +170,3 @@ class Server:
                 return bool(response.status == 200)
         except OSError:  # refused, reset, timed out, or an HTTP status that says not yet
             return False
-
-
-def free_port(host: str) -> int:
-    """A TCP port of this interface that is free now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

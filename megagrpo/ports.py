@@ -1,0 +1,39 @@
+"""TCP ports for servers that begin to listen some time after their port is chosen."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+LOWEST = 20000
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+ATTEMPTS = 100
+
+
+def free_port(host: str) -> int:
+    """A port of this interface that is free now, and that the kernel gives to nobody who does not ask for it.
+
+    Servers take seconds to start. Ports of the ephemeral range go to whoever connects somewhere or binds to port 0
+    meanwhile, so this one is from below that range; from within it only if there is none below.
+    """
+    highest = int(EPHEMERAL.read_text(encoding="ascii").split()[0])
+    for port in random.SystemRandom().sample(range(LOWEST, highest), min(ATTEMPTS, max(0, highest - LOWEST))):
+        if _is_free(host, port):
+            return port
+    with _probe(host) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_free(host: str, port: int) -> bool:
+    with _probe(host) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def _probe(host: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
