@@ -58,7 +58,8 @@ def prepare(
         rollout = torch.cat([response.rollout_logprobs for response in responses])
         corrected = correct(old, rollout, sequences, algorithm.correction, _sum_over_ranks)
         kept, sums = corrected.kept, corrected.sums
-        share_out(corrected.importance, responses, "importance")
+        if corrected.importance is not None:
+            share_out(corrected.importance, responses, "importance")
         # Each context rank has a part of every sequence; a token's share of its sequence's kept ones counts them once.
         of_sequence = sequences.of_tokens(sequences.sum(kept.double()))
         counts = torch.stack([kept.double(), torch.where(kept, 1 / of_sequence, 0.0)]).sum(1)
