@@ -80,7 +80,8 @@ def test_a_method_learns_and_leaves_its_figures(inputs: Path, tmp_path: Path, na
     assert set(FIGURES.get(name, "").split()) <= set(entries[STEPS])
     rewards = [entries[step]["reward/share_of_digits"] for step in range(1, STEPS + 1)]
     assert fmean(rewards[-3:]) > 1.5 * fmean(rewards[:3])
-    assert entries[1]["logprob_difference/max"] < 1e-4
+    if "rollout_logprobs_as_old" not in (SHORT | LONG)[name]["algorithm"]:  # else the policy has moved by then
+        assert entries[1]["logprob_difference/max"] < 1e-4
 
 
 @pytest.mark.long
