@@ -108,6 +108,7 @@ def test_the_demo_learns_to_carry_by_every_recipe(tmp_path: Path, name: str) -> 
         recipe_file,
         f"model.path={warm_model()}",
         f"track.directory={tmp_path}",
+        "train.total_steps=40",
         "track.mlflow=null",
         timeout_seconds=600,
     )
