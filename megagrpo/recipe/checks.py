@@ -10,7 +10,7 @@ from megagrpo.recipe.defaults import engine_devices
 from megagrpo.recipe.engine_checks import ENGINE_RULES
 from megagrpo.recipe.fields import nearest
 from megagrpo.recipe.passes import needs_old_logprobs
-from megagrpo.recipe.rank_checks import RANK_RULES
+from megagrpo.recipe.rank_checks import RANK_RULES, longest_fits
 from megagrpo.recipe.rule_problem import RuleProblem, broken
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.recipe.sft_checks import SFT_RULES
@@ -83,23 +83,14 @@ def _sampling(recipe: Recipe) -> Iterator[RuleProblem]:
 
 
 def _lengths(recipe: Recipe) -> Iterator[RuleProblem]:
-    context, prompt, response = (
-        recipe.train.layout.context,
-        recipe.data.prompt_tokens_max,
-        recipe.rollout.response_tokens_max,
+    prompt, response = recipe.data.prompt_tokens_max, recipe.rollout.response_tokens_max
+    yield from longest_fits(
+        recipe.train,
+        prompt + response,
+        described=f"prompt + response of up to {prompt} + {response}",
+        what="sequence",
+        limits=("data.prompt_tokens_max", "rollout.response_tokens_max"),
     )
-    multiple = 1 if context == 1 else 2 * context  # context ranks each take two equal pieces of a sequence
-    longest = -(-(prompt + response) // multiple) * multiple
-    if recipe.train.tokens_per_microbatch * context < longest:
-        yield broken(
-            "train.tokens_per_microbatch",
-            reads=("train.layout.context", "data.prompt_tokens_max", "rollout.response_tokens_max"),
-            given=f"{recipe.train.tokens_per_microbatch} tokens x {context} context ranks, "
-            f"and prompt + response of up to {prompt} + {response}"
-            + (f", padded to {longest} for context ranks" if longest > prompt + response else ""),
-            needed=f"at least {-(-longest // context)}, to hold the longest sequence",
-            fix="raise it, or lower data.prompt_tokens_max or rollout.response_tokens_max",
-        )
 
 
 def _logprob_microbatches(recipe: Recipe) -> Iterator[RuleProblem]:

@@ -6,7 +6,25 @@ from collections.abc import Callable, Iterator
 
 from megagrpo.recipe.lora_checks import lora_problems
 from megagrpo.recipe.rule_problem import RuleProblem, broken
-from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.recipe.schema import AnyRecipe, Train
+
+
+def longest_fits(
+    train: Train, longest: int, *, described: str, what: str, limits: tuple[str, ...]
+) -> Iterator[RuleProblem]:
+    """Whether a microbatch holds sequences of `longest` tokens, which the fields `limits` allow."""
+    context = train.layout.context
+    multiple = 1 if context == 1 else 2 * context  # context ranks each take two equal pieces of a sequence
+    padded = -(-longest // multiple) * multiple
+    if train.tokens_per_microbatch * context < padded:
+        yield broken(
+            "train.tokens_per_microbatch",
+            reads=("train.layout.context", *limits),
+            given=f"{train.tokens_per_microbatch} tokens x {context} context ranks, and {described}"
+            + (f", padded to {padded} for context ranks" if padded > longest else ""),
+            needed=f"at least {-(-padded // context)}, to hold the longest {what}",
+            fix=f"raise it, or lower {' or '.join(limits)}",
+        )
 
 
 def _layout(recipe: AnyRecipe) -> Iterator[RuleProblem]:

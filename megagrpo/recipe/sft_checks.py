@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megagrpo.recipe.rank_checks import RANK_RULES
+from megagrpo.recipe.rank_checks import RANK_RULES, longest_fits
 from megagrpo.recipe.rule_problem import RuleProblem, broken
 from megagrpo.recipe.schema import SftRecipe
 
@@ -47,19 +47,10 @@ def _batch(recipe: SftRecipe) -> Iterator[RuleProblem]:
 
 
 def _lengths(recipe: SftRecipe) -> Iterator[RuleProblem]:
-    context, longest = recipe.train.layout.context, recipe.data.tokens_max
-    multiple = 1 if context == 1 else 2 * context  # context ranks each take two equal pieces of a sequence
-    padded = -(-longest // multiple) * multiple
-    if recipe.train.tokens_per_microbatch * context < padded:
-        yield broken(
-            "train.tokens_per_microbatch",
-            reads=("train.layout.context", "data.tokens_max"),
-            given=f"{recipe.train.tokens_per_microbatch} tokens x {context} context ranks, "
-            f"and examples of up to {longest}"
-            + (f", padded to {padded} for context ranks" if padded > longest else ""),
-            needed=f"at least {-(-padded // context)}, to hold the longest example",
-            fix="raise it, or lower data.tokens_max",
-        )
+    longest = recipe.data.tokens_max
+    yield from longest_fits(
+        recipe.train, longest, described=f"examples of up to {longest}", what="example", limits=("data.tokens_max",)
+    )
 
 
 def _no_logprobs(recipe: SftRecipe) -> Iterator[RuleProblem]:
