@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megagrpo.recipe.schema import EngineLayout
 from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
-from megagrpo.rollout.sglang.engine import SglangEngine
+from megagrpo.rollout.sglang.engine import Pause, SglangEngine
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.weights.executors.meeting import MeetingHost
 from megagrpo.weights.executors.ways import Way, open_sender
@@ -61,15 +61,25 @@ class Served:
             trainer.close()
 
     def reset(self) -> None:
+        with self.client() as client:
+            client.post("/pause_generation", {"mode": "abort"})
+            client.post("/update_weights_from_disk", {"model_path": str(self.directory), "weight_version": "0"})
+            client.post("/continue_generation", {})
+
+    def pause(self, mode: Pause) -> None:
+        """Behind the engine's back: what it sends from now on waits in the server."""
+        with self.client() as client:
+            client.post("/pause_generation", {"mode": mode})
+
+    @contextmanager
+    def client(self) -> Iterator[SglangClient]:
         client = SglangClient(
             Endpoint(self.server.url, self.server.api_key),
             failure=lambda asked, given: self.server.problem(asked, given),
             timeout_seconds=WAIT_SECONDS,
         )
         try:
-            client.post("/pause_generation", {"mode": "abort"})
-            client.post("/update_weights_from_disk", {"model_path": str(self.directory), "weight_version": "0"})
-            client.post("/continue_generation", {})
+            yield client
         finally:
             client.close()
 

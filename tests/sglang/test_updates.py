@@ -108,6 +108,21 @@ def test_samples_that_begin_after_an_update_in_place_are_wholly_of_the_new_weigh
             assert np.abs(sample.logprobs - logprobs_of(new, one, sample)).max() < 1e-5
 
 
+def test_a_sample_that_waited_in_the_server_during_an_update_in_place_is_wholly_of_the_new_weights(
+    tied_server: Served, new_weights: Callable[[str], Path], pool: ThreadPoolExecutor
+) -> None:
+    new, one = new_weights("qwen2_tied"), request((*range(5, 45),), SamplingParams(max_tokens=8), seed=3)
+    with tied_server.trained(pause="in_place") as (engine, trainer):
+        engine.generate([one])  # the server keeps the prompt's keys and values
+        tied_server.pause("in_place")
+        future = pool.submit(engine.generate, [one])
+        running(future)
+        trainer.sync(1, new)
+        (sample,) = future.result(60)
+    assert (sample.versions == 1).all()
+    assert np.abs(sample.logprobs - logprobs_of(new, one, sample)).max() < 1e-5
+
+
 @pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
 def test_no_token_is_sampled_while_an_update_is_open(
     pause: Pause, tied_server: Served, pool: ThreadPoolExecutor

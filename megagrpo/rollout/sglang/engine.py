@@ -138,15 +138,24 @@ class SglangEngine:
                 task.cancel()
 
     async def _generate_one(self, request: Request, deadline: float) -> Sample:
-        async with self._traffic.turn(deadline) as wanted:
-            if not wanted:
-                return aborted_sample(request)
-            try:
-                answer = await self._send(request, deadline)
-            except BrokenConnection:
-                # Its seed is the same, and a server that lives has dropped the first.
-                answer = await self._send(request, deadline)
-            return read_sample(request, answer, self._text, self._protocol.name)
+        while True:
+            async with self._traffic.turn(deadline) as wanted:
+                if not wanted:
+                    return aborted_sample(request)
+                sent_to = self._protocol.version
+                try:
+                    answer = await self._send(request, deadline)
+                except BrokenConnection:
+                    # Its seed is the same, and a server that lives has dropped the first.
+                    answer = await self._send(request, deadline)
+            sample = read_sample(request, answer, self._text, self._protocol.name)
+            if not self._began_in_an_update(sample, sent_to):
+                return sample
+
+    def _began_in_an_update(self, sample: Sample, sent_to: int) -> bool:
+        """Whether it was sent to one version and is marked as wholly of later ones. It waited in the server while
+        weights were written in place, and used a prompt's keys and values of the old ones: sample it anew."""
+        return self._pause == "in_place" and sample.finish != "abort" and bool((sample.versions > sent_to).all())
 
     async def _send(self, request: Request, deadline: float) -> Mapping[str, Any]:
         rid = new_request_id()
@@ -210,16 +219,16 @@ class SglangEngine:
         self._protocol.check_commit(version)
         self.resume_memory(["kv_cache"])
         self._client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        if self._pause != "in_place":
+            self._client.post("/flush_cache", {})
+        self._continue()
+        self._protocol.commit(version)
         if self._pause == "in_place":
             # Requests that run keep what they computed with the old weights, and the cache cannot be flushed around
             # them: the next ones wait until they have ended and it has been.
-            self._continue()
             self._client.start(self._flush_when_drained())
         else:
-            self._client.post("/flush_cache", {})
-            self._continue()
             self._client.run(self._traffic.release())
-        self._protocol.commit(version)
 
     def _open_update(self) -> None:
         if not self._update_open:
