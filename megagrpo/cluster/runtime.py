@@ -18,8 +18,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megagrpo.cluster.placement import DevicePlan, plan_devices
 from megagrpo.errors import Problem, RankError
+from megagrpo.recipe.devices import DevicePlan, plan_devices
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.topology import Place
 

@@ -81,7 +81,7 @@ def _ranks(recipe: AnyRecipe, architecture: Architecture) -> str:
 
 def _layers(recipe: AnyRecipe, architecture: Architecture) -> str:
     layout = recipe.train.layout
-    each = len(layers_of_chunk(architecture.layers, layout.pipeline, layout.virtual_pipeline, 0, 0))
+    each = len(layers_of_chunk(architecture.layers, layout.parallel(), 0, 0))
     chunks = f" in {layout.virtual_pipeline} chunks of {each}" if layout.virtual_pipeline > 1 else ""
     return f"{architecture.layers}, {each * layout.virtual_pipeline} on each pipeline stage{chunks}"
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from megagrpo.cluster.placement import plan_devices
 from megagrpo.data.files import records
 from megagrpo.data.rows import file_problems
 from megagrpo.errors import MegagrpoError, PreflightError, Problem
 from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
+from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.load import Kind, LoadedRecipe
 from megagrpo.recipe.model_checks import model_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe

@@ -74,15 +74,13 @@ def test_a_layout_is_described_by_the_sizes_that_matter(layout):
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
 def test_chunks_partition_the_layers(per_chunk, pipeline, chunks):
-    layers = prod((per_chunk, pipeline, chunks))
+    layers, layout = prod((per_chunk, pipeline, chunks)), ParallelLayout(pipeline=pipeline, virtual_pipeline=chunks)
     # The model passes through the stages once for each chunk.
     order = [
         layer
         for chunk in range(chunks)
         for stage in range(pipeline)
-        for layer in layers_of_chunk(layers, pipeline, chunks, stage, chunk)
+        for layer in layers_of_chunk(layers, layout, stage, chunk)
     ]
     assert order == list(range(layers))
-    assert {len(layers_of_chunk(layers, pipeline, chunks, s, c)) for s in range(pipeline) for c in range(chunks)} == {
-        per_chunk
-    }
+    assert {len(layers_of_chunk(layers, layout, s, c)) for s in range(pipeline) for c in range(chunks)} == {per_chunk}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.layout.stages import layers_of_chunk
 from megagrpo.recipe.checks import evaluation_metrics, recipe_problems
 from megagrpo.recipe.fields import is_field
@@ -227,6 +228,6 @@ def test_an_accepted_pipeline_places_every_layer_once(pipeline: int, virtual: in
         layer
         for chunk in range(virtual)
         for stage in range(pipeline)
-        for layer in layers_of_chunk(layers, pipeline, virtual, stage, chunk)
+        for layer in layers_of_chunk(layers, ParallelLayout(pipeline=pipeline, virtual_pipeline=virtual), stage, chunk)
     ]
     assert (placed == list(range(layers))) == (not found)

@@ -81,6 +81,12 @@ class Cluster(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What ranks and engines compute on. auto: cuda where there is one."""
 
+    gpu: str | None = None
+    """Kind of the cluster's GPUs for `megagrpo plan`, such as H100; docs/plan.md lists those that it knows."""
+
+    gpus_per_node: PositiveInt = 8
+    """GPUs of each node, for `megagrpo plan`."""
+
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """colocated: engines share the trainer's devices and take turns. disaggregated: they have their own."""
 

@@ -102,7 +102,7 @@ class _Rank:
         last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
         if first:
             self.add_vocabulary(prefix + "embedding.word_embeddings.weight", model.roles["embedding"])
-        chunk_layers = layers_of_chunk(arch.layers, layout.pipeline, layout.virtual_pipeline, stage, chunk)
+        chunk_layers = layers_of_chunk(arch.layers, layout, stage, chunk)
         for local, layer in enumerate(chunk_layers):
             in_layer = f"{prefix}decoder.layers.{local}."
             held = model.layers[layer]
