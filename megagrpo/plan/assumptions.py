@@ -1,0 +1,191 @@
+"""What a plan takes for granted about speeds, lengths and overheads. Each number can be given, or taken from a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from megagrpo.recipe.schema import AnyRecipe
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Shares are of a maximum, efficiencies of a data sheet's speed, seconds are wall-clock.
+
+    The five `..._factor` say how much longer a phase takes than everything else here predicts: they are 1 until
+    `plan --calibrate` takes them from a run.
+    """
+
+    prompt_tokens: float | None = None
+    """Mean prompt, in tokens. Unless given, `prompt_share` of the longest allowed."""
+
+    prompt_share: float = 0.25
+    """Mean prompt over data.prompt_tokens_max. Ours: GSM8K with a chat template has about 130 of 512."""
+
+    response_tokens: float | None = None
+    """Mean response, in tokens. Unless given, `response_share` of the longest allowed."""
+
+    response_share: float = 0.4
+    """Mean response over rollout.response_tokens_max. Ours: limits are usually chosen so that few responses reach them;
+    the mean of our long-tailed benchmark is a third of its longest (docs/performance.md)."""
+
+    longest_response_tokens: float | None = None
+    """Longest response of a step, in tokens. Unless given, the longest allowed: some of hundreds reach it."""
+
+    example_share: float = 0.5
+    """Mean example of supervised fine-tuning over data.tokens_max."""
+
+    signal_share: float = 0.7
+    """Sampled groups whose rewards differ. Between nearly all at the start of a run and about half late in one (DAPO,
+    arXiv:2503.14476, figure 3b)."""
+
+    packing: float = 0.9
+    """Tokens of a microbatch over what it can hold. Ours: packing/efficiency of runs with hundreds of sequences."""
+
+    imbalance: float = 1.05
+    """Work of the busiest data rank over the mean. Ours: packing/imbalance."""
+
+    matrix_efficiency: float = 0.6
+    """Dense products in training, of peak FLOPs. Large bfloat16 products reach 0.6 to 0.75 on H100; whole training
+    steps of Megatron-LM up to 0.47 (its README), where communication and attention are not counted apart, as here."""
+
+    expert_efficiency: float = 0.35
+    """Grouped products of experts in training, of peak FLOPs: smaller matrices of unequal size. Megatron-Core reports
+    0.25 to 0.45 of peak for whole steps of mixtures (arXiv:2504.14960)."""
+
+    expert_imbalance: float = 1.3
+    """Tokens of the busiest expert rank over the mean. There is no balancing loss in reinforcement learning."""
+
+    attention_efficiency: float = 0.4
+    """Attention's core in training, of peak FLOPs: FlashAttention-2 reaches 0.35 to 0.4 on H100, version 3 up to 0.75
+    forward (arXiv:2407.08608)."""
+
+    layer_seconds: float = 1.5e-4
+    """Per layer and forward pass of a microbatch, besides its products: norms, rotary embedding, launches. A backward
+    pass has twice as much."""
+
+    prefill_efficiency: float = 0.45
+    """Products over prompts in an engine, of peak FLOPs."""
+
+    decode_efficiency: float = 0.6
+    """Reading weights, keys and values in an engine, of the memory's bandwidth. Decoding kernels reach 0.6 to 0.8."""
+
+    decode_step_seconds: float = 2e-3
+    """Per decoded token of a batch, besides reading and products: scheduling, sampling, detokenising."""
+
+    collective_seconds: float = 1.5e-5
+    """Latency of one collective operation in a node."""
+
+    network_collective_seconds: float = 5e-5
+    """Latency of one collective operation over the network."""
+
+    node_efficiency: float = 0.75
+    """Of the data sheet's bytes per second within a node. NCCL's all-reduce reaches 0.75 to 0.85 on eight H100."""
+
+    network_bytes_per_second: float = 50e9
+    """Of each GPU's share of its node's network, in each direction: one 400 Gb/s adapter per GPU."""
+
+    network_efficiency: float = 0.75
+    """Of the above."""
+
+    overlap: float = 0.0
+    """Share of the data-parallel communication that is hidden behind backward passes. megagrpo hides none."""
+
+    optimizer_efficiency: float = 0.5
+    """Adam's reading and writing, of the memory's bandwidth."""
+
+    host_bytes_per_second: float = 20e9
+    """Between a GPU and its host's memory, for train.offload: PCIe 4 at four fifths."""
+
+    disk_bytes_per_second: float = 5e9
+    """Of a shared file system, for weights.transfer: disk: all writers together, and all readers together."""
+
+    sync_efficiency: float = 0.5
+    """Of link speeds when weights travel in buckets. Published syncs take 2 to 10 times what links alone need
+    (docs/performance.md)."""
+
+    sync_seconds: float = 0.3
+    """Per sync, whatever the size: pausing engines, opening and closing an update. Ours on two cores: 0.05; with NCCL
+    0.2 to 0.35 s for a whole sync of 4B parameters are published (NeMo-RL, nccl-reshard-refit.md)."""
+
+    digest_bytes_per_second: float = 50e9
+    """At which a rank digests what it sends or holds, to verify a sync. A few passes over 64-bit sums in GPU memory."""
+
+    reward_seconds: float = 1.3e-4
+    """To score one response by a function that runs on the driver. Ours: 0.034 s for 256 (docs/performance.md)."""
+
+    isolated_reward_seconds: float = 0.01
+    """To score one response in one of reward.workers: math and your own functions. A guess; give your own."""
+
+    driver_seconds: float = 0.2
+    """Per step on the driver besides the phases: advantages, packing, calls, metrics. A guess for many ranks."""
+
+    driver_seconds_per_response: float = 1e-4
+    """The same for each response. Ours: 0.016 s for 256."""
+
+    rollout_factor: float = 1.0
+    """Measured over predicted seconds."""
+
+    reward_factor: float = 1.0
+    """Measured over predicted seconds."""
+
+    logprobs_factor: float = 1.0
+    """Measured over predicted seconds."""
+
+    update_factor: float = 1.0
+    """Measured over predicted seconds."""
+
+    weight_sync_factor: float = 1.0
+    """Measured over predicted seconds."""
+
+
+SHARES = frozenset(
+    field.name
+    for field in fields(Assumptions)
+    if field.name.endswith(("_share", "_efficiency")) or field.name in ("packing", "overlap")
+)
+MAY_BE_ZERO = frozenset({"overlap", "signal_share"} | {f.name for f in fields(Assumptions) if "seconds" in f.name})
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a step's sequences. Their lengths beyond the prompt follow `alive`.
+
+    Supervised fine-tuning has examples in place of responses, and no prompts.
+    """
+
+    prompt: float
+    response: float
+    longest: float
+
+    @property
+    def _steepness(self) -> float:
+        return self.longest / self.response - 1
+
+    def alive(self, tokens: float) -> float:
+        """Share of the responses that are longer than `tokens`: (1 - tokens / longest)^(longest / mean - 1).
+
+        Of all curves of this form it is the one with the right mean; 1 up to the end if all are equally long.
+        """
+        return (1 - tokens / self.longest) ** self._steepness if tokens < self.longest else 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.prompt + self.response
+
+    @property
+    def mean_square(self) -> float:
+        """Mean of the squared length of prompt and response together, which attention's products grow with."""
+        a = self._steepness
+        of_response = 2 * self.longest**2 / ((a + 1) * (a + 2))
+        return self.prompt**2 + 2 * self.prompt * self.response + of_response
+
+
+def lengths_of(recipe: AnyRecipe, assumptions: Assumptions) -> Lengths:
+    """Mean prompt and response, and the longest response, in tokens."""
+    raise NotImplementedError
+
+
+def assumptions_from(given: Iterable[str]) -> Assumptions:
+    """The defaults with each "name=value" of `given` in their place. Raises RecipeError naming every bad one."""
+    raise NotImplementedError
