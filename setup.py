@@ -29,6 +29,7 @@ setup(
         "aiohttp>=3.10",
         "psutil>=6",
         "einops>=0.8",
+        "packaging>=24.2",
     ],
     extras_require={
         "sglang": ["sglang>=0.5.23,<0.6"],

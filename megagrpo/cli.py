@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megagrpo.data.prepared import Prepared
 
 EXIT_DIFFERENT = 1
+EXIT_WRONG = 1
 EXIT_INTERRUPTED = 130
 DIFFERENCES_SHOWN = 10
 
@@ -76,6 +77,12 @@ def report(asked: argparse.Namespace) -> int:
 
     print(report_of(asked.directory, asked.steps))
     return 0
+
+
+def doctor(asked: argparse.Namespace) -> int:
+    from megagrpo.doctor.doctor import examine
+
+    return 0 if examine(print) else EXIT_WRONG
 
 
 def prepare_gsm8k(asked: argparse.Namespace) -> int:
@@ -188,6 +195,10 @@ def _parser() -> argparse.ArgumentParser:
     reporter.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
     reporter.add_argument("--steps", type=_positive, default=20, metavar="N", help="last steps to show; default: 20")
     reporter.set_defaults(command=report)
+
+    text = "look at packages, GPUs, network and limits of this machine, with a remedy for each fault; 1 if one is wrong"
+    examiner = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
+    examiner.set_defaults(command=doctor)
 
     text = "write prompt files (parquet)"
     preparers = commands.add_parser("prepare", help=text, description=text, allow_abbrev=False).add_subparsers(

@@ -1,0 +1,1 @@
+"""What is installed, what works, and what is missing on this machine?"""

@@ -1,0 +1,126 @@
+"""The machine around the packages: Python, network, shared memory, limits, disk, and what starts jobs."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from megagrpo.doctor.finding import Finding
+
+PYTHON = (3, 11)
+OPEN_FILES = 65536  # what Ray's own documentation asks for on larger clusters
+SHARED_MEMORY_BYTES = 8 << 30  # room for a few buckets of a weight sync, and Ray's objects
+DISK_BYTES = 50 << 30
+INFINIBAND = Path("/sys/class/infiniband")
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def machine_findings() -> Iterator[Finding]:
+    yield _python()
+    yield _shared_memory()
+    yield _open_files()
+    yield _locked_memory()
+    yield _disk(Path.cwd())
+    yield _hostname()
+    yield from _interfaces()
+    yield _launchers()
+
+
+def _python() -> Finding:
+    version, needed = platform.python_version(), ".".join(map(str, PYTHON))
+    if sys.version_info < PYTHON:
+        return Finding("Python", "wrong", version, f"Python {needed} or later")
+    return Finding("Python", "ok", f"{version}, {os.cpu_count()} cores, {_gib(psutil.virtual_memory().total)} memory")
+
+
+def _shared_memory() -> Finding:
+    if not SHARED_MEMORY.is_dir():
+        return Finding("/dev/shm", "doubtful", "not there", "a tmpfs: weights travel to engines of a node through it")
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free < SHARED_MEMORY_BYTES:
+        remedy = f"at least {_gib(SHARED_MEMORY_BYTES)} (docker run --shm-size, or remount it), or smaller buckets"
+        return Finding("/dev/shm", "doubtful", f"{_gib(free)} free", f"{remedy}: weights.bucket_bytes")
+    return Finding("/dev/shm", "ok", f"{_gib(free)} free")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+        raised = "" if hard == resource.RLIM_INFINITY or hard >= OPEN_FILES else f" (its hard limit is {hard})"
+        remedy = f"ulimit -n {OPEN_FILES}{raised} before Ray starts: large clusters need it"
+        return Finding("open files", "doubtful", f"at most {soft}", remedy)
+    return Finding("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}")
+
+
+def _locked_memory() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("locked memory", "ok", "no limit")
+    if not _infiniband():
+        return Finding("locked memory", "ok", f"at most {_gib(soft)}; only InfiniBand and pinned memory need more")
+    return Finding("locked memory", "doubtful", f"at most {_gib(soft)}", "ulimit -l unlimited: InfiniBand needs it")
+
+
+def _disk(directory: Path) -> Finding:
+    free = shutil.disk_usage(directory).free
+    if free < DISK_BYTES:
+        remedy = "megagrpo plan RECIPE says what its checkpoints take; checkpoint.directory moves them"
+        return Finding(f"disk at {directory}", "doubtful", f"{_gib(free)} free", remedy)
+    return Finding(f"disk at {directory}", "ok", f"{_gib(free)} free")
+
+
+def _hostname() -> Finding:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        remedy = "an entry in /etc/hosts or DNS: other nodes ask for this name"
+        return Finding(f"host name {name}", "doubtful", f"has no address: {error}", remedy)
+    if ipaddress.ip_address(address).is_loopback:
+        remedy = "an address that other nodes reach, or ray start --node-ip-address; one machine alone works so"
+        return Finding(f"host name {name}", "doubtful", f"is {address}", remedy)
+    return Finding(f"host name {name}", "ok", address)
+
+
+def _interfaces() -> Iterator[Finding]:
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = [
+        f"{name} {entry.address}"
+        for name, entries in sorted(psutil.net_if_addrs().items())
+        for entry in entries
+        if name in up and entry.family is socket.AF_INET and not ipaddress.ip_address(entry.address).is_loopback
+    ]
+    text = ", ".join([*found, *(f"InfiniBand {name}" for name in _infiniband())])
+    if not text:
+        yield Finding("network", "doubtful", "loopback only", "an interface that other nodes reach, for several nodes")
+    else:
+        yield Finding("network", "ok", text)
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        chosen = os.environ.get(variable, "").lstrip("^=").split(",")[0]
+        if chosen and not any(name.startswith(chosen) for name in up):
+            given = f"{os.environ[variable]}, which is no interface that is up"
+            yield Finding(variable, "wrong", given, f"unset it, or one of {', '.join(sorted(up))}")
+
+
+def _infiniband() -> list[str]:
+    return sorted(entry.name for entry in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+
+
+def _launchers() -> Finding:
+    slurm = "Slurm's sbatch" if shutil.which("sbatch") else ""
+    address = os.environ.get("RAY_ADDRESS")
+    ray = f"RAY_ADDRESS {address}" if address else "no RAY_ADDRESS: runs start Ray on this machine"
+    return Finding("jobs", "ok", ", ".join(filter(None, (slurm, ray))))
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

@@ -1,0 +1,136 @@
+"""Packages: are those of setup.py here in the versions that it asks for, and do they fit one another?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from importlib.util import find_spec
+
+from packaging.requirements import Requirement
+
+from megagrpo.doctor.finding import Finding
+from megagrpo.recipe.schema import Sglang
+from megagrpo.rollout.sglang.arguments import sglang_problems
+
+IMPORT_SECONDS = 120.0
+WITHOUT: Mapping[str, str] = {
+    "sglang": "rollouts by SGLang (pip install megagrpo[sglang]; make sglang-cpu on CPUs); the embedded engine is slow",
+    "te": "Transformer Engine's fused layers (pip install megagrpo[te]); without it GPUs run Megatron's local layers",
+    "wandb": "tracking by Weights & Biases (pip install megagrpo[wandb])",
+    "tensorboard": "tracking by TensorBoard (pip install megagrpo[tensorboard])",
+}
+"""What each optional extra of setup.py is for."""
+CORNERSTONES = ("megatron-core", "sglang", "transformer-engine", "transformers", "ray", "mlflow")
+"""Packages whose own requirements are compared with what is installed."""
+APEX = "pip uninstall apex, then build NVIDIA's from https://github.com/NVIDIA/apex, with its C++ and CUDA extensions"
+
+
+def package_findings(
+    requirements: list[str] | None = None, version_of: Callable[[str], str | None] | None = None
+) -> Iterator[Finding]:
+    """Each requirement of megagrpo, then what the larger packages ask of one another."""
+    version_of = version_of or installed_version
+    for text in requirements if requirements is not None else metadata.requires("megagrpo") or []:
+        requirement = Requirement(text)
+        extra = next((name for name in WITHOUT if _is_of(requirement, name)), None)
+        if requirement.marker is None or extra is not None:
+            yield _required(requirement, version_of(requirement.name), extra)
+
+
+def fit_findings(
+    requirements_of: Callable[[str], list[str]] | None = None, version_of: Callable[[str], str | None] | None = None
+) -> Iterator[Finding]:
+    """For each installed cornerstone, which of its own requirements are met by other versions than it asks for."""
+    requirements_of, version_of = requirements_of or _requirements, version_of or installed_version
+    for name in CORNERSTONES:
+        version = version_of(name)
+        if version is None:
+            continue
+        wrong = []
+        for requirement in map(Requirement, requirements_of(name)):
+            found = version_of(requirement.name)
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if applies and found is not None and not requirement.specifier.contains(found, prereleases=True):
+                wrong.append(f"{requirement.name}{requirement.specifier}, and {found} is here")
+        if wrong:
+            remedy = f"install {name} as it declares, or in an environment of its own"
+            if name == "sglang":
+                remedy += " (rollout.sglang.python); make sglang-cpu installs it so, and it runs on CPUs"
+            yield Finding(f"{name} {version}", "doubtful", f"asks for {'; '.join(wrong)}", remedy)
+        else:
+            yield Finding(f"{name} {version}", "ok", "fits what else is installed")
+
+
+def working_findings() -> Iterator[Finding]:
+    """Whether the optional packages that are here can be used. SGLang is asked in a process of its own."""
+    yield _apex()
+    if installed_version("transformer-engine") is not None:
+        yield _transformer_engine()
+    if installed_version("sglang") is not None:
+        problems = sglang_problems(Sglang())
+        for problem in problems:
+            yield Finding("SGLang", "wrong", problem.given, problem.fix or problem.needed)
+        if not problems:
+            yield Finding("SGLang", "ok", "its servers' arguments can be read")
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _requirements(name: str) -> list[str]:
+    return metadata.requires(name) or []
+
+
+def _is_of(requirement: Requirement, extra: str) -> bool:
+    marker = requirement.marker
+    return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
+
+
+def _required(requirement: Requirement, version: str | None, extra: str | None) -> Finding:
+    asked = f"{requirement.name}{requirement.specifier}"
+    if version is None and extra is not None:
+        return Finding(requirement.name, "absent", "not installed", WITHOUT[extra])
+    if version is None:
+        return Finding(requirement.name, "wrong", "not installed", f"pip install '{asked}'")
+    if not requirement.specifier.contains(version, prereleases=True):
+        return Finding(requirement.name, "wrong", f"{version}, and {asked} is needed", f"pip install '{asked}'")
+    return Finding(requirement.name, "ok", version)
+
+
+def _apex() -> Finding:
+    """NVIDIA's has compiled modules beside it; the package of that name on PyPI is another."""
+    if find_spec("amp_C") is not None:
+        fused = find_spec("fused_weight_gradient_mlp_cuda") is not None
+        return Finding("apex", "ok", f"NVIDIA's, {'with' if fused else 'without'} fused accumulation of gradients")
+    if find_spec("apex") is not None:
+        return Finding("apex", "wrong", "not NVIDIA's, or built without its extensions", APEX)
+    return Finding(
+        "apex",
+        "absent",
+        "not installed",
+        "fused Adam and accumulation of gradients on GPUs, built from https://github.com/NVIDIA/apex; without it both "
+        "are slower, and Transformer Engine's Adam is used where it is installed",
+    )
+
+
+def _transformer_engine() -> Finding:
+    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("Transformer Engine", "wrong", f"not imported after {IMPORT_SECONDS:g} s", "install it anew")
+    if done.returncode == 0:
+        return Finding("Transformer Engine", "ok", "can be imported")
+    reason = (done.stderr.strip().splitlines() or ["without a word"])[-1]
+    return Finding(
+        "Transformer Engine",
+        "wrong",
+        f"cannot be imported: {reason}",
+        "build it for the installed torch: pip install --no-build-isolation 'transformer-engine[pytorch]'",
+    )

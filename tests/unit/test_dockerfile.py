@@ -1,0 +1,38 @@
+"""The pins of the GPU environment: they satisfy what we, and the packages that we build on, declare."""
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+from megagrpo.doctor.packages import fit_findings, installed_version, package_findings
+
+ROOT = Path(__file__).parents[2]
+PINS = dict(
+    line.split("==")
+    for line in (ROOT / "requirements/gpu.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+)
+
+
+def pinned(name: str) -> str | None:
+    return PINS.get(re.sub(r"[-_.]+", "-", name).lower())
+
+
+def test_the_pins_are_what_setup_py_asks_for() -> None:
+    found = {finding.part: finding for finding in package_findings(version_of=pinned)}
+    assert {name for name, finding in found.items() if finding.state == "absent"} == {"wandb", "tensorboard"}
+    assert [finding for finding in found.values() if finding.state == "wrong"] == []
+
+
+def test_the_pins_are_those_versions_that_fit_the_packages_tested_here() -> None:
+    for name in ("megatron-core", "sglang", "ray", "mlflow"):
+        assert pinned(name) == metadata.version(name)
+    found = fit_findings(lambda name: metadata.requires(name) or [] if installed_version(name) else [], pinned)
+    assert [finding for finding in found if finding.state != "ok"] == []
+
+
+def test_the_dockerfile_copies_what_is_there() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    copied = [path for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for path in line.split()[:-1]]
+    assert "requirements/gpu.txt" in copied
+    assert [path for path in copied if not (ROOT / path).exists()] == []

@@ -1,0 +1,80 @@
+"""The doctor: what it says of packages that are missing, too old, or do not fit, and of this machine."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from megagrpo.cli import main
+from megagrpo.doctor import doctor, machine
+from megagrpo.doctor.finding import Finding
+from megagrpo.doctor.packages import WITHOUT, fit_findings, package_findings
+
+REQUIRED = [
+    "torch>=2.9",
+    "megatron-core<0.17,>=0.16.1",
+    'sglang<0.6,>=0.5.23; extra == "sglang"',
+    'transformer-engine[pytorch]>=2.4; extra == "te"',
+    'pytest>=8; extra == "dev"',
+]
+
+
+def packages(versions: Mapping[str, str]) -> dict[str, Finding]:
+    return {finding.part: finding for finding in package_findings(REQUIRED, versions.get)}
+
+
+def test_a_missing_or_wrong_version_of_a_needed_package_is_wrong_and_says_what_to_install() -> None:
+    found = packages({"torch": "2.8.1+cu128"})
+    assert found["torch"].state == found["megatron-core"].state == "wrong"
+    assert "torch>=2.9" in found["torch"].remedy
+    assert "2.8.1+cu128" in found["torch"].found
+    assert "megatron-core<0.17,>=0.16.1" in found["megatron-core"].remedy
+
+
+def test_optional_packages_may_be_absent_but_not_of_a_wrong_version_and_developers_tools_are_left_out() -> None:
+    found = packages({"torch": "2.14.1", "megatron-core": "0.16.1", "sglang": "0.4.0"})
+    assert found["torch"].state == found["megatron-core"].state == "ok"
+    assert found["transformer-engine"].state == "absent"
+    assert found["transformer-engine"].remedy == WITHOUT["te"]
+    assert found["sglang"].state == "wrong"
+    assert "pytest" not in found
+
+
+def test_what_a_package_asks_of_others_is_compared_with_what_is_here() -> None:
+    asked = {"sglang": ["torch==2.14.1", "transformers==5.19.0", 'timm==1.0; extra == "images"', "einops"]}
+    versions = {"sglang": "0.5.23", "torch": "2.13.0+cpu", "transformers": "5.19.0", "timm": "2.0", "ray": "2.60.0"}
+    found = {finding.part: finding for finding in fit_findings(lambda name: asked.get(name, []), versions.get)}
+    assert set(found) == {"sglang 0.5.23", "ray 2.60.0", "transformers 5.19.0"}
+    assert found["ray 2.60.0"].state == "ok"
+    assert found["sglang 0.5.23"].state == "doubtful"
+    assert found["sglang 0.5.23"].found == "asks for torch==2.14.1, and 2.13.0+cpu is here"
+
+
+def test_every_optional_extra_says_what_it_is_for() -> None:
+    from importlib import metadata
+
+    extras = set(metadata.metadata("megagrpo").get_all("Provides-Extra") or [])
+    assert extras - {"dev"} == set(WITHOUT)
+
+
+def test_a_network_variable_that_names_no_interface_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nonesuch0")
+    found = {finding.part: finding for finding in machine.machine_findings()}
+    assert found["NCCL_SOCKET_IFNAME"].state == "wrong"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    assert "NCCL_SOCKET_IFNAME" not in {finding.part for finding in machine.machine_findings()}
+
+
+def test_the_command_prints_every_chapter_and_fails_if_something_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = dict(doctor.CHAPTERS) | {"do the optional ones work": lambda: ()}  # starts processes
+    monkeypatch.setattr(doctor, "CHAPTERS", asked)
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for title in doctor.CHAPTERS:
+        assert f"{title}:" in printed
+    assert "0 wrong" in printed
+    broken = Finding("disk", "wrong", "full", "remove something")
+    monkeypatch.setattr(doctor, "CHAPTERS", {"machine": lambda: [broken]})
+    assert main(["doctor"]) == 1
+    assert "fix: remove something" in capsys.readouterr().out
