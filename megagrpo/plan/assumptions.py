@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 
-from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.errors import Problem, RecipeError
+from megagrpo.recipe.schema import AnyRecipe, SftRecipe
 
 
 @dataclass(frozen=True)
@@ -139,19 +142,11 @@ class Assumptions:
     """Measured over predicted seconds."""
 
 
-SHARES = frozenset(
-    field.name
-    for field in fields(Assumptions)
-    if field.name.endswith(("_share", "_efficiency")) or field.name in ("packing", "overlap")
-)
-MAY_BE_ZERO = frozenset({"overlap", "signal_share"} | {f.name for f in fields(Assumptions) if "seconds" in f.name})
-
-
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a step's sequences. Their lengths beyond the prompt follow `alive`.
+    """Tokens of a step's sequences: the mean prompt, the mean response and the longest response.
 
-    Supervised fine-tuning has examples in place of responses, and no prompts.
+    How long responses are follows `alive`. Supervised fine-tuning has examples in their place, and no prompts.
     """
 
     prompt: float
@@ -165,27 +160,71 @@ class Lengths:
     def alive(self, tokens: float) -> float:
         """Share of the responses that are longer than `tokens`: (1 - tokens / longest)^(longest / mean - 1).
 
-        Of all curves of this form it is the one with the right mean; 1 up to the end if all are equally long.
+        Among curves of this form it is the one with the right mean; 1 up to the end if all are equally long.
         """
         return (1 - tokens / self.longest) ** self._steepness if tokens < self.longest else 0.0
 
     @property
-    def mean(self) -> float:
+    def sequence(self) -> float:
+        """Mean prompt and response together."""
         return self.prompt + self.response
 
     @property
-    def mean_square(self) -> float:
-        """Mean of the squared length of prompt and response together, which attention's products grow with."""
-        a = self._steepness
-        of_response = 2 * self.longest**2 / ((a + 1) * (a + 2))
-        return self.prompt**2 + 2 * self.prompt * self.response + of_response
+    def response_square(self) -> float:
+        """Mean of a response's squared length."""
+        return 2 * self.longest**2 / ((self._steepness + 1) * (self._steepness + 2))
+
+    @property
+    def sequence_square(self) -> float:
+        """The same of prompt and response together, which attention's products grow with; all prompts alike."""
+        return self.prompt**2 + 2 * self.prompt * self.response + self.response_square
 
 
 def lengths_of(recipe: AnyRecipe, assumptions: Assumptions) -> Lengths:
-    """Mean prompt and response, and the longest response, in tokens."""
-    raise NotImplementedError
+    """As given, else shares of what the recipe allows at most. A mean is never above the longest."""
+    if isinstance(recipe, SftRecipe):
+        most = float(recipe.data.tokens_max)
+        mean = min(most, assumptions.response_tokens or assumptions.example_share * most)
+        return Lengths(0.0, mean, min(most, max(mean, assumptions.longest_response_tokens or most)))
+    most_prompt, most = float(recipe.data.prompt_tokens_max), float(recipe.rollout.response_tokens_max)
+    prompt = min(most_prompt, assumptions.prompt_tokens or assumptions.prompt_share * most_prompt)
+    mean = min(most, assumptions.response_tokens or assumptions.response_share * most)
+    return Lengths(prompt, mean, min(most, max(mean, assumptions.longest_response_tokens or most)))
 
 
 def assumptions_from(given: Iterable[str]) -> Assumptions:
     """The defaults with each "name=value" of `given` in their place. Raises RecipeError naming every bad one."""
-    raise NotImplementedError
+    values: dict[str, float] = {}
+    problems: list[Problem] = []
+    for text in given:
+        name, _, written = text.partition("=")
+        problem = _problem(name.strip(), written.strip())
+        if problem is None:
+            values[name.strip()] = float(written)
+        else:
+            problems.append(problem)
+    if problems:
+        raise RecipeError(problems)
+    return replace(Assumptions(), **values)
+
+
+def _problem(name: str, written: str) -> Problem | None:
+    where = f"assumption {name}"
+    names = [field.name for field in fields(Assumptions)]
+    if name not in names:
+        near = get_close_matches(name, names, n=1)
+        return Problem(
+            where,
+            given=f"{name}={written}" if written else name,
+            needed=f"NAME=VALUE with one of {', '.join(names)}",
+            fix=f"did you mean {near[0]}?" if near else "",
+        )
+    try:
+        value = float(written)
+    except ValueError:
+        return Problem(where, given=written or "nothing", needed=f"a number, as in {name}=0.5")
+    share = name in ("packing", "overlap") or name.endswith(("_share", "_efficiency"))
+    least = "at least 0" if name == "overlap" or "seconds" in name.split("_per_")[0] else "more than 0"
+    if not math.isfinite(value) or value < 0 or (value == 0 and least == "more than 0") or (share and value > 1):
+        return Problem(where, given=written, needed=f"{least}{' and at most 1' if share else ''}")
+    return None

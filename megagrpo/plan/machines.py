@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
+from megagrpo.errors import Problem, RecipeError
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.recipe.schema import AnyRecipe
 
@@ -34,8 +36,42 @@ class Machines:
     network_bytes_per_second: float
 
 
-H100 = Gpu("H100", 79 * 2**30, 989e12, 3.35e12, 450e9, "NVIDIA H100 Tensor Core GPU data sheet, SXM5, without sparsity")
-GPUS: Mapping[str, Gpu] = {"H100": H100}
+def _gpu(
+    name: str, gib: float, teraflops: float, memory_gigabytes: float, node_gigabytes: float, source: str
+) -> tuple[str, Gpu]:
+    """An entry of GPUS; the last two figures before the source are 10^9 bytes a second."""
+    return name, Gpu(
+        name, int(gib * 2**30), teraflops * 1e12, memory_gigabytes * 1e9, node_gigabytes * 1e9, f"NVIDIA {source}"
+    )
+
+
+# Data sheets often print twice the dense FLOPs, with sparsity, and both directions of a link added up. Bridges that
+# join two GPUs (H100 PCIe and NVL, RTX 3090) do not count: a node's other GPUs are behind PCIe. GiB are of drivers:
+# what is left of the round figure on the box after the GPU's own share, with ECC where it is on.
+GPUS: Mapping[str, Gpu] = dict(
+    (
+        _gpu("H100", 79, 989, 3350, 450, "H100 data sheet, SXM5"),
+        _gpu("H100-PCIe", 79, 756, 2000, 64, "H100 PCIe product brief; PCIe 5"),
+        _gpu("H100-NVL", 93, 835, 3900, 64, "H100 data sheet, NVL; PCIe 5"),
+        _gpu("H200", 139, 989, 4800, 450, "H200 data sheet, SXM"),
+        _gpu("H20", 95, 148, 4000, 450, "H20 data sheet"),
+        _gpu("H800", 79, 989, 3350, 200, "H800 data sheet, SXM5: an H100 with NVLink of 400 GB/s in all"),
+        _gpu("A100-80GB", 79, 312, 2039, 300, "A100 80GB data sheet, SXM4"),
+        _gpu("A100-40GB", 39, 312, 1555, 300, "A100 data sheet, SXM4"),
+        _gpu("A800", 79, 312, 2039, 200, "A800 80GB data sheet, SXM4: an A100 with NVLink of 400 GB/s in all"),
+        _gpu("B200", 178, 2250, 8000, 900, "HGX B200 data sheet, an eighth of its eight GPUs"),
+        _gpu("B300", 268, 2250, 8000, 900, "HGX B300 data sheet, an eighth of its eight GPUs"),
+        _gpu("GB200", 184, 2500, 8000, 900, "GB200 NVL72 data sheet, a 72nd of its GPUs; its node has up to 72"),
+        _gpu("L40S", 44.4, 362, 864, 32, "L40S data sheet; PCIe 4"),
+        _gpu("L4", 22, 121, 300, 32, "L4 data sheet; PCIe 4"),
+        _gpu("A10G", 22, 70, 600, 32, "A10G data sheet; PCIe 4"),
+        _gpu("RTX-4090", 23.5, 165.2, 1008, 32, "Ada architecture paper, bfloat16 summed in float32; PCIe 4"),
+        _gpu("RTX-3090", 23.5, 71, 936, 32, "GA102 architecture paper, bfloat16 summed in float32; PCIe 4"),
+        _gpu("RTX-5090", 31.3, 209.5, 1792, 64, "RTX Blackwell paper, bfloat16 summed in float32; PCIe 5"),
+        _gpu("RTX-6000-Ada", 47, 364.2, 960, 32, "RTX 6000 Ada data sheet; PCIe 4"),
+        _gpu("RTX-PRO-6000", 94, 503.8, 1792, 64, "RTX PRO 6000 Blackwell data sheet, workstation; PCIe 5"),
+    )
+)
 
 A_CPU = Machines(Gpu("CPU", 16 * 2**30, 1e11, 2e10, 5e9, "placeholders, for calibration by a run to scale"), 8, 1e9)
 """For recipes that run on CPUs: what is predicted with it means nothing until it is calibrated."""
@@ -43,9 +79,23 @@ A_CPU = Machines(Gpu("CPU", 16 * 2**30, 1e11, 2e10, 5e9, "placeholders, for cali
 
 def gpu(name: str) -> Gpu:
     """The kind of GPU of that name. Raises RecipeError with the nearest known name."""
-    raise NotImplementedError
+    if name in GPUS:
+        return GPUS[name]
+    by_lower = {known.lower(): known for known in GPUS}
+    near = get_close_matches(name.lower().replace(" ", "-"), by_lower, n=1)
+    raise RecipeError(
+        Problem(
+            "cluster.gpu",
+            given=name,
+            needed=f"one of {', '.join(GPUS)}",
+            fix=f"did you mean {by_lower[near[0]]}?" if near else "",
+        )
+    )
 
 
 def machines_of(recipe: AnyRecipe, assumptions: Assumptions) -> Machines | None:
     """The machines that the recipe's cluster names; None if it has no cluster.gpu. Raises RecipeError as `gpu`."""
-    raise NotImplementedError
+    cluster = recipe.cluster
+    if cluster.gpu is None:
+        return None
+    return Machines(gpu(cluster.gpu), cluster.gpus_per_node, assumptions.network_bytes_per_second)
