@@ -13,6 +13,8 @@ class ParallelLayout:
     `tensor * pipeline * context * data` ranks hold the dense weights. Expert weights are split over the same ranks
     another way: `expert_tensor * expert * pipeline * expert_data`, where expert_data follows from the others.
     `virtual_pipeline` is the number of model chunks on each pipeline rank (1: not interleaved).
+    `first_stage_layers` and `last_stage_layers` make those pipeline stages longer or shorter than the others
+    (layout/stages.py); None: like the others.
     """
 
     tensor: int = 1
@@ -22,6 +24,8 @@ class ParallelLayout:
     expert: int = 1
     expert_tensor: int = 1
     data: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -39,7 +43,8 @@ class ParallelLayout:
 
     def problems(self) -> list[str]:
         """What makes these sizes impossible by themselves; an empty list if nothing does."""
-        found = [f"{name} must be at least 1, not {size}" for name, size in self.sizes() if size < 1]
+        given = [*self.sizes(), *self.stage_lengths()]
+        found = [f"{name} must be at least 1, not {size}" for name, size in given if size < 1]
         if found:
             return found
         group = self.ranks // self.pipeline
@@ -50,13 +55,29 @@ class ParallelLayout:
             )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             found.append(f"virtual_pipeline = {self.virtual_pipeline} needs pipeline of at least 2")
+        lengths = dict(self.stage_lengths())
+        if self.pipeline == 1:
+            found += [f"{name} = {length} needs pipeline of at least 2" for name, length in lengths.items()]
+        if len(lengths) == self.pipeline == 2 and self.virtual_pipeline > 1:
+            # Megatron divides by the number of stages in between (get_transformer_layer_offset).
+            found.append("last_stage_layers follows from first_stage_layers with 2 stages: give one of them")
         return found
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        yield from vars(self).items()
+        """The parallel sizes by name."""
+        lengths = ("first_stage_layers", "last_stage_layers")
+        yield from ((name, size) for name, size in vars(self).items() if name not in lengths)
+
+    def stage_lengths(self) -> Iterator[tuple[str, int]]:
+        """The lengths that are given for the first and the last pipeline stage, in layers, by name."""
+        for name in ("first_stage_layers", "last_stage_layers"):
+            length: int | None = getattr(self, name)
+            if length is not None:
+                yield name, length
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {size}" for name, size in self.sizes() if size > 1) or "1 rank"
+        sizes = " x ".join(f"{name} {size}" for name, size in self.sizes() if size > 1) or "1 rank"
+        return ", ".join([sizes, *(f"{name} {length}" for name, length in self.stage_lengths())])
 
 
 @dataclass(frozen=True)

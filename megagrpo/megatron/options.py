@@ -17,6 +17,8 @@ OWNED = {
     "tensor_model_parallel_size": "train.layout.tensor",
     "pipeline_model_parallel_size": "train.layout.pipeline",
     "virtual_pipeline_model_parallel_size": "train.layout.virtual_pipeline",
+    "num_layers_in_first_pipeline_stage": "train.layout.first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "train.layout.last_stage_layers",
     "context_parallel_size": "train.layout.context",
     "expert_model_parallel_size": "train.layout.expert",
     "expert_tensor_parallel_size": "train.layout.expert_tensor",
@@ -55,7 +57,7 @@ OWNED = {
 _SAME_LOGPROBS = "old and new logprobs of the same weights must be equal, and this makes them random"
 _ISOLATED = "a token's logprob must not depend on the other sequences of its microbatch"
 _OWN_LOSS = "the loss is GRPO's, with global denominators; a loss added inside the model has others"
-_OWN_STAGES = "weights are placed by layers_of_chunk, which gives every stage the same number of layers"
+_OWN_STAGES = "weights are placed by layers_of_chunk; train.layout says how long the first and the last stage are"
 _NEEDS_A_CALL = "it needs a call after the backward pass that this trainer does not make"
 ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_dropout": ((0,), _SAME_LOGPROBS),
@@ -82,8 +84,6 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_ring_exchange_p2p": ((False,), "it needs a torch built with it, and fixed sequence lengths"),
     "perform_initialization": ((True,), "without it the gradient norm leaves out tensor-parallel weights, silently"),
     "init_model_with_meta_device": ((False,), "weights are loaded into the model as it is built"),
-    "num_layers_in_first_pipeline_stage": ((None,), _OWN_STAGES),
-    "num_layers_in_last_pipeline_stage": ((None,), _OWN_STAGES),
     "pipeline_model_parallel_layout": ((None,), _OWN_STAGES),
     "account_for_embedding_in_pipeline_split": ((False,), _OWN_STAGES),
     "account_for_loss_in_pipeline_split": ((False,), _OWN_STAGES),

@@ -123,7 +123,7 @@ def load(state: TrainingState, directory: Path) -> None:
     wanted: dict[str, ShardedTensor | ShardedObject] = {}
     for placement, shard in _held(state):
         wanted |= _sharded_tensors(state, placement, shard)
-    same_layout = saved["layout"] == asdict(state.layout)
+    same_layout = ParallelLayout(**saved["layout"]) == state.layout
     if same_layout:
         wanted["generators"] = _generators_entry(None)
     try:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.layout.stages import layers_of_stages
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory
 from megagrpo.recipe.schema import AnyRecipe, DataFile, Recipe, SftRecipe
 from megagrpo.weights.families import tensors_of
@@ -80,10 +80,15 @@ def _ranks(recipe: AnyRecipe, architecture: Architecture) -> str:
 
 
 def _layers(recipe: AnyRecipe, architecture: Architecture) -> str:
-    layout = recipe.train.layout
-    each = len(layers_of_chunk(architecture.layers, layout.parallel(), 0, 0))
-    chunks = f" in {layout.virtual_pipeline} chunks of {each}" if layout.virtual_pipeline > 1 else ""
-    return f"{architecture.layers}, {each * layout.virtual_pipeline} on each pipeline stage{chunks}"
+    layout = recipe.train.layout.parallel()
+    counts, chunks = layers_of_stages(architecture.layers, layout), layout.virtual_pipeline
+    if len(set(counts)) == 1:
+        in_chunks = f" in {chunks} chunks of {counts[0] // chunks}" if chunks > 1 else ""
+        return f"{architecture.layers}, {counts[0]} on each pipeline stage{in_chunks}"
+    first, *between, last = counts
+    middle = f", {between[0]} on each in between" if between else ""
+    in_chunks = f", each in {chunks} chunks" if chunks > 1 else ""
+    return f"{architecture.layers}, {first} on the first pipeline stage{middle}, {last} on the last{in_chunks}"
 
 
 def _vocabulary(recipe: AnyRecipe, architecture: Architecture) -> str:

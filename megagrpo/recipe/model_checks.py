@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.layout.stages import stage_problems
 from megagrpo.recipe.lora_checks import lora_model_problems
 from megagrpo.recipe.rule_problem import RuleProblem, broken
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
@@ -25,20 +27,46 @@ def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[RulePr
 
 
 def _pipeline(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProblem]:
-    layout, layers = recipe.train.layout, architecture.layers
-    pieces = layout.pipeline * layout.virtual_pipeline
-    if layers % pieces == 0:
+    layout, layers = recipe.train.layout.parallel(), architecture.layers
+    if layout.problems() or not (problems := stage_problems(layers, layout)):  # the former: rank_checks.py
         return
-    if layers % layout.pipeline:
-        field, sizes = "pipeline", divisors(layers)
-    else:
-        field, sizes = "virtual_pipeline", divisors(layers // layout.pipeline)
     chunks = f" x virtual_pipeline {layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
+    lengths = dict(layout.stage_lengths())
+    given = ", ".join(
+        [f"pipeline {layout.pipeline}{chunks}", *(f"{name} {length}" for name, length in lengths.items())]
+    )
+    pieces = layout.pipeline * layout.virtual_pipeline
+    needed = f"the same number of layers in each of the {pieces} pieces"
+    if lengths:
+        field, needed, fix = next(iter(lengths)), "; ".join(problems), _uneven(layers, layout) or "remove it"
+    elif layers % layout.pipeline:
+        field, fix = "pipeline", f"pipeline of {either(divisors(layers))}"
+        if uneven := _uneven(layers, layout):
+            fix += f"; or {uneven}"
+    else:
+        field, fix = "virtual_pipeline", f"virtual_pipeline of {either(divisors(layers // layout.pipeline))}"
     yield broken(
         f"train.layout.{field}",
-        given=f"pipeline {layout.pipeline}{chunks}, and the model has {layers} layers",
-        needed=f"the same number of layers in each of the {pieces} pieces",
-        fix=f"{field} of {either(sizes)}",
+        reads=tuple(f"train.layout.{name}" for name in ("pipeline", "virtual_pipeline", *lengths) if name != field),
+        given=f"{given}, and the model has {layers} layers",
+        needed=needed,
+        fix=fix,
+    )
+
+
+def _uneven(layers: int, layout: ParallelLayout) -> str | None:
+    """The length of the last stage that makes the longest stage shortest, for as many stages; None if there is none."""
+    chunks, others = layout.virtual_pipeline, layout.pipeline - 1
+    pieces = layers // chunks
+    if layers % chunks or pieces < layout.pipeline:
+        return None
+    if pieces % layout.pipeline == 0:
+        return "neither first_stage_layers nor last_stage_layers"
+    each = -(-pieces // layout.pipeline)
+    if each * others >= pieces:
+        each -= 1
+    return (
+        f"last_stage_layers: {(pieces - each * others) * chunks} only, which leaves {each * chunks} on each other stage"
     )
 
 

@@ -30,20 +30,20 @@ def longest_fits(
 def _layout(recipe: AnyRecipe) -> Iterator[RuleProblem]:
     layout = recipe.train.layout.parallel()
     for text in layout.problems():
-        field = "virtual_pipeline" if text.startswith("virtual_pipeline") else "expert"
-        read = ("pipeline",) if field == "virtual_pipeline" else ("expert_tensor", "tensor", "context", "data")
-        given = f"virtual_pipeline {layout.virtual_pipeline} with pipeline {layout.pipeline}"
-        if field == "expert":
-            default = "" if recipe.train.layout.expert_tensor else " (the default: as tensor)"
-            given = f"expert {layout.expert} x expert_tensor {layout.expert_tensor}{default}"
+        field = text.split()[0]
+        read: tuple[str, ...] = ("expert_tensor", "tensor", "context", "data")
+        default = "" if recipe.train.layout.expert_tensor else " (the default: as tensor)"
+        given = f"expert {layout.expert} x expert_tensor {layout.expert_tensor}{default}"
+        fix = "lower expert or expert_tensor, or raise data"
+        if field != "expert":  # of the pipeline: virtual_pipeline, or how long a stage is
+            read, given = ("pipeline",), f"{field} {getattr(layout, field)} with pipeline {layout.pipeline}"
+            fix = "virtual_pipeline: 1" if field == "virtual_pipeline" else "remove it"
         yield broken(
             f"train.layout.{field}",
             reads=tuple(f"train.layout.{name}" for name in read),
             given=given,
             needed=text,
-            fix="virtual_pipeline: 1"
-            if field == "virtual_pipeline"
-            else "lower expert or expert_tensor, or raise data",
+            fix=fix,
         )
     sizes = tuple(f"train.layout.{name}" for name in ("tensor", "pipeline", "context", "data"))
     devices = recipe.cluster.trainer_devices

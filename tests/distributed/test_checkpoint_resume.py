@@ -65,7 +65,7 @@ def just_train(model: Path) -> list[tuple[float, float]]:
 
 ONE = {"tensor": 1}
 DENSE = [
-    ({"tensor": 2, "pipeline": 2}, [ONE, {"tensor": 2}, {"pipeline": 2}, {"data": 2}]),
+    ({"tensor": 2, "pipeline": 2}, [ONE, {"tensor": 2}, {"pipeline": 2, "first_stage_layers": 3}, {"data": 2}]),
     ({"tensor": 2, "data": 2}, [{"pipeline": 2, "virtual_pipeline": 2, "distributed_optimizer": False}]),
     ({"pipeline": 2, "virtual_pipeline": 2}, [{"context": 2}]),
     ({"data": 2, "distributed_optimizer": False}, [{"tensor": 2, "data": 2}]),
@@ -109,7 +109,10 @@ def test_a_run_continues_in_other_layouts(
     ("family", "layout"),
     [
         ("qwen2_tied", {"tensor": 2, "data": 2, "dtype": torch.bfloat16}),
-        ("qwen2_tied", {"pipeline": 2, "dtype": torch.bfloat16, "distributed_optimizer": False}),
+        (
+            "qwen2_tied",
+            {"pipeline": 2, "last_stage_layers": 1, "dtype": torch.bfloat16, "distributed_optimizer": False},
+        ),
         ("qwen3_moe", {"expert": 2, "data": 2}),
     ],
 )

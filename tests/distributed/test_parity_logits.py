@@ -68,6 +68,20 @@ def test_experts_agree_with_transformers(
     check_families(list(WITH_EXPERTS), EXPERT_LAYOUTS[name], models, references)
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2_tied", ParallelLayout(pipeline=3, last_stage_layers=1)),
+        ("deepseek_v3", ParallelLayout(pipeline=2, first_stage_layers=3, expert=2, tensor=2)),
+    ],
+    ids=str,
+)
+def test_stages_of_unequal_length_agree_with_transformers(family: str, layout: ParallelLayout, tmp_path: Path) -> None:
+    directory = make_model(family, tmp_path / family, num_hidden_layers=5)
+    references = {family: reference_logits(directory, SEQUENCES)}
+    check_families([family], layout, {family: directory}, references)
+
+
 @pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(tensor=2, data=2, expert=2)], ids=str)
 def test_plainer_kinds_of_deepseek_v3_agree_with_transformers(layout: ParallelLayout, tmp_path: Path) -> None:
     """Queries without a latent, a rotary embedding without scaling, one group of experts."""

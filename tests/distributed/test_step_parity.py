@@ -33,6 +33,7 @@ LAYOUTS = {
     "pipeline": ParallelLayout(pipeline=2),
     "tensor and pipeline": ParallelLayout(tensor=2, pipeline=2),
     "virtual pipeline": ParallelLayout(pipeline=2, virtual_pipeline=2),
+    "stages of unequal length": ParallelLayout(pipeline=3, last_stage_layers=2),
     "context": ParallelLayout(context=2),
     "data": ParallelLayout(data=2),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.layout.stages import layers_of_chunk, layers_of_stages, stage_problems
 
 SIZE = st.integers(1, 4)
 # Not interleaved. Some of these have expert sizes that do not fit the others.
@@ -65,11 +65,86 @@ def test_interleaving_needs_a_pipeline(pipeline, chunks, possible):
 def test_a_layout_is_described_by_the_sizes_that_matter(layout):
     described = str(layout)
     if described == "1 rank":
-        assert set(astuple(layout)) == {1}
+        assert set(dict(layout.sizes()).values()) == {1}
     else:
         sizes = {name: int(size) for name, size in (part.split(" ") for part in described.split(" x "))}
         assert min(sizes.values()) > 1
         assert ParallelLayout(**sizes) == layout
+
+
+@st.composite
+def uneven_stages(draw: st.DrawFn) -> tuple[int, ParallelLayout]:
+    """A number of layers and stages that can hold them."""
+    pipeline, chunks, share = (draw(st.integers(least, most)) for least, most in ((2, 5), (1, 3), (1, 4)))
+    first, last = (draw(st.none() | st.integers(1, 4)) for _ in range(2))
+    if pipeline == 2 and chunks > 1 and last is not None:
+        first = None
+    layers = (first or share) + (last or share) + (pipeline - 2) * share
+    lengths = {"first_stage_layers": first and first * chunks, "last_stage_layers": last and last * chunks}
+    return layers * chunks, ParallelLayout(pipeline=pipeline, virtual_pipeline=chunks, **lengths)
+
+
+@given(uneven_stages())
+def test_stages_of_unequal_length_partition_the_layers(case):
+    layers, layout = case
+    assert layout.problems() == stage_problems(layers, layout) == []
+    pipeline, chunks = layout.pipeline, layout.virtual_pipeline
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    order = [
+        layer
+        for chunk in range(chunks)
+        for stage in range(pipeline)
+        for layer in layers_of_chunk(layers, layout, stage, chunk)
+    ]
+    assert order == list(range(layers))
+    counts = layers_of_stages(layers, layout)
+    assert sum(counts) == layers
+    assert min(counts) >= 1
+    assert counts[0] == (first or counts[0])
+    assert counts[-1] == (last or counts[-1])
+    others = counts[first is not None : len(counts) - (last is not None)]
+    assert len(set(others)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "lengths", "counts"),
+    [
+        (61, {"pipeline": 16, "last_stage_layers": 1}, (4,) * 15 + (1,)),
+        (61, {"pipeline": 16, "first_stage_layers": 3, "last_stage_layers": 2}, (3,) + (4,) * 14 + (2,)),
+        (5, {"pipeline": 2, "first_stage_layers": 3}, (3, 2)),
+        (5, {"pipeline": 2, "first_stage_layers": 3, "last_stage_layers": 2}, (3, 2)),
+        (10, {"pipeline": 2, "virtual_pipeline": 2, "last_stage_layers": 4}, (6, 4)),
+        (8, {"pipeline": 4}, (2, 2, 2, 2)),
+    ],
+)
+def test_the_first_and_the_last_stage_are_as_long_as_they_are_told(layers, lengths, counts):
+    layout = ParallelLayout(**lengths)
+    assert layout.problems() == stage_problems(layers, layout) == []
+    assert layers_of_stages(layers, layout) == counts
+    assert str(layout).endswith(", ".join(f"{name} {length}" for name, length in layout.stage_lengths()))
+
+
+@pytest.mark.parametrize(
+    ("layers", "lengths", "says"),
+    [
+        (61, {"pipeline": 16}, "61 layers cannot be shared out equally to 16"),
+        (61, {"pipeline": 16, "last_stage_layers": 2}, "59 layers cannot be shared out equally to 15"),
+        (5, {"pipeline": 3, "last_stage_layers": 4}, "1 layers are left for the 2 other"),
+        (5, {"pipeline": 2, "last_stage_layers": 6}, "-1 layers are left for the 1 other"),
+        (6, {"pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 2}, "2 layers are left for the 0 other"),
+        (9, {"pipeline": 2, "virtual_pipeline": 2, "last_stage_layers": 3}, "3 layers of a pipeline stage"),
+        (6, {"pipeline": 1, "first_stage_layers": 6}, "needs pipeline of at least 2"),
+        (6, {"pipeline": 2, "first_stage_layers": 0}, "first_stage_layers must be at least 1"),
+        (
+            12,
+            {"pipeline": 2, "virtual_pipeline": 2, "first_stage_layers": 8, "last_stage_layers": 4},
+            "give one of them",
+        ),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(layers, lengths, says):
+    layout = ParallelLayout(**lengths)
+    assert says in " ".join(layout.problems() or stage_problems(layers, layout))
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))

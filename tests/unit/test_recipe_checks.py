@@ -57,6 +57,7 @@ RECIPE_CASES: list[tuple[list[str], str, str]] = [
     ),
     (["train.logprob_tokens_per_microbatch=128"], "train.logprob_tokens_per_microbatch", "the update's own pass"),
     (["train.layout.virtual_pipeline=2"], "train.layout.virtual_pipeline", "pipeline of at least 2"),
+    (["train.layout.last_stage_layers=2"], "train.layout.last_stage_layers", "fix: remove it"),
     (
         ["train.layout.tensor=2", "train.layout.expert=2"],
         "train.layout.expert",
@@ -172,6 +173,20 @@ LATENT: dict[str, Any] = {
 MODEL_CASES: list[tuple[list[str], dict[str, Any], str, str]] = [
     (["train.layout.pipeline=3"], {}, "train.layout.pipeline", "pipeline of 1, 2 or 4"),
     (["train.layout.pipeline=2", "train.layout.virtual_pipeline=4"], {}, "train.layout.virtual_pipeline", "of 1 or 2"),
+    (["train.layout.pipeline=3"], {}, "train.layout.pipeline", "last_stage_layers: 2 only, which leaves 1 on each"),
+    (["train.layout.pipeline=3"], {"num_hidden_layers": 2}, "train.layout.pipeline", "fix: pipeline of 1 or 2"),
+    (
+        ["train.layout.pipeline=16"],
+        {"num_hidden_layers": 61},
+        "train.layout.pipeline",
+        "pipeline of 1 or 61; or last_stage_layers: 1 only, which leaves 4 on each other stage",
+    ),
+    (
+        ["train.layout.pipeline=2", "train.layout.last_stage_layers=4"],
+        {},
+        "train.layout.last_stage_layers",
+        "0 layers are left for the 1 other pipeline stages",
+    ),
     (["train.layout.tensor=8"], {}, "train.layout.tensor", "divides 4"),
     (["train.layout.tensor=4"], {"intermediate_size": 22}, "train.layout.tensor", "22 MLP columns"),
     (["train.layout.tensor=3"], {"num_attention_heads": 6, "hidden_size": 24}, "train.layout.tensor", "2 query groups"),
@@ -207,6 +222,8 @@ def test_a_layout_that_does_not_fit_the_model_is_named(
     [
         (["train.layout.tensor=4"], {}),  # a multiple of the 2 query groups; 31 rows of vocabulary are padded
         (["train.layout.pipeline=2", "train.layout.virtual_pipeline=2"], {}),
+        (["train.layout.pipeline=2", "train.layout.first_stage_layers=3"], {}),
+        (["train.layout.pipeline=3", "train.layout.last_stage_layers=2"], {}),
         (["train.layout.tensor=2", "train.layout.expert=2", "train.layout.expert_tensor=1"], EXPERTS),
         (["train.layout.expert=4", "train.layout.data=4"], EXPERTS),
         (["rollout.response_tokens_max=48"], {}),
@@ -220,7 +237,7 @@ sizes = st.integers(1, 6)
 
 
 @settings(max_examples=40, deadline=None)
-@given(pipeline=sizes, virtual=sizes, layers=st.integers(1, 24))
+@given(pipeline=st.integers(2, 6), virtual=sizes, layers=st.integers(1, 24))
 def test_an_accepted_pipeline_places_every_layer_once(pipeline: int, virtual: int, layers: int) -> None:
     checked = recipe_with(f"train.layout.pipeline={pipeline}", f"train.layout.virtual_pipeline={virtual}")
     found = model_problems(checked, architecture_of(CONFIG | {"num_hidden_layers": layers}))

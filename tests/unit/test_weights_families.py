@@ -219,6 +219,7 @@ def test_the_tensors_are_those_that_transformers_saves(family: str, tmp_path_fac
         (architecture(ffn=26), ParallelLayout(tensor=4), ["ffn: 26"]),
         (architecture(heads=12, query_groups=4, head_dim=7), ParallelLayout(tensor=6), ["(key-value heads): 4"]),
         (architecture(), ParallelLayout(pipeline=3), ["layers: 4"]),
+        (architecture(), ParallelLayout(pipeline=3, first_stage_layers=3), ["layers: 4"]),
         (moe_architecture(), ParallelLayout(data=3, expert=3), ["experts: 4"]),
         (moe_architecture(experts=Experts(4, 2, 9, True)), ParallelLayout(2, expert_tensor=2), ["expert ffn: 9"]),
         (latent_architecture(ffn=30, hidden=48), ParallelLayout(tensor=4), ["ffn: 30"]),

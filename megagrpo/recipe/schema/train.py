@@ -22,6 +22,12 @@ class Layout(Section):
     virtual_pipeline: PositiveInt = 1
     """Model chunks per stage; more than 1 interleaves them and shrinks the pipeline bubble."""
 
+    first_stage_layers: PositiveInt | None = None
+    """Layers of the first stage, where it should have more or fewer than the others."""
+
+    last_stage_layers: PositiveInt | None = None
+    """Layers of the last stage, which also has the output layer. 61 layers over 16 stages: 1, and 4 on each other."""
+
     context: PositiveInt = 1
     """Ranks that share each sequence."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
-from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.layout.stages import layers_of_chunk, stage_problems
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.sides.assembly import ManifestBuilder, Rows, all_rows, cut, shard
@@ -50,12 +50,9 @@ def manifest_of_rank(
 
 
 def split_problems(arch: Architecture, layout: ParallelLayout, names: SpecNames) -> list[Problem]:
-    """Every size of the model that these parallel sizes do not divide."""
-    tensor, stages = layout.tensor, layout.pipeline * layout.virtual_pipeline
-    rules: list[tuple[str, int, str, int]] = [
-        ("attention heads", arch.heads, "tensor", tensor),
-        ("layers", arch.layers, "pipeline x virtual_pipeline", stages),
-    ]
+    """Every size of the model that these parallel sizes do not divide, and layers that do not fit the stages."""
+    tensor = layout.tensor
+    rules: list[tuple[str, int, str, int]] = [("attention heads", arch.heads, "tensor", tensor)]
     if (latent := arch.latent) is None:
         rules.append(
             ("rows of q, k and v together", (arch.heads + 2 * arch.query_groups) * arch.head_dim, "tensor", tensor)
@@ -74,6 +71,10 @@ def split_problems(arch: Architecture, layout: ParallelLayout, names: SpecNames)
         Problem(f"{arch.family} over {axis} = {size}", f"{what}: {given}", f"a multiple of {size}")
         for what, given, axis, size in rules
         if given % size
+    ]
+    found += [
+        Problem(f"{arch.family} over {layout}", f"layers: {arch.layers}", f"layers for every stage: {problem}")
+        for problem in stage_problems(arch.layers, layout)
     ]
     if arch.query_groups % tensor and tensor % arch.query_groups:
         found.append(
