@@ -28,17 +28,45 @@ TOKENS = Work(linear=1.0, quadratic=0.0)
 """Counts tokens, for when the model doesn't matter."""
 
 
-def work_of(arch: Architecture) -> Work:
-    """Two operations for each weight that a token meets, and causal attention's products with half of all pairs."""
+@dataclass(frozen=True)
+class LayerWork:
+    """Floating-point operations of one layer's forward pass, for each token: two for each weight that it meets.
+
+    `pairs` is causal attention's core, for each squared length: its two products with half of all pairs of tokens.
+    """
+
+    projections: float
+    mlp: float
+    """With experts: of the shared ones and the router."""
+    experts: float
+    pairs: float
+
+    @property
+    def linear(self) -> float:
+        return self.projections + self.mlp + self.experts
+
+
+def layer_work(arch: Architecture, layer: int) -> LayerWork:
+    """Of the layer of that index, from 0."""
     experts = arch.experts
-    dense_layers = arch.layers if experts is None else experts.dense_layers
-    weights = arch.layers * _attention_weights(arch) + dense_layers * 3 * arch.hidden * arch.ffn
-    if experts is not None:
-        met = 3 * (experts.per_token * experts.ffn + experts.shared_ffn) + experts.count  # the router's row of each
-        weights += (arch.layers - dense_layers) * arch.hidden * met
-    weights += arch.hidden * (1 if arch.value_head else arch.vocab)
+    mlp, routed = 3 * arch.hidden * arch.ffn, 0
+    if experts is not None and layer >= experts.dense_layers:
+        mlp = arch.hidden * (3 * experts.shared_ffn + experts.count)
+        routed = 3 * arch.hidden * experts.per_token * experts.ffn
     value_dim = arch.head_dim if arch.latent is None else arch.latent.value_dim
-    return Work(2.0 * weights, float(arch.layers * arch.heads * (arch.head_dim + value_dim)))
+    pairs = arch.heads * (arch.head_dim + value_dim)
+    return LayerWork(2.0 * _attention_weights(arch), 2.0 * mlp, 2.0 * routed, float(pairs))
+
+
+def head_work(arch: Architecture) -> float:
+    """The same of the output layer, or of a critic's value head, for each token that it sees."""
+    return 2.0 * arch.hidden * (1 if arch.value_head else arch.vocab)
+
+
+def work_of(arch: Architecture) -> Work:
+    """Of the whole model, with the output layer at every token."""
+    layers = [layer_work(arch, layer) for layer in range(arch.layers)]
+    return Work(sum(layer.linear for layer in layers) + head_work(arch), sum(layer.pairs for layer in layers))
 
 
 def _attention_weights(arch: Architecture) -> int:
