@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
+
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
+from megagrpo.plan.chunk_memory import AdapterSizes, ChunkMemory, chunk_memory
+from megagrpo.plan.shards import fused_layers
+from megagrpo.recipe.defaults import dtype_name
+from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.weights.boxes import ITEM_BYTES
+from megagrpo.weights.families.architecture import Architecture, critic_of
 
 OffloadPart = Literal["parameters", "gradients", "optimizer", "reference", "critic"]
 """What train.offload can name."""
@@ -74,3 +83,93 @@ class ModelMemory:
             "buffers": policy.buffers + (critic.buffers if critic else 0),
         }
         return {name: size for name, size in found.items() if size and name not in released}
+
+
+def model_memory(
+    architecture: Architecture,
+    recipe: AnyRecipe,
+    where: RankCoordinates,
+    device: str,
+    critic_architecture: Architecture | None = None,
+) -> ModelMemory:
+    """What the rank at `where` holds on `device` (cpu or cuda). `architecture` is the policy's.
+
+    `critic_architecture` is that of algorithm.critic.path, if it is another. Ranks of one pipeline stage hold equally
+    much, but for their shares of the optimizer's state with the distributed optimizer: the last of them have less, as
+    the padding is theirs. The first rank of a stage has as much as any, but for what aligns parameters (less than 64
+    elements each). Raises ModelError if the layout does not divide the model.
+    """
+    train, layout = recipe.train, recipe.train.layout.parallel()
+    kind = _RankKind(
+        layout,
+        where.pipeline,
+        where.data * layout.context + where.context,
+        where.expert_data,
+        dtype_name(recipe, device),
+        fused_layers(train, device),
+        train.distributed_optimizer,
+    )
+    adapters = AdapterSizes(train.lora.rank, frozenset(train.lora.targets)) if train.lora else None
+    policy = _trained(architecture, kind, adapters)
+    if not isinstance(recipe, Recipe):
+        return ModelMemory(policy, 0, None)
+    algorithm = recipe.algorithm
+    reference = 0
+    if algorithm.kl.coefficient > 0:
+        average = algorithm.reference.update_every_steps is not None and algorithm.reference.share < 1
+        reference = _reference(architecture, kind, adapters, average)
+    critic = None
+    if algorithm.critic is not None:
+        critic = _trained(critic_of(critic_architecture or architecture), kind, None)
+    return ModelMemory(policy, reference, critic)
+
+
+@dataclass(frozen=True)
+class _RankKind:
+    """All that decides what a rank holds of a model."""
+
+    layout: ParallelLayout
+    stage: int
+    data_rank: int
+    """Among the data x context ranks, which hold the same dense parameters."""
+    expert_data_rank: int
+    dtype: str
+    fused: bool
+    distributed_optimizer: bool
+
+    def chunks(self, architecture: Architecture, adapters: AdapterSizes | None) -> list[ChunkMemory]:
+        return [
+            chunk_memory(architecture, self.layout, self.stage, chunk, self.dtype, self.fused, adapters)
+            for chunk in range(self.layout.virtual_pipeline)
+        ]
+
+
+@lru_cache(maxsize=4096)
+def _trained(architecture: Architecture, kind: _RankKind, adapters: AdapterSizes | None) -> TrainedMemory:
+    parameters = gradients = main_parameters = moments = buffers = 0
+    layout = kind.layout
+    for chunk in kind.chunks(architecture, adapters):
+        parameters += chunk.frozen_bytes
+        buffers += chunk.buffer_bytes
+        for buffer in chunk.buffers:
+            rank, ranks = kind.data_rank, layout.data * layout.context
+            if buffer.over_experts:
+                rank, ranks = kind.expert_data_rank, layout.expert_data
+            item = ITEM_BYTES[buffer.dtype]
+            for bucket in buffer.buckets:
+                size = held = bucket.total
+                if kind.distributed_optimizer:
+                    size, held = bucket.padded(ranks), bucket.share(rank, ranks)
+                parameters += size * item
+                gradients += size * 4
+                moments += held * 8
+                if item < 4:
+                    main_parameters += held * 4
+    return TrainedMemory(parameters, gradients, main_parameters, moments, buffers)
+
+
+@lru_cache(maxsize=1024)
+def _reference(architecture: Architecture, kind: _RankKind, adapters: AdapterSizes | None, average: bool) -> int:
+    item = ITEM_BYTES[kind.dtype]
+    exact = 4 if average and item < 4 else 0  # in float32 the copy is exact itself
+    return sum(chunk.trained * (item + exact) for chunk in kind.chunks(architecture, adapters))
