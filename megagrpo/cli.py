@@ -68,6 +68,8 @@ def plan(asked: argparse.Namespace) -> int:
     ready = preflight(load_any(asked.recipe, asked.overrides), plan_only=True)
     for name, text in summary(ready.recipe, ready.architecture, ready.model_directory):
         print(f"{name:<12} {text}")
+    for text in ready.unchecked:
+        print(f"{'not checked':<12} {text}")
     print("OK")
     return 0
 

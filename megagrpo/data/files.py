@@ -70,16 +70,18 @@ def column_problem(path: Path, column: str, present: Iterable[str], documentatio
     )
 
 
+def near_file(path: Path) -> Path | None:
+    """What lies beside a missing file and is called nearly the same."""
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    return path.parent / near[0] if near else None
+
+
 def path_problem(path: Path) -> Problem | None:
     """What can be known without opening the file."""
     if not path.exists():
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, siblings, n=1)
-        fix = (
-            f"did you mean {path.parent / near[0]}?"
-            if near
-            else "check the path; relative paths start at the working directory"
-        )
+        near = near_file(path)
+        fix = f"did you mean {near}?" if near else "check the path; relative paths start at the working directory"
         return Problem(f"{path}: no such file", needed="a parquet or JSONL file", fix=fix)
     if not path.is_file():
         return Problem(

@@ -58,6 +58,14 @@ def local_directory(path: str, revision: str | None, patterns: tuple[str, ...], 
         ) from None
 
 
+def cached_directory(path: str) -> Path | None:
+    """Where the hub id `path` lies in the local cache, if its config.json does. Asks nobody else."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(path, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
 def tokenizer_problems(directory: Path, chat_template: str | None, vocabulary: int | None) -> list[Problem]:
     """What is wrong with the tokenizer in `directory`, or with the template file that replaces its own.
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from megagrpo.data.files import records
+from megagrpo.data.files import near_file, records
 from megagrpo.data.rows import file_problems
 from megagrpo.errors import MegagrpoError, PreflightError, Problem
+from megagrpo.plan.known_models import known_models
 from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
 from megagrpo.recipe.devices import plan_devices
@@ -20,7 +21,13 @@ from megagrpo.recipe.model_checks import model_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.reward.functions import reward_problems
 from megagrpo.rollout.sglang.arguments import sglang_problems
-from megagrpo.trainer.model_files import CONFIG_FILES, TOKENIZER_FILES, local_directory, tokenizer_problems
+from megagrpo.trainer.model_files import (
+    CONFIG_FILES,
+    TOKENIZER_FILES,
+    cached_directory,
+    local_directory,
+    tokenizer_problems,
+)
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.sides.checkpoint import manifests
@@ -39,6 +46,7 @@ class Preflight(Generic[Kind]):
     model_directory: Path
     tokenizer_directory: Path
     critic_directory: Path | None = None  # None: no critic, or one that starts from the model
+    unchecked: tuple[str, ...] = ()  # what a plan could not look at on this machine
 
 
 def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflight[Kind]:
@@ -46,21 +54,27 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
     directories.
 
     `plan_only` leaves the safetensors files of a hub model on the hub, and this machine's GPUs out: the run may start
-    on another. Files of a directory are always checked (their headers). Raises PreflightError with every problem found.
+    on another. Data files and a known model's tokenizer that are not here are then unchecked, not wrong. Files that
+    are here are always checked (safetensors: their headers). Raises PreflightError with every problem found.
     """
     recipe = loaded.recipe
     problems: list[Problem] = [*recipe_problems(recipe)]
-    model = _attempt(problems, lambda: _model_directory(recipe, weights=not plan_only))
+    unchecked: list[str] = []
+    model = _attempt(problems, lambda: _model_directory(recipe, plan_only))
     architecture = _attempt(problems, lambda: read_architecture(model)) if model else None
     if architecture:
         problems += model_problems(recipe, architecture)
     if model and architecture and (not plan_only or Path(recipe.model.path).is_dir()):
         _attempt(problems, lambda: manifests(model))
     tokenizer = _attempt(problems, lambda: _tokenizer_directory(recipe, model))
-    if tokenizer:
+    if tokenizer and tokenizer in known_models().values():
+        unchecked.append(f"the tokenizer of {recipe.model.path}: not on this machine")
+    elif tokenizer:
         vocabulary = architecture.vocab if architecture else None
         problems += tokenizer_problems(tokenizer, recipe.model.chat_template, vocabulary)
-    problems += _data_problems(loaded)
+    absent = _absent_data(recipe) if plan_only else []
+    unchecked += [f"{path}: no such file on this machine" for path in absent]
+    problems += _data_problems(loaded, absent)
     critic = None
     if isinstance(recipe, Recipe):
         grpo = recipe
@@ -76,7 +90,7 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
     problems += _megatron_problems(recipe, None if problems else architecture)
     if problems or not (model and architecture and tokenizer):
         raise PreflightError(map(loaded.places.located, problems))
-    return Preflight(recipe, architecture, model, tokenizer, critic)
+    return Preflight(recipe, architecture, model, tokenizer, critic, tuple(unchecked))
 
 
 def _attempt(problems: list[Problem], find: Callable[[], Found]) -> Found | None:
@@ -90,9 +104,17 @@ def _attempt(problems: list[Problem], find: Callable[[], Found]) -> Found | None
         return None
 
 
-def _model_directory(recipe: AnyRecipe, weights: bool) -> Path:
-    patterns = CONFIG_FILES + TOKENIZER_FILES + (("*.safetensors",) if weights else ())
+def _model_directory(recipe: AnyRecipe, plan_only: bool) -> Path:
+    if plan_only and recipe.model.revision is None and (known := _known_directory(recipe.model.path)):
+        return known
+    patterns = CONFIG_FILES + TOKENIZER_FILES + (() if plan_only else ("*.safetensors",))
     return local_directory(recipe.model.path, recipe.model.revision, patterns, "model.path")
+
+
+def _known_directory(path: str) -> Path | None:
+    """Of a published model: its files in the local cache, or the config that comes with megagrpo."""
+    known = None if Path(path).is_dir() else known_models().get(path)
+    return known and (cached_directory(path) or known)
 
 
 def _critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: bool) -> Path | None:
@@ -101,7 +123,8 @@ def _critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: bo
     if critic is None or critic.path is None:
         return None
     patterns = CONFIG_FILES + (() if plan_only else ("*.safetensors",))
-    directory = local_directory(critic.path, None, patterns, "algorithm.critic.path")
+    known = _known_directory(critic.path) if plan_only else None
+    directory = known or local_directory(critic.path, None, patterns, "algorithm.critic.path")
     architecture = critic_of(read_architecture(directory))
     if not plan_only or Path(critic.path).is_dir():
         manifests(directory, architecture)
@@ -123,7 +146,14 @@ def _tokenizer_directory(recipe: AnyRecipe, model: Path | None) -> Path | None:
     return local_directory(recipe.model.tokenizer, None, TOKENIZER_FILES, "model.tokenizer")
 
 
-def _data_problems(loaded: LoadedRecipe[AnyRecipe]) -> Iterator[Problem]:
+def _absent_data(recipe: AnyRecipe) -> list[str]:
+    """Data files that are not here, but for those that look like a slip of the pen: they may be on the cluster."""
+    paths = [file.path for file in (*recipe.data.train, *recipe.eval.files)]
+    return [path for path in dict.fromkeys(paths) if not Path(path).exists() and near_file(Path(path)) is None]
+
+
+def _data_problems(loaded: LoadedRecipe[AnyRecipe], absent: Collection[str]) -> Iterator[Problem]:
+    """What is wrong with the data files, the `absent` ones left out."""
     recipe = loaded.recipe
     look = file_problems
     if isinstance(recipe, SftRecipe):
@@ -133,6 +163,8 @@ def _data_problems(loaded: LoadedRecipe[AnyRecipe]) -> Iterator[Problem]:
     sections = {"data.train": recipe.data.train, "eval.files": recipe.eval.files}
     for section, files in sections.items():
         for index, file in enumerate(files):
+            if file.path in absent:
+                continue
             written = loaded.places.where(f"{section}.{index}.path")
             for problem in look(Path(file.path)):
                 yield replace(problem, where=f"{written}: {problem.where}")
