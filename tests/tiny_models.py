@@ -80,6 +80,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 2.5,
             "num_nextn_predict_layers": 0,
+            # Published configs have these, and SGLang needs them; transformers has no such fields of its own.
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
             "rope_parameters": YARN_ROPE,
         },
     ),

@@ -208,18 +208,32 @@ def engine_tensors(
             if name.startswith(prefix) and "norm" in name:
                 held[name] = checkpoint[name]
         attention = prefix + "self_attn."
+        if arch.latent is not None:
+            down = [checkpoint[attention + "kv_a_proj_with_mqa.weight"]]
+            if f"{attention}q_a_proj.weight" in checkpoint:
+                down.insert(0, checkpoint[attention + "q_a_proj.weight"])
+            fused = ["kv_a_proj_with_mqa", "fused_qkv_a_proj_with_mqa"][len(down) - 1]
+            held[f"{attention}{fused}.weight"] = torch.cat(down)
+            for name in ("q_proj", "q_b_proj", "kv_b_proj"):
+                if f"{attention}{name}.weight" in checkpoint:
+                    held[f"{attention}{name}.weight"] = checkpoint[f"{attention}{name}.weight"].chunk(tensor)[rank]
         for kind in ("weight", "bias"):
-            if f"{attention}q_proj.{kind}" in checkpoint:
+            if arch.latent is None and f"{attention}q_proj.{kind}" in checkpoint:
                 q, k, v = (checkpoint[f"{attention}{x}_proj.{kind}"] for x in "qkv")
-                fused = [cut(q, q.shape[0], 0), key_or_value(k), key_or_value(v)]
-                held[f"{attention}qkv_proj.{kind}"] = torch.cat(fused)
+                qkv = [cut(q, q.shape[0], 0), key_or_value(k), key_or_value(v)]
+                held[f"{attention}qkv_proj.{kind}"] = torch.cat(qkv)
         o = checkpoint[attention + "o_proj.weight"]
         held[attention + "o_proj.weight"] = cut(o, o.shape[1], 1)
-        mlp = prefix + "mlp."
-        if arch.experts is None:
-            gate, up, down = (checkpoint[f"{mlp}{x}_proj.weight"] for x in ("gate", "up", "down"))
-            held[mlp + "gate_up_proj.weight"] = torch.cat([cut(gate, ffn(arch.ffn), 0), cut(up, ffn(arch.ffn), 0)])
-            held[mlp + "down_proj.weight"] = cut(down, ffn(arch.ffn), 1)
+        mlps = {prefix + "mlp.": ffn(arch.ffn)}
+        if arch.experts is not None:
+            shared = arch.experts.shared_ffn // arch.experts.ffn * ffn(arch.experts.ffn)
+            mlps[prefix + "mlp.shared_experts."] = shared
+        for mlp, size in mlps.items():
+            if f"{mlp}gate_proj.weight" in checkpoint:
+                gate, up, down = (checkpoint[f"{mlp}{x}_proj.weight"] for x in ("gate", "up", "down"))
+                held[mlp + "gate_up_proj.weight"] = torch.cat([cut(gate, size, 0), cut(up, size, 0)])
+                held[mlp + "down_proj.weight"] = cut(down, size, 1)
+        if f"{prefix}mlp.gate_proj.weight" in checkpoint or arch.experts is None:
             continue
         module, *names = EXPERT_NAMES[arch.family]
         mlp = f"{prefix}{module}."
@@ -229,7 +243,9 @@ def engine_tensors(
             )[rank // (tensor // expert)]
             for name in names
         )
-        held[mlp + "gate.weight"] = checkpoint[mlp + "gate.weight"]
+        for name in ("gate.weight", "gate.e_score_correction_bias"):
+            if mlp + name in checkpoint:
+                held[mlp + name] = checkpoint[mlp + name]
         held[mlp + "experts.w13_weight"] = torch.cat([part(gate, 1), part(up, 1)], 1)
         held[mlp + "experts.w2_weight"] = part(down, 2)
     held["model.norm.weight"] = checkpoint["model.norm.weight"]

@@ -20,6 +20,12 @@ def split_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="session")
+def latent_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Tensor 2, latent attention, a dense layer and three of routed and shared experts."""
+    yield from serve("deepseek_v3", 2, tmp_path_factory.mktemp("latent"))
+
+
+@pytest.fixture(scope="session")
 def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Tensor 2, experts cut over both ranks."""
     yield from serve("qwen3_moe", 2, tmp_path_factory.mktemp("moe"))

@@ -50,7 +50,12 @@ from tests.weight_streams import at_once, empty
 from tests.weights_oracle import Tensors, rank_tensors
 
 BUCKET_BYTES = 30_000
-SERVERS = {"tied_server": "qwen2_tied", "split_server": "qwen3", "moe_server": "qwen3_moe"}
+SERVERS = {
+    "tied_server": "qwen2_tied",
+    "split_server": "qwen3",
+    "moe_server": "qwen3_moe",
+    "latent_server": "deepseek_v3",
+}
 Weights = Callable[[str, int], Path]
 
 

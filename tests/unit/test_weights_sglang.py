@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.recipe.schema import EngineLayout
 from megagrpo.weights.coverage import storage_problems
-from megagrpo.weights.families.architecture import Architecture, Experts
+from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, SigmoidRouter
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import megatron_local, sglang
 from tests.unit.test_weights_plan import carry_out
@@ -49,6 +50,13 @@ def engines(draw: st.DrawFn) -> tuple[Architecture, EngineLayout, str]:
     if draw(st.booleans()):
         hidden = heads * changes["head_dim"]  # SGLang's mixtral derives head_dim from it
         changes |= {"family": "mixtral", "hidden": hidden, "qk_norm": False}
+    elif draw(st.booleans()):
+        ffn = experts.ffn
+        experts = replace(experts, router=SigmoidRouter(2, 1, 2.5), shared_ffn=ffn * draw(st.integers(1, 2)))
+        experts = replace(experts, dense_layers=draw(st.integers(0, 1)))
+        latent = LatentAttention(draw(st.sampled_from([None, 12])), 10, changes["head_dim"] - 2, 2, 5)
+        latent_changes = {"latent": latent, "query_groups": heads, "experts": experts}
+        return latent_architecture(**(changes | latent_changes)), EngineLayout(tensor=tensor, expert=expert), device
     return moe_architecture(**changes, experts=experts), EngineLayout(tensor=tensor, expert=expert), device
 
 
@@ -99,7 +107,7 @@ def test_sizes_are_those_that_servers_have() -> None:
         (moe_architecture(), {"tensor": 4, "expert": 3}, "cuda", ["a divisor of tensor = 4", "experts: 4"]),
         (moe_architecture(experts=Experts(4, 2, 9, True)), {"tensor": 2}, "cuda", ["expert ffn: 9"]),
         (architecture(family="gpt2"), {"tensor": 1}, "cuda", ["gpt2", "one of llama, qwen2, qwen3, qwen3_moe"]),
-        (latent_architecture(), {"tensor": 1}, "cpu", ["deepseek_v3", "latent attention: unverified"]),
+        (latent_architecture(), {"tensor": 3}, "cpu", ["deepseek_v3", "attention heads: 4"]),
         (moe_architecture(family="mixtral", tied_embeddings=True), {"tensor": 1}, "cuda", ["tied", "head_dim"]),
     ],
 )  # fmt: skip
@@ -109,6 +117,49 @@ def test_what_an_engine_cannot_hold_is_refused(
     with pytest.raises(ModelError) as caught:
         sglang.manifest(arch, EngineLayout(**layout), 0, "float32", device)
     assert all(text in str(caught.value) for text in named), caught.value
+
+
+def test_a_model_with_latent_attention_has_the_parameters_that_servers_have() -> None:
+    """Names and shapes as 0.5.23 reports them on the CPU for tests/tiny_models.py's deepseek_v3, tensor 2."""
+    latent = LatentAttention(query_rank=36, key_value_rank=28, plain_dim=14, rotary_dim=8, value_dim=10)
+    experts = Experts(8, 4, 20, True, SigmoidRouter(4, 2, 2.5), shared_ffn=40, dense_layers=1)
+    sizes = {"layers": 2, "hidden": 48, "ffn": 80, "vocab": 131, "head_dim": 22}
+    arch = latent_architecture(**sizes, latent=latent, experts=experts)
+    manifest = sglang.manifest(arch, EngineLayout(tensor=2), 1, "bfloat16", "cpu")
+    attention = {
+        "input_layernorm.weight": (48,),
+        "post_attention_layernorm.weight": (48,),
+        "self_attn.q_a_layernorm.weight": (36,),
+        "self_attn.kv_a_layernorm.weight": (28,),
+        "self_attn.fused_qkv_a_proj_with_mqa.weight": (72, 48),
+        "self_attn.q_b_proj.weight": (44, 36),
+        "self_attn.kv_b_proj.weight": (48, 28),
+        "self_attn.o_proj.weight": (48, 20),
+    }
+    dense = {"mlp.gate_up_proj.weight": (128, 48), "mlp.down_proj.weight": (48, 64)}  # 80 -> 128
+    sparse = {
+        "mlp.gate.weight": (8, 48),
+        "mlp.gate.e_score_correction_bias": (8,),
+        "mlp.experts.w13_weight": (8, 64, 48),  # 20 -> 64
+        "mlp.experts.w2_weight": (8, 48, 32),
+        "mlp.shared_experts.gate_up_proj.weight": (128, 48),  # 2 x 20 -> 2 x 64
+        "mlp.shared_experts.down_proj.weight": (48, 64),
+    }
+    outside = {"model.embed_tokens.weight": (96, 48), "model.norm.weight": (48,), "lm_head.weight": (96, 48)}
+    layers = [attention | dense, attention | sparse]
+    expected = {f"model.layers.{i}.{name}": shape for i, layer in enumerate(layers) for name, shape in layer.items()}
+    assert {name: storage.shape for name, storage in manifest.storages.items()} == outside | expected
+    wide = [name for name, storage in manifest.storages.items() if storage.dtype != "bfloat16"]
+    assert wide == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+
+
+def test_only_whole_tensors_travel_where_the_engine_derives_further_weights() -> None:
+    for transfer in sglang.EXACT_SHARDS:
+        (problem,) = sglang.transfer_problems(latent_architecture(), transfer)
+        assert transfer in problem.given
+        assert not sglang.transfer_problems(moe_architecture(), transfer)
+    for transfer in ("auto", "tensors", "broadcast", "disk"):
+        assert not sglang.transfer_problems(latent_architecture(), transfer)
 
 
 def test_padding_lets_the_cpu_hold_mlps_that_do_not_divide_but_no_such_experts() -> None:

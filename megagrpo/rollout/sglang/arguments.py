@@ -48,7 +48,7 @@ OWNED = (
             "dp_size", "attn_dp_size", "attn_cp_size", "moe_dp_size", "dcp_size", "enable_dp_attention",
             "enable_dp_lm_head", "enable_eplb", "ep_num_redundant_experts", "init_expert_location",
             "custom_weight_loader", "weight_version", "weight_cache_mode", "enable_lora", "lora_paths",
-            "cpu_offload_gb",
+            "cpu_offload_gb", "disable_shared_experts_fusion", "enforce_shared_experts_fusion",
         ),
         _WEIGHTS,
     )
@@ -145,6 +145,7 @@ def server_arguments(
         "tp_size": layout.tensor,
         "ep_size": layout.expert,
         "weight_version": "0",
+        "disable_shared_experts_fusion": True,  # they lie where weights are sent (weights/sides/sglang.py)
         "custom_weight_loader": [LOADER],
     }
 

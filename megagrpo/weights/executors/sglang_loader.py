@@ -26,6 +26,7 @@ from megagrpo.weights.executors import streams
 from megagrpo.weights.executors.meeting import Meeting, Member
 from megagrpo.weights.executors.ways import IN_PLACE, Receiver, Way, open_receiver
 from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.sides.sglang import EXACT_SHARDS
 from megagrpo.weights.verification import arrived_bucket_digests, sent_bucket_digests
 from megagrpo.weights.views import stored_tensors
 
@@ -95,7 +96,7 @@ def named_storages(model: torch.nn.Module, manifest: Manifest) -> dict[str, torc
 
 def check_loadable(model: torch.nn.Module, way: Way) -> None:
     """Raises ModelError for exact shards into a model from whose weights SGLang derives others: they would stay old."""
-    if way not in (*IN_PLACE, Way.DIRECT):
+    if way not in EXACT_SHARDS:
         return
     if hasattr(model, "post_load_weights"):
         raise ModelError(
@@ -106,6 +107,32 @@ def check_loadable(model: torch.nn.Module, way: Way) -> None:
                 "weights.transfer: tensors, broadcast or disk, which go through SGLang's own loader",
             )
         )
+
+
+def check_derived(model: torch.nn.Module) -> None:
+    """Raises ModelError naming latent attention whose w_kc and w_vc are not, bit for bit, what its kv_b_proj says.
+
+    As SGLang's post_load_weights derives them from weights that are not quantised: of each head's rows of kv_b_proj the
+    first qk_nope_head_dim, [heads, nope, rank], and the others transposed, [heads, rank, value].
+    """
+    problems = []
+    for name, module in model.named_modules():
+        if getattr(module, "w_kc", None) is None:
+            continue
+        sizes = [module.qk_nope_head_dim, module.v_head_dim]
+        keys, values = module.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+        for derived, expected in (("w_kc", keys), ("w_vc", values.transpose(1, 2))):
+            if not torch.equal(getattr(module, derived), expected):
+                problems.append(
+                    Problem(
+                        f"{name}.{derived}",
+                        "not what the kv_b_proj.weight that it comes from says",
+                        "SGLang's post_load_weights, after the last bucket that holds it",
+                        "report it, with the version of SGLang",
+                    )
+                )
+    if problems:
+        raise ModelError(problems)
 
 
 @dataclass
@@ -132,6 +159,7 @@ class _Loader:
                 return self._connected().receive(command["version"])
             case "digest":
                 connection = self._connected()
+                check_derived(self.model)
                 manifest = connection.plan.destinations[connection.destination]
                 return digests(connection.tensors, manifest.placements)
             case "bucket_digests":

@@ -5,6 +5,11 @@ v are cut one by one and then fused; gate and up likewise; all experts of a rank
 feed-forward sizes are padded with zeros to a multiple of 32 x tensor: an MLP's before it is cut, experts' part by part.
 With more ranks than key-value heads, each rank holds one head, the same on several. Everything has the model's dtype,
 the router too.
+
+Latent attention: what projects down is whole on every rank, queries' and keys' fused; what projects up is cut by heads.
+From kv_b_proj SGLang derives further weights (w_kc, w_vc) that it computes with; they are not parameters and are not
+described here (`derives_weights`). Shared experts are an MLP beside the others: servers are started so that they are
+not fused with them (rollout/sglang/arguments.py).
 """
 
 from __future__ import annotations
@@ -15,13 +20,15 @@ from typing import Protocol
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.families.architecture import Architecture, Tensor
-from megagrpo.weights.sides.assembly import ManifestBuilder, Rows, padded_shard, shard_padded
+from megagrpo.weights.families.architecture import Architecture, Experts, Tensor
+from megagrpo.weights.sides.assembly import ManifestBuilder, Rows, all_rows, padded_shard, shard, shard_padded
 from megagrpo.weights.sides.roles import LayerTensors, Roles, model_tensors
 
 VOCABULARY_MULTIPLE = 64
 CPU_FFN_MULTIPLE = 32
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
+EXACT_SHARDS = ("shared_memory", "process_group", "direct")
+"""Values of weights.transfer that write into a rank's parameters, past SGLang's own loader of the model."""
 
 
 class EngineSizes(Protocol):
@@ -55,10 +62,6 @@ def manifest(arch: Architecture, layout: EngineSizes, rank: int, dtype: str, dev
 
 def split_problems(arch: Architecture, layout: EngineSizes, device: str) -> list[Problem]:
     """Every reason why an engine of these sizes cannot hold the model."""
-    if arch.latent is not None:
-        # Parts of kv_b_proj by head (w_kc, w_vc) are copied when a server loads; an update would not reach them.
-        given = "the engine derives further weights from those of latent attention: unverified"
-        return [Problem(f"{arch.family} on SGLang", given, "weights that the engine uses as they are")]
     if arch.family not in FAMILIES:
         return [Problem("SGLang engine", arch.family, f"one of {', '.join(FAMILIES)}")]
     if arch.family == "mixtral" and (problems := _mixtral_problems(arch)):
@@ -69,22 +72,45 @@ def split_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     if tensor % expert:
         found.append(Problem(where, f"expert = {expert}", f"a divisor of tensor = {tensor}"))
     rules = [("attention heads", arch.heads, tensor)]
-    if arch.experts is None:
+    if arch.has_dense_layers:
         rules.append(("ffn", _padded_ffn(arch.ffn, tensor, device), tensor))
-    else:
+    if arch.experts is not None:
         rules.append(("experts", arch.experts.count, expert))
         shards = max(1, tensor // expert)
         rules.append(("expert ffn", arch.experts.ffn, shards))
+        rules.append(("shared experts' ffn", _padded_shared_ffn(arch.experts, tensor, device), tensor))
     found += [
         Problem(where, f"{what}: {given}", f"a multiple of {size}") for what, given, size in rules if given % size
     ]
     groups = arch.query_groups
+    if arch.latent is not None:
+        return found  # every head has keys and values of its own
     if device == "cpu" and groups % tensor:
         # SGLang pads the heads there instead of repeating them, and then fails to load the weights.
         found.append(Problem(where, f"key-value heads: {groups}", f"a multiple of {tensor}, on the CPU"))
     elif groups % tensor and tensor % groups:
         found.append(Problem(where, f"key-value heads: {groups}", f"a multiple or a divisor of {tensor}"))
     return found
+
+
+def derives_weights(arch: Architecture) -> bool:
+    """Whether SGLang computes with copies that it makes of some weights (w_kc and w_vc, of latent attention's
+    kv_b_proj) whenever its own loader has loaded them. Exact shards that are written in place do not reach those."""
+    return arch.latent is not None
+
+
+def transfer_problems(arch: Architecture, transfer: str) -> list[Problem]:
+    """Why weights cannot travel in this way (weights.transfer) into an engine that holds the model."""
+    if transfer not in EXACT_SHARDS or not derives_weights(arch):
+        return []
+    return [
+        Problem(
+            "weights.transfer",
+            f"{transfer}, into {arch.family} on SGLang",
+            "whole tensors through SGLang's own loader, which derives further weights from those of latent attention",
+            "transfer: auto, tensors, broadcast or disk",
+        )
+    ]
 
 
 def _mixtral_problems(arch: Architecture) -> list[Problem]:
@@ -106,6 +132,11 @@ def _padded_ffn(size: int, tensor: int, device: str) -> int:
     return _padded(size, CPU_FFN_MULTIPLE * tensor) if device == "cpu" else size
 
 
+def _padded_shared_ffn(experts: Experts, tensor: int, device: str) -> int:
+    """SGLang pads the size of one expert, and takes it times the number of shared ones."""
+    return _padded_ffn(experts.ffn, tensor, device) * (experts.shared_ffn // experts.ffn)
+
+
 @dataclass(frozen=True)
 class _Rank:
     arch: Architecture
@@ -122,14 +153,21 @@ class _Rank:
         self.builder.rows(tensor.name, padded_shard(tensor, padded, self.rank, self.tensor), tensor.shape[1:])
 
     def add_layer(self, layer: LayerTensors) -> None:
-        for role in ("input_norm", "post_attention_norm", "q_norm", "k_norm"):
+        for role in ("input_norm", "post_attention_norm", "q_norm", "k_norm", "q_down_norm", "kv_down_norm"):
             if role in layer.roles:
                 self.builder.whole(layer.roles[role].name, layer.roles[role])
-        self.add_attention(layer.roles)
-        if layer.experts:
-            self.add_experts(layer)
+        if self.arch.latent is not None:
+            self.add_latent_attention(layer.roles)
         else:
-            self.add_mlp(layer.roles)
+            self.add_attention(layer.roles)
+        if not layer.experts:
+            padded = _padded_ffn(self.arch.ffn, self.tensor, self.device)
+            self.add_mlp(layer.roles["gate"], layer.roles["up"], layer.roles["down"], padded)
+            return
+        self.add_experts(layer)
+        if "shared_gate" in layer.roles and self.arch.experts is not None:
+            padded = _padded_shared_ffn(self.arch.experts, self.tensor, self.device)
+            self.add_mlp(layer.roles["shared_gate"], layer.roles["shared_up"], layer.roles["shared_down"], padded)
 
     def add_attention(self, layer: Roles) -> None:
         name = layer["q"].name.replace("q_proj", "qkv_proj")
@@ -147,16 +185,29 @@ class _Rank:
         for tensor in (k, v):
             yield Rows(tensor, first_head * self.arch.head_dim, heads * self.arch.head_dim)
 
-    def add_mlp(self, layer: Roles) -> None:
-        padded = _padded_ffn(self.arch.ffn, self.tensor, self.device)
-        rows = [part for role in ("gate", "up") for part in padded_shard(layer[role], padded, self.rank, self.tensor)]
-        self.builder.rows(layer["gate"].name.replace("gate_proj", "gate_up_proj"), rows, (self.arch.hidden,))
-        self.builder.columns(layer["down"].name, layer["down"], self.rank, self.tensor, padded)
+    def add_latent_attention(self, layer: Roles) -> None:
+        """Down to the latents whole, queries' and keys' fused if both are; up from them by heads."""
+        if "q_down" in layer:
+            name = layer["q_down"].name.replace("q_a_proj", "fused_qkv_a_proj_with_mqa")
+            self.builder.rows(name, [all_rows(layer["q_down"]), all_rows(layer["kv_down"])], (self.arch.hidden,))
+        else:
+            self.builder.whole(layer["kv_down"].name, layer["kv_down"])
+        for tensor in (layer.get("q_up") or layer["q"], layer["kv_up"]):
+            self.builder.rows(tensor.name, [shard(tensor, self.rank, self.tensor)], tensor.shape[1:])
+        self.builder.columns(layer["o"].name, layer["o"], self.rank, self.tensor)
+
+    def add_mlp(self, gate: Tensor, up: Tensor, down: Tensor, padded: int) -> None:
+        """`padded` is its size with padding, before it is cut."""
+        rows = [part for tensor in (gate, up) for part in padded_shard(tensor, padded, self.rank, self.tensor)]
+        self.builder.rows(gate.name.replace("gate_proj", "gate_up_proj"), rows, (self.arch.hidden,))
+        self.builder.columns(down.name, down, self.rank, self.tensor, padded)
 
     def add_experts(self, layer: LayerTensors) -> None:
         """The router whole; of the experts a run of consecutive ones, each cut over the ranks that share the run."""
         router = layer.roles["router"]
         self.builder.whole(router.name, router)
+        if "router_bias" in layer.roles:
+            self.builder.whole(layer.roles["router_bias"].name, layer.roles["router_bias"])
         shards = self.tensor // self.expert
         run, index = divmod(self.rank, shards)
         here = len(layer.experts) // self.expert
