@@ -68,7 +68,7 @@ def chunk_memory(
         if layer is not None and count
     ]
     # A router's bias, and a count of the tokens of each expert: both float32.
-    buffer_bytes = sum(count * 2 * 4 * layer.router_bias for layer, count in layers)
+    buffer_bytes = sum(count * (2 * 4 * layer.router_bias + _yarn_bytes(arch, layout)) for layer, count in layers)
     if adapters is None:
         return ChunkMemory(_whole_model(arch, layout, dtype, shard, content, layers), 0, buffer_bytes)
     item = ITEM_BYTES[dtype]
@@ -109,6 +109,14 @@ def _whole_model(
     if apart:
         buffers.append(_buffer([_runs(held, of_experts=True)], dtype, over_experts=True))
     return tuple(buffers)
+
+
+def _yarn_bytes(arch: Architecture, layout: ParallelLayout) -> int:
+    """Cosines and sines that every layer of latent attention keeps, float32, for this context rank's positions."""
+    if arch.latent is None or arch.rope.yarn is None:
+        return 0
+    positions = arch.rope.yarn.original_max_positions // layout.context
+    return 2 * 4 * positions * arch.latent.rotary_dim
 
 
 def _runs(layers: Layers, of_experts: bool | None = None) -> list[Run]:

@@ -39,7 +39,7 @@ class TrainedMemory:
     """Adam's exp_avg and exp_avg_sq, float32. They exist from the first step on."""
 
     buffers: int
-    """What modules hold besides: routers' biases and token counts, and which rows adapters act on."""
+    """What modules hold besides: routers' biases and token counts, YaRN's cosines, and which rows adapters act on."""
 
     @property
     def optimizer(self) -> int:
