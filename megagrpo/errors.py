@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 EXIT_USER_ERROR = 2
 EXIT_RUN_FAILED = 3
+EXIT_NODE_LOST = 4
+EXIT_STOPPED = 75
+"""EX_TEMPFAIL of sysexits.h: nothing is wrong, the same command continues."""
 
 
 @dataclass(frozen=True)
@@ -127,3 +130,17 @@ class RankError(MegagrpoError):
     """A training rank failed, died, or did not answer in time."""
 
     title = "training rank error"
+
+
+class NodeLostError(MegagrpoError):
+    """A node of the cluster went away with what ran on it. On other nodes the same command continues."""
+
+    title = "node lost"
+    exit_code = EXIT_NODE_LOST
+
+
+class RunStopped(MegagrpoError):  # noqa: N818  not a failure: it was asked for
+    """The run was told to stop, and what it had done is saved."""
+
+    title = "stopped"
+    exit_code = EXIT_STOPPED

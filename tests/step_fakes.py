@@ -22,6 +22,7 @@ from megagrpo.recipe.places import Places
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.clock import PhaseClock
 from megagrpo.trainer.run import Run
+from megagrpo.trainer.stopping import Stopping
 from megagrpo.types import Group, Prompt, Sample, Score
 from tests.tiny_run import recipe
 
@@ -161,4 +162,5 @@ def make_run(
         FakeWeights(),  # type: ignore[arg-type]
         PhaseClock(),
         TOKENS,
+        Stopping(),
     )

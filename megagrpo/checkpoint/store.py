@@ -131,6 +131,11 @@ class CheckpointStore:
             raise CheckpointError([Problem(p.where, p.given, "a whole checkpoint", fix) for p in problems])
         return None
 
+    def newest(self) -> Path | None:
+        """Directory of the newest complete checkpoint, whose files are not looked at; None if there is none."""
+        steps = self._steps()
+        return self._final(steps[-1]) if steps else None
+
     def best(self) -> float | None:
         """The largest value of `keep_best` among the complete checkpoints; None if no checkpoint has one."""
         return max((value for step in self._steps() if (value := self._evaluation(step)) is not None), default=None)

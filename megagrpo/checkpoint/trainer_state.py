@@ -35,6 +35,9 @@ class TrainerState:
     evaluation: Mapping[str, float] | None = None
     """Metrics of an evaluation of exactly these weights; None if they were not evaluated."""
 
+    unlogged: Mapping[str, float] | None = None
+    """Metrics of this step that wait for its evaluation, before which the run was stopped; None if they are logged."""
+
     best_evaluation: float | None = None
     """Best value so far of the metric that early stopping watches."""
 

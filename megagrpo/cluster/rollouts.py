@@ -57,17 +57,20 @@ class Rollouts:
     def wait_until_ready(self) -> None:
         """Raises EngineError naming the engines that did not start in `cluster.start_timeout_seconds`."""
         timeout = self._recipe.cluster.start_timeout_seconds
-        wait_for(self._starting, doing="starting", timeout_seconds=timeout, error=EngineError)
+        watch = self._runtime.watch
+        wait_for(self._starting, doing="starting", timeout_seconds=timeout, error=EngineError, watch=watch)
 
     def restart(self, engines: Iterable[str]) -> None:
         """Ends these engines, whatever they do, and starts new ones in their place. Raises EngineError."""
-        ended = [self.actors.pop(name) for name in engines]
-        ray.wait([actor.call.remote("close") for actor in ended], num_returns=len(ended), timeout=CLOSE_SECONDS)
-        for actor in ended:
-            ray.kill(actor)
+        engines = list(engines)
+        self._end(engines)
         self._starting = self._start(engines)
         self.wait_until_ready()
         self.actors = {name: self.actors[name] for name in self._index}
+
+    def give_up(self) -> None:
+        """Ends all engines, whatever they do. Nothing can be asked of them afterwards."""
+        self._end(list(self.actors))
 
     def manifests(self) -> dict[str, list[Manifest]]:
         """What the ranks of each engine hold."""
@@ -117,7 +120,14 @@ class Rollouts:
             error=EngineError,
             at_first_failure=lambda text: None,
             grace_seconds=0.0,
+            watch=None,
         )
+
+    def _end(self, engines: Sequence[str]) -> None:
+        ended = [self.actors.pop(name) for name in engines]
+        ray.wait([actor.call.remote("close") for actor in ended], num_returns=len(ended), timeout=CLOSE_SECONDS)
+        for actor in ended:
+            ray.kill(actor)
 
     def _requests(
         self, prompts: Sequence[Prompt], per_prompt: int, sampling: SamplingParams, step: int, first_index: int = 0
@@ -153,6 +163,7 @@ class Rollouts:
                 error=EngineError,
                 at_first_failure=lambda text: None,
                 grace_seconds=longest,
+                watch=self._runtime.watch,
             )
             for name, answer in answers.items():
                 samples |= zip(left[name], answer, strict=True)
@@ -191,4 +202,5 @@ class Rollouts:
             doing=method,
             timeout_seconds=self._recipe.cluster.start_timeout_seconds,
             error=EngineError,
+            watch=self._runtime.watch,
         )

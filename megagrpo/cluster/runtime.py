@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megagrpo.cluster.nodes import NodeWatch, node_names
 from megagrpo.errors import Problem, RankError
 from megagrpo.recipe.devices import DevicePlan, plan_devices
 from megagrpo.recipe.schema import AnyRecipe
@@ -35,6 +36,8 @@ class Runtime:
     """Index in the placement group of each bundle here: those of one node are neighbours, as tensor ranks should be."""
     places: tuple[Place, ...]
     """Node and GPU of each bundle."""
+    watch: NodeWatch
+    """Ends waits when a node of `places` is lost, or when the run is told to stop."""
 
     def start_rank(self, actor_class: Any, rank: int) -> Any:
         """Handle of a new actor on the device of a training rank. `actor_class` is decorated by ray.remote."""
@@ -60,8 +63,10 @@ class Runtime:
         return tuple(self.places[bundle] for bundle in self.devices.bundles_of_engine[engine])
 
 
-def start(recipe: AnyRecipe) -> Runtime:
+def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None) -> Runtime:
     """Joins `cluster.address` (or RAY_ADDRESS), or starts Ray on this machine, and reserves the run's devices.
+
+    `check_stop` is called a few times a second in every wait for actors; what it raises ends the wait.
 
     Raises RankError if there is no such cluster, or if the devices cannot be had in `cluster.start_timeout_seconds`.
     """
@@ -95,7 +100,9 @@ def start(recipe: AnyRecipe) -> Runtime:
     gpus = _gpus(group, devices.bundles, recipe.cluster.start_timeout_seconds) if device == "cuda" else {}
     places = tuple(Place(node_of[index], gpus.get(index)) for index in order)
     _require_one_node(devices, places)
-    return Runtime(device, devices, group, order, places)
+    names = node_names()
+    of_run = {place.node: names.get(place.node, place.node) for place in places}
+    return Runtime(device, devices, group, order, places, NodeWatch(of_run, check_stop))
 
 
 def _gpus(group: PlacementGroup, bundles: int, timeout_seconds: float) -> dict[int, int]:

@@ -29,7 +29,7 @@ class TrainRanks:
     actor_class: ClassVar[Any]  # decorated by ray.remote
 
     def __init__(self, runtime: Runtime, recipe: AnyRecipe, model_directory: Path) -> None:
-        self._timeout = recipe.cluster.step_timeout_seconds
+        self._timeout, self.watch = recipe.cluster.step_timeout_seconds, runtime.watch
         self._offload = list(recipe.train.offload)
         self._released = False
         self._data_rank = {f"train rank {at.rank}": at.data for at in rank_grid(recipe.train.layout.parallel())}
@@ -43,6 +43,7 @@ class TrainRanks:
             doing="starting",
             timeout_seconds=recipe.cluster.start_timeout_seconds,
             error=RankError,
+            watch=self.watch,
         )[first]
         wait_for(
             {
@@ -52,6 +53,7 @@ class TrainRanks:
             doing="starting",
             timeout_seconds=recipe.cluster.start_timeout_seconds,
             error=RankError,
+            watch=self.watch,
         )
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -62,6 +64,7 @@ class TrainRanks:
             doing=method,
             timeout_seconds=self._timeout,
             error=RankError,
+            watch=self.watch,
         )
         return [results[name] for name in self.actors]
 
@@ -92,6 +95,7 @@ class TrainRanks:
             doing="export",
             timeout_seconds=self._timeout,
             error=RankError,
+            watch=self.watch,
         )
 
     def load_batch(self, batches: Sequence[RankBatch]) -> None:
@@ -105,13 +109,14 @@ class TrainRanks:
             doing="load_batch",
             timeout_seconds=self._timeout,
             error=RankError,
+            watch=self.watch,
         )
 
     @contextmanager
     def released(self) -> Iterator[None]:
         """Inside it, the parts named in train.offload are in host memory: engines on the same devices have room."""
+        self._released = True  # also if the wait for it is given up: it goes on, and is undone by a restore after it
         self._move("release")
-        self._released = True
         yield
         self._move("restore")
         self._released = False

@@ -1,4 +1,8 @@
-"""Waiting for Ray actors: always with a deadline, and an error that names who was waited for."""
+"""Waiting for Ray actors: always with a deadline, and an error that names who was waited for.
+
+Every wait also ends when the run loses a node, and where that is allowed when it is told to stop: `watch` raises then.
+Only what is closed is waited for without one.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,20 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from megagrpo.cluster.nodes import NodeWatch
 from megagrpo.errors import MegagrpoError, Problem
+
+SLICE_SECONDS = 0.2
+"""Of a wait, between two looks at its watch."""
 
 
 def wait_for(
-    results: Mapping[str, ray.ObjectRef[Any]], *, doing: str, timeout_seconds: float, error: type[MegagrpoError]
+    results: Mapping[str, ray.ObjectRef[Any]],
+    *,
+    doing: str,
+    timeout_seconds: float,
+    error: type[MegagrpoError],
+    watch: NodeWatch,
 ) -> dict[str, Any]:
     """Results by name, once all are there.
 
@@ -21,7 +34,7 @@ def wait_for(
     Errors of ours that an actor raised are raised as they are; others become `error`, naming the actor.
     """
     done: dict[str, Any] = {}
-    for name, answer in _as_they_come(results, doing, timeout_seconds, error):
+    for name, answer in _as_they_come(results, doing, timeout_seconds, error, watch):
         if isinstance(answer, MegagrpoError):
             raise answer
         done[name] = answer
@@ -36,8 +49,9 @@ def settle(
     error: type[MegagrpoError],
     at_first_failure: Callable[[str], None],
     grace_seconds: float,
+    watch: NodeWatch | None,
 ) -> tuple[dict[str, Any], dict[str, MegagrpoError]]:
-    """What everyone answered: results, and errors, by name. Raises nothing.
+    """What everyone answered: results, and errors, by name. Raises nothing but what `watch` raises.
 
     After the first failure `at_first_failure` is called with its text, to release those who wait for the one that
     failed; the others then have `grace_seconds` to answer, and who has not is an error too.
@@ -46,7 +60,7 @@ def settle(
     failed: dict[str, MegagrpoError] = {}
 
     def take(refs: Mapping[str, ray.ObjectRef[Any]], seconds: float) -> None:
-        for name, answer in _as_they_come(refs, doing, seconds, error):
+        for name, answer in _as_they_come(refs, doing, seconds, error, watch):
             if isinstance(answer, MegagrpoError):
                 failed[name] = answer
                 return
@@ -63,13 +77,22 @@ def settle(
 
 
 def _as_they_come(
-    results: Mapping[str, ray.ObjectRef[Any]], doing: str, timeout_seconds: float, error: type[MegagrpoError]
+    results: Mapping[str, ray.ObjectRef[Any]],
+    doing: str,
+    timeout_seconds: float,
+    error: type[MegagrpoError],
+    watch: NodeWatch | None,
 ) -> Iterator[tuple[str, Any]]:
     """(name, answer or error), one after another. At the deadline, an error for each that is missing."""
     deadline = time.monotonic() + timeout_seconds
     names = {ref: name for name, ref in results.items()}
     while names:
-        ready, _ = ray.wait(list(names), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if watch:
+            watch.check()
+        left = max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(list(names), num_returns=1, timeout=min(left, SLICE_SECONDS))
+        if not ready and left > SLICE_SECONDS:
+            continue
         if not ready:
             late = [name for name in results if name in names.values()]
             for name in late:
@@ -77,7 +100,7 @@ def _as_they_come(
             return
         for ref in ready:
             name = names.pop(ref)
-            yield name, _answer(ref, name, doing, error)
+            yield name, _answer(ref, name, doing, error, watch)
 
 
 def _late(
@@ -93,7 +116,7 @@ def _late(
     )
 
 
-def _answer(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[MegagrpoError]) -> Any:
+def _answer(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[MegagrpoError], watch: NodeWatch | None) -> Any:
     """What the actor returned, or the error that it is."""
     try:
         return ray.get(ref, timeout=60.0)
@@ -102,6 +125,8 @@ def _answer(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[Megagrpo
             return failure.cause
         return error(Problem(where=f"{doing}: {name} raised", given=str(failure).strip()))
     except RayActorError as failure:
+        if watch:
+            watch.after_failure(failure)
         return error(
             Problem(
                 where=f"{doing}: {name} died",
@@ -120,6 +145,7 @@ def call_all(
     doing: str,
     timeout_seconds: float,
     error: type[MegagrpoError],
+    watch: NodeWatch,
 ) -> dict[str, Any]:
     """Calls `method(actor)`, which must return an object reference, on every actor at once and waits for all."""
     return wait_for(
@@ -127,4 +153,5 @@ def call_all(
         doing=doing,
         timeout_seconds=timeout_seconds,
         error=error,
+        watch=watch,
     )

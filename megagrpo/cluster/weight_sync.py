@@ -73,6 +73,10 @@ class WeightSync:
         with self._policy.needed():
             self._bring(self.version, list(engines), lost=engines)
 
+    def give_up(self) -> None:
+        """Releases the training ranks from a sync that nobody waits for any more."""
+        self._host.abort([Problem("weight sync given up", "the run was told to stop")])
+
     def check_replicas(self) -> None:
         """Raises WeightSyncError, naming tensors and ranks, if ranks that hold the same box hold different bytes."""
         answers = self._wait(
@@ -90,6 +94,7 @@ class WeightSync:
             error=RankError,
             at_first_failure=lambda text: None,
             grace_seconds=0.0,
+            watch=None,
         )
         remove_left_over(self._host.meeting.run)
         if self.way is Way.DISK:
@@ -137,6 +142,7 @@ class WeightSync:
             error=EngineError,
             at_first_failure=give_up,
             grace_seconds=GRACE_SECONDS,
+            watch=self._policy.watch,
         )
         for name, error in failed.items():
             if name in ranks and not isinstance(error, WeightSyncError):
@@ -162,6 +168,7 @@ class WeightSync:
             error=EngineError,
             at_first_failure=lambda text: None,
             grace_seconds=GRACE_SECONDS,
+            watch=self._policy.watch,
         )
         failed |= uncommitted
         return failed, list(failed)
@@ -197,6 +204,7 @@ class WeightSync:
             error=WeightSyncError,
             at_first_failure=lambda text: None,
             grace_seconds=0.0,
+            watch=self._policy.watch,
         )
         if failed:  # the tensor is named already; whoever failed is found by the next attempt
             return []
@@ -235,6 +243,7 @@ class WeightSync:
             doing=doing,
             timeout_seconds=self._recipe.weights.timeout_seconds + GRACE_SECONDS,
             error=WeightSyncError,
+            watch=self._policy.watch,
         )
 
 

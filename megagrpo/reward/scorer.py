@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megagrpo.recipe import schema
@@ -17,12 +17,16 @@ from megagrpo.types import Group, Sample, Score
 class Scorer:
     """Scores groups by the `reward:` section. `gsm8k` runs here; all else in processes, started at the first score.
 
-    response_tokens_max is the limit that penalties for length are measured from.
+    response_tokens_max is the limit that penalties for length are measured from. `check` is called a few times a
+    second while functions are waited for; what it raises ends the scoring.
     Raises RewardError: from the constructor for what is wrong with the section, from scoring if a user's file cannot be
     loaded. A function that fails on a response masks that sample (value None, error says why); it never scores 0.
     """
 
-    def __init__(self, reward: schema.Reward, response_tokens_max: int) -> None:
+    def __init__(
+        self, reward: schema.Reward, response_tokens_max: int, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._check = check
         self._reward, self._response_tokens_max = reward, response_tokens_max
         self._gated = gated_functions(reward.functions)
         self._specs = load_functions(reward)
@@ -56,7 +60,9 @@ class Scorer:
             for sample in group.samples
         ]
         by_function = {i: [_call(function, task) for task in tasks] for i, function in self._inline.items()}
-        isolated = self._pool.run([(index, task) for index in range(len(self._isolated)) for task in tasks])
+        isolated = self._pool.run(
+            [(index, task) for index in range(len(self._isolated)) for task in tasks], self._check
+        )
         for index, function in enumerate(self._isolated):
             by_function[function] = isolated[index * len(tasks) : (index + 1) * len(tasks)]
         in_order = zip(*(by_function[i] for i in range(len(self._specs))), strict=True)

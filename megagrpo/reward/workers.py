@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
 from megagrpo.errors import Problem, RewardError
@@ -26,6 +26,7 @@ from megagrpo.reward.function import Outcome, Task, timed_out
 from megagrpo.reward.loading import FunctionSpec
 
 ASYNC_AT_ONCE = 64
+CHECK_SECONDS = 0.2
 START_TIMEOUT_SECONDS = 60.0
 ASYNC_GRACE_SECONDS = 1.0
 """A worker cancels its own async calls at the time limit; it is killed only if it has not done so this much later."""
@@ -117,16 +118,17 @@ class WorkerPool:
         self._workers: list[Worker] = []
         self._lock = threading.Lock()
 
-    def run(self, calls: Sequence[tuple[int, Task]]) -> list[Outcome]:
+    def run(self, calls: Sequence[tuple[int, Task]], check: Callable[[], None] = lambda: None) -> list[Outcome]:
         """The outcome of each call (index of the function, task), in order.
 
+        `check` is called a few times a second; what it raises ends the run.
         Takes at most about len(calls) x timeout_seconds / workers. Raises RewardError if a function cannot be loaded.
         """
         with self._lock:
             for worker in [w for w in self._workers if w.process.poll() is not None]:
                 self.remove(worker)  # died while idle: no response is to blame
             try:
-                return _Run(self, calls).outcomes()
+                return _Run(self, calls, check).outcomes()
             except BaseException:
                 self._kill_all()  # tasks of this run may be in flight: no later run may see their answers
                 raise
@@ -153,9 +155,10 @@ class WorkerPool:
 class _Run:
     """One call of WorkerPool.run."""
 
-    def __init__(self, pool: WorkerPool, calls: Sequence[tuple[int, Task]]) -> None:
+    def __init__(self, pool: WorkerPool, calls: Sequence[tuple[int, Task]], check: Callable[[], None]) -> None:
         self.pool = pool
         self.calls = calls
+        self.check = check
         self.waiting = deque(range(len(calls)))
         self.suspects: deque[int] = deque()  # were in flight together when their worker fell: to be run alone
         self.done: dict[int, Outcome] = {}
@@ -165,8 +168,10 @@ class _Run:
             workers = self.pool.workers()
             for worker in workers:
                 self._assign(worker)
+            self.check()
             first_deadline = min(worker.deadline for worker in workers)
-            readable = wait([worker.connection for worker in workers], max(0.0, first_deadline - time.monotonic()))
+            seconds = min(CHECK_SECONDS, max(0.0, first_deadline - time.monotonic()))
+            readable = wait([worker.connection for worker in workers], seconds)
             for worker in list(workers):
                 if worker.connection in readable:
                     self._read(worker)

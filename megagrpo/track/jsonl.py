@@ -17,11 +17,11 @@ class StepLines:
     """A file of JSON objects that each have a `step`, flushed line by line.
 
     Opened after step `resumed_step`, it loses the lines of later steps, which will be made again, and a last line that
-    was cut off. Opened for a run that starts (0), it is empty.
+    was cut off; also that step's, if it is `unlogged`. Opened for a run that starts (0), it is empty.
     """
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
-        kept = _lines_up_to(path, resumed_step) if resumed_step else []
+    def __init__(self, path: Path, resumed_step: int, unlogged: bool = False) -> None:
+        kept = _lines_up_to(path, resumed_step - unlogged) if resumed_step else []
         part = path.with_name(f"{path.name}.part")
         part.write_text("".join(kept), encoding="utf-8")
         part.replace(path)
@@ -39,7 +39,7 @@ class JsonlMetrics:
     """metrics.jsonl: {"step": 1, "time": seconds since 1970, metric: value, …}."""
 
     def start(self, run: RunStart) -> None:
-        self._lines = StepLines(run.directory / "metrics.jsonl", run.resumed_step)
+        self._lines = StepLines(run.directory / "metrics.jsonl", run.resumed_step, run.unlogged)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._lines.append({"step": step, "time": round(time.time(), 3), **{k: finite(v) for k, v in metrics.items()}})

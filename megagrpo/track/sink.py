@@ -15,13 +15,17 @@ Status = Literal["finished", "failed", "interrupted"]
 
 @dataclass(frozen=True)
 class RunStart:
-    """A run that starts, or continues after `resumed_step` (0 for one that starts)."""
+    """A run that starts, or continues after `resumed_step` (0 for one that starts).
+
+    `unlogged`: stopped before that step was evaluated, it will log it now.
+    """
 
     recipe: AnyRecipe
     directory: Path
     total_steps: int
     resumed_step: int = 0
     run_ids: Mapping[str, str] = field(default_factory=dict)  # what each tracker called this run before
+    unlogged: bool = False
 
 
 class Sink(Protocol):

@@ -35,17 +35,18 @@ class Tracker:
         self._mismatches: MismatchTraces | None = None
         self._undocumented: set[str] = set()
 
-    def start(self, resumed_step: int = 0, run_ids: Mapping[str, str] | None = None) -> None:
+    def start(self, resumed_step: int = 0, run_ids: Mapping[str, str] | None = None, *, unlogged: bool = False) -> None:
         """Writes recipe.yaml and environment.json to the run's directory and starts every tracker.
 
         `resumed_step` is the last step that the run keeps (0 for a new run); `run_ids` is what `run_ids` was then.
+        `unlogged`: the metrics of that step are still to come.
         """
         directory = run_directory(self._recipe)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "recipe.yaml").write_text(dump(self._recipe), encoding="utf-8")
         described = json.dumps(environment.describe(), indent=2) + "\n"
         (directory / "environment.json").write_text(described, encoding="utf-8")
-        run = RunStart(self._recipe, directory, self._total_steps, resumed_step, run_ids or {})
+        run = RunStart(self._recipe, directory, self._total_steps, resumed_step, run_ids or {}, unlogged)
         self._traces = RolloutTraces(run)
         self._mismatches = MismatchTraces(run)
         for sink in self._sinks:

@@ -12,6 +12,7 @@ from megagrpo.data.cursor import Cursor
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.trainer.clock import PhaseClock
+from megagrpo.trainer.stopping import Stopping
 from megagrpo.types import Prompt
 
 
@@ -29,3 +30,4 @@ class Run:
     clock: PhaseClock
     work: Work
     """Of the policy, by which data ranks are balanced."""
+    stopping: Stopping

@@ -36,9 +36,12 @@ class Sampled:
 
 
 def sample_step(run: Run, step: int) -> Sampled:
-    """Samples step `step` and sets aside the prompts that it solved too often."""
+    """Samples step `step` and sets aside the prompts that it solved too often.
+
+    Raises StopRequested if the run is told to stop before all is sampled and scored.
+    """
     recipe = run.recipe
-    with run.policy.released():
+    with run.stopping.giving_up(), run.policy.released():
         if recipe.rollout.dynamic_sampling:
             sampled = _in_rounds(run, step, recipe.rollout.dynamic_sampling)
         elif recipe.algorithm.advantage.name == "remax":

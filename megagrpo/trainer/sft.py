@@ -29,6 +29,7 @@ from megagrpo.trainer.preflight import Preflight
 from megagrpo.trainer.prompts import describe_files, read_tokenizer
 from megagrpo.trainer.run_lock import only_process_of
 from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, open_store, recipe_values, save
+from megagrpo.trainer.stopping import Stopping, StopRequested
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,29 @@ class Run:
     clock: PhaseClock
     work: Work
     """Of the model, by which data ranks are balanced."""
+    stopping: Stopping
 
 
 def sft(checked: Preflight[SftRecipe]) -> int:
-    """Runs the recipe to its end, from its newest checkpoint if it has one; 0. Raises MegagrpoError."""
+    """Runs the recipe to its end, from its newest checkpoint if it has one; 0.
+
+    Raises MegagrpoError; RunStopped, once everything is saved, if the process was sent SIGTERM or SIGUSR1.
+    """
+    store = open_store(checked.recipe)
+    with Stopping() as stopping:
+        try:
+            return _sft(checked, store, stopping)
+        except StopRequested:
+            raise stopping.error(store.newest()) from None
+
+
+def _sft(checked: Preflight[SftRecipe], store: CheckpointStore, stopping: Stopping) -> int:
     recipe = checked.recipe
     with ExitStack() as closing:
         closing.enter_context(only_process_of(run_directory(recipe)))
-        store = open_store(recipe)
         resumed = checkpoint_to_resume(store, recipe)
         done = resumed.state.step if resumed else 0
+        unlogged = dict(resumed.state.unlogged) if resumed and resumed.state.unlogged else None
         tokenizer = read_tokenizer(recipe, checked.tokenizer_directory)
         examples = read_examples(recipe, recipe.data.train, tokenizer)
         held_out = read_examples(recipe, recipe.eval.files, tokenizer) if recipe.eval.files else Examples((), ())
@@ -62,26 +76,30 @@ def sft(checked: Preflight[SftRecipe]) -> int:
         steps = total_steps(recipe, len(cursor))
 
         tracker = closing.enter_context(Tracker(recipe, steps))
-        tracker.start(done, resumed.state.tracker_runs if resumed else None)
+        tracker.start(done, resumed.state.tracker_runs if resumed else None, unlogged=unlogged is not None)
         for line in describe_files((*examples.files, *held_out.files), "examples"):
             tracker.say(line)
         if resumed:
             for line in (f"continuing after step {done} from {resumed.path}", *resumed.warnings):
                 tracker.say(line)
             exported = not recipe.checkpoint.export_hugging_face or exported_step(recipe) == done
-            if exported and done >= steps:
+            if exported and done >= steps and unlogged is None:
                 tracker.say("the run is complete: nothing to do")
                 return 0
 
-        ray = runtime.start(recipe)
-        closing.callback(runtime.stop, ray)
-        ranks = SftRanks(ray, recipe, checked.model_directory.absolute())
-        if resumed:
-            ranks.call("load", resumed.rank_directory)
-        run = Run(recipe, steps, cursor, held_out.examples, ranks, PhaseClock(), work_of(checked.architecture))
-        _run_steps(run, done, store, tracker)
+        with stopping.giving_up():
+            ray = runtime.start(recipe, stopping.check)
+            closing.callback(runtime.stop, ray)
+            stopping.handle_signals()
+            ranks = SftRanks(ray, recipe, checked.model_directory.absolute())
+            if resumed:
+                ranks.call("load", resumed.rank_directory)
+        clock, work = PhaseClock(), work_of(checked.architecture)
+        run = Run(recipe, steps, cursor, held_out.examples, ranks, clock, work, stopping)
+        _run_steps(run, done, unlogged, store, tracker)
         if recipe.checkpoint.export_hugging_face:
-            directory = export(ranks, checked, tokenizer, max(done, steps), dtype_name(recipe, ray.device))
+            with stopping.giving_up():
+                directory = export(ranks, checked, tokenizer, max(done, steps), dtype_name(recipe, ray.device))
             tracker.say(f"Hugging Face model: {directory}")
     return 0
 
@@ -107,25 +125,55 @@ def total_steps(recipe: SftRecipe, examples: int) -> int:
     raise ValueError("one of total_steps and total_epochs is given: checked in recipe/sft_checks.py")
 
 
-def _run_steps(run: Run, done: int, store: CheckpointStore, tracker: Tracker) -> None:
-    """Steps until the run's length; evaluates and saves when due.
+def _run_steps(
+    run: Run, done: int, unlogged: dict[str, float] | None, store: CheckpointStore, tracker: Tracker
+) -> None:
+    """Steps until the run's length; evaluates and saves when due. `unlogged`: metrics of the step that is done, if it
+    still waits for its evaluation.
 
     A step is logged before it is saved: a run killed in between repeats the step, and its line is written again.
+    Raises StopRequested once all steps that are done are saved.
     """
-    recipe, clock = run.recipe, run.clock
-    if done == 0 and run.held_out and recipe.eval.before_training:
-        tracker.log(0, _evaluate(run) | clock.take())
-    for step in range(done + 1, run.total_steps + 1):
-        with clock.phase("step"):
-            metrics, tokens = sft_step(run, step)
-        last = step == run.total_steps
-        evaluation = _evaluate(run) if run.held_out and (last or step % recipe.eval.every_steps == 0) else {}
-        seconds = clock.take()
-        speed = {"tokens_per_second": tokens / seconds["seconds/step"]}
-        tracker.log(step, metrics | evaluation | speed | seconds)
-        if last or step % recipe.checkpoint.every_steps == 0:
-            with clock.phase("checkpoint"):
-                save(run.ranks, store, _trainer_state(run, step, tracker))
+    recipe, saved = run.recipe, done
+    try:
+        if done == 0 and run.held_out and recipe.eval.before_training:
+            tracker.log(0, _evaluate(run) | run.clock.take())
+        while unlogged is not None or done < run.total_steps:
+            if unlogged is None:
+                run.stopping.stop_here()
+                unlogged = _timed_step(run, done + 1)
+                done += 1
+            last = done == run.total_steps
+            evaluation = _evaluate(run) if run.held_out and (last or done % recipe.eval.every_steps == 0) else {}
+            tracker.log(done, unlogged | evaluation | run.clock.take())
+            unlogged = None
+            if last or saved == done or done % recipe.checkpoint.every_steps == 0:
+                _save(run, done, unlogged, store, tracker)
+                saved = done
+    except StopRequested:
+        if done > saved:
+            _save(run, done, unlogged, store, tracker)
+        raise
+
+
+def _timed_step(run: Run, step: int) -> dict[str, float]:
+    with run.clock.phase("step"):
+        metrics, tokens = sft_step(run, step)
+    seconds = run.clock.take()
+    return metrics | {"tokens_per_second": tokens / seconds["seconds/step"]} | seconds
+
+
+def _save(run: Run, step: int, unlogged: dict[str, float] | None, store: CheckpointStore, tracker: Tracker) -> None:
+    state = TrainerState(
+        step=step,
+        weight_version=step,
+        data_cursor=run.cursor.state(),
+        recipe=recipe_values(run.recipe),
+        unlogged=unlogged,
+        tracker_runs=tracker.run_ids,
+    )
+    with run.clock.phase("checkpoint"):
+        save(run.ranks, store, state)
 
 
 def sft_step(run: Run, step: int) -> tuple[dict[str, float], int]:
@@ -156,7 +204,7 @@ def sft_step(run: Run, step: int) -> tuple[dict[str, float], int]:
 def _evaluate(run: Run) -> dict[str, float]:
     """Mean loss of all held-out tokens of the assistant's. As many examples at a time as a step has."""
     at_once = run.recipe.data.examples_per_step
-    with run.clock.phase("eval"):
+    with run.stopping.giving_up(), run.clock.phase("eval"):
         losses = [
             run.ranks.evaluate(_pack(run, run.held_out[first : first + at_once]))
             for first in range(0, len(run.held_out), at_once)
@@ -182,14 +230,4 @@ def _pack(run: Run, examples: Sequence[Example]) -> list[RankBatch]:
         tokens_per_microbatch=run.recipe.train.tokens_per_microbatch,
         seed=run.recipe.seed,
         work=run.work,
-    )
-
-
-def _trainer_state(run: Run, step: int, tracker: Tracker) -> TrainerState:
-    return TrainerState(
-        step=step,
-        weight_version=step,
-        data_cursor=run.cursor.state(),
-        recipe=recipe_values(run.recipe),
-        tracker_runs=tracker.run_ids,
     )

@@ -47,7 +47,10 @@ class Step:
 
 
 def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
-    """Runs step `step` (the first is 1). The weight version afterwards is `step`."""
+    """Runs step `step` (the first is 1). The weight version afterwards is `step`, unless the run is told to stop.
+
+    Raises StopRequested if it is told so before everything is scored: the training ranks are as if it never began.
+    """
     recipe, algorithm, clock = run.recipe, run.recipe.algorithm, run.clock
 
     sampled = sample_step(run, step)
@@ -87,8 +90,9 @@ def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
         with clock.phase("update"):
             run.policy.update_reference()
 
-    with clock.phase("weight_sync"):
-        run.weights.sync(version=step)
+    if not run.stopping.requested:
+        with clock.phase("weight_sync"):
+            run.weights.sync(version=step)
 
     metrics["weights/version"] = float(step)
     return Step(metrics, sampled.groups, sampled.all, mismatch, kl_coefficient)

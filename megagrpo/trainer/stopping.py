@@ -1,0 +1,93 @@
+"""A run that is told to stop: by a scheduler whose time limit is near, or by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from megagrpo.errors import Problem, RunStopped
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequested(BaseException):
+    """What was under way is given up, because the run was told to stop. Like KeyboardInterrupt it is not a failure."""
+
+
+class Stopping:
+    """Remembers that a signal asked to stop, and says where that ends what is under way.
+
+    As a context, on the main thread, it handles SIGTERM and SIGUSR1. They only leave a note: the run looks at it where
+    nothing is lost or left half done. A second SIGTERM ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._may_give_up = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self.signal is not None
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Around what leaves nothing lasting behind: told to stop in it, or before, the run gives it up."""
+        self.stop_here()
+        self._may_give_up = True
+        try:
+            yield
+        finally:
+            self._may_give_up = False
+
+    def stop_here(self) -> None:
+        """Raises StopRequested if the run was told to stop."""
+        if self.requested:
+            raise StopRequested
+
+    def check(self) -> None:
+        """The same, but only inside `giving_up`: everything that waits calls it a few times a second."""
+        if self._may_give_up:
+            self.stop_here()
+
+    def error(self, checkpoint: Path | None) -> RunStopped:
+        """What the user is told. checkpoint: the newest; None if there is none."""
+        name = self.signal.name if self.signal else "a signal"
+        return RunStopped(
+            Problem(
+                where=f"stopped by {name}",
+                given=f"everything up to the newest checkpoint is saved: {checkpoint}"
+                if checkpoint
+                else "no step was finished: there is nothing to save",
+                fix="start the same command again: it continues with the same numbers",
+            )
+        )
+
+    def handle_signals(self) -> None:
+        """Again after ray.init, which sets handlers of its own."""
+        for number in SIGNALS:
+            signal.signal(number, self._note)
+
+    def __enter__(self) -> Stopping:
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.handle_signals()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal == signal.SIGTERM:
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        self.signal = signal.Signals(number)
