@@ -8,7 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megagrpo.demo.tokenizer import make_tokenizer
 from tests.loop import small_run
+from tests.tiny_models import make_model
 
 ON_SGLANG = ["rollout.engine=sglang", "track.mlflow=null"]
 ELSEWHERE = [
@@ -34,6 +36,25 @@ def test_a_run_on_sglang_trains_on_what_its_servers_sampled(inputs: Path, tmp_pa
             assert entry["weights/version"] == step
             assert entry["logprob_difference/max"] < 1e-5, "the servers and the training ranks have one policy"
     assert len({entry["eval/mean@1"] for entry in by_step.values() if "eval/mean@1" in entry}) > 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(RUN_SECONDS)
+def test_a_run_with_latent_attention_chooses_a_way_by_which_its_servers_get_whole_tensors(
+    inputs: Path, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer()
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = make_model("deepseek_v3", tmp_path / "model", vocab_size=len(tokenizer), num_hidden_layers=2, **ids)
+    tokenizer.save_pretrained(model)
+    recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
+    overrides = [*ON_SGLANG, f"model.path={model}", "train.total_steps=2"]
+    with pytest.raises(AssertionError, match="whole tensors through SGLang's own loader"):
+        small_run.train(recipe, *overrides, "weights.transfer=shared_memory", command="plan")
+    small_run.train(recipe, *overrides, timeout_seconds=RUN_SECONDS)
+    by_step = small_run.metrics(tmp_path / "small")
+    assert [entry["weights/version"] for step, entry in by_step.items() if step] == [1, 2]
+    assert all(entry["logprob_difference/max"] < 1e-5 for step, entry in by_step.items() if step)
 
 
 @pytest.mark.long
