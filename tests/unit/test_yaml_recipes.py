@@ -1,0 +1,88 @@
+"""The recipes in yaml_recipes/ are complete, planned for the machines that they name, and say how to run them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megagrpo.plan.known_models import known_models
+from megagrpo.plan.machines import GPUS
+from megagrpo.recipe.checks import recipe_problems
+from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.load import load, load_any
+from megagrpo.recipe.schema import Recipe
+from megagrpo.rollout.sglang import arguments
+from megagrpo.trainer.preflight import preflight
+
+FILES = sorted((Path(__file__).parents[2] / "yaml_recipes").glob("*.yaml"))
+ON_GPUS = [file for file in FILES if not file.stem.endswith("_cpu")]
+NODES = {
+    "deepseek_v3_671b": 32,
+    "disaggregated_qwen3_32b_4x8": 4,
+    "grpo_70b": 16,
+    "gsm8k_qwen2.5_0.5b_1gpu": 1,
+    "long_context_qwen3_8b_2x8": 2,
+    "lora_qwen3_8b_1gpu": 1,
+    "math_qwen3_30b_a3b_2x8": 2,
+    "math_qwen3_32b_4x8": 4,
+    "math_qwen3_8b_8gpu": 1,
+}
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with neither data, models nor SGLang."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megagrpo.trainer.preflight.cached_directory", lambda path: None)
+    monkeypatch.setattr(arguments, "_asked", lambda python, options: ([], []))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_recipe_loads_and_its_rules_hold(file: Path) -> None:
+    recipe = load_any(file).recipe
+    assert recipe.name == file.stem
+    assert not recipe_problems(recipe)
+
+
+@pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
+def test_a_recipe_is_planned_on_a_machine_that_has_nothing(file: Path, elsewhere: None) -> None:
+    ready = preflight(load(file), plan_only=True)
+    assert ready.recipe.model.path in known_models()
+    missing = [f"the tokenizer of {ready.recipe.model.path}", "train.parquet", "test.parquet"]
+    assert len(ready.unchecked) == len(missing)
+    assert all(what in said for what, said in zip(missing, ready.unchecked, strict=True))
+
+
+@pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
+def test_a_recipe_fills_whole_nodes_and_no_engine_spans_two(file: Path) -> None:
+    recipe = load(file).recipe
+    assert recipe.cluster.gpu in GPUS
+    devices, node = plan_devices(recipe, "cuda"), recipe.cluster.gpus_per_node
+    assert devices.bundles == node * NODES[recipe.name]
+    for of_engine in devices.bundles_of_engine:
+        assert len({device // node for device in of_engine}) == 1
+
+
+@pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
+def test_a_recipe_says_how_to_prepare_plan_and_run_it(file: Path) -> None:
+    header = file.read_text(encoding="utf-8").split("\nname:")[0]
+    commands = re.findall(r"megagrpo (plan|train) yaml_recipes/(\S+)\.yaml", header)
+    assert commands == [("plan", file.stem), ("train", file.stem)]
+    recipe = load(file).recipe
+    (output,) = re.findall(r"megagrpo prepare .*--output (\S+)", header)
+    data = [*recipe.data.train, *recipe.eval.files]
+    assert {str(Path(entry.path).parent) for entry in data} == {output}
+
+
+@pytest.mark.long
+def test_the_installed_sglang_takes_the_arguments_of_every_recipe() -> None:
+    recipes = [load(file).recipe for file in ON_GPUS]
+    options: dict[str, object] = {}
+    for recipe in recipes:
+        assert isinstance(recipe, Recipe)
+        options |= recipe.rollout.sglang.model_extra or {}
+    assert options
+    settings = recipes[0].rollout.sglang.model_validate(options)
+    assert arguments.sglang_problems(settings, only_if_installed=True) == []
