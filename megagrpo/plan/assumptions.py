@@ -15,7 +15,7 @@ from megagrpo.recipe.schema import AnyRecipe, SftRecipe
 class Assumptions:
     """Shares are of a maximum, efficiencies of a data sheet's speed, seconds are wall-clock.
 
-    The five `..._factor` say how much longer a phase takes than everything else here predicts: they are 1 until
+    The six `..._factor` say how much longer a phase takes than everything else here predicts: they are 1 until
     `plan --calibrate` takes them from a run.
     """
 
@@ -48,11 +48,11 @@ class Assumptions:
     imbalance: float = 1.05
     """Work of the busiest data rank over the mean. Ours: packing/imbalance."""
 
-    matrix_efficiency: float = 0.6
+    matrix_efficiency: float = 0.55
     """Dense products in training, of peak FLOPs. Large bfloat16 products reach 0.6 to 0.75 on H100; whole training
-    steps of Megatron-LM up to 0.47 (its README), where communication and attention are not counted apart, as here."""
+    steps of Megatron-LM up to 0.47 (its README), in which communication and attention are not counted apart."""
 
-    expert_efficiency: float = 0.35
+    expert_efficiency: float = 0.3
     """Grouped products of experts in training, of peak FLOPs: smaller matrices of unequal size. Megatron-Core reports
     0.25 to 0.45 of peak for whole steps of mixtures (arXiv:2504.14960)."""
 
@@ -70,10 +70,11 @@ class Assumptions:
     prefill_efficiency: float = 0.45
     """Products over prompts in an engine, of peak FLOPs."""
 
-    decode_efficiency: float = 0.6
-    """Reading weights, keys and values in an engine, of the memory's bandwidth. Decoding kernels reach 0.6 to 0.8."""
+    decode_efficiency: float = 0.5
+    """Reading weights, keys and values in an engine, of the memory's bandwidth. Single kernels reach 0.6 to 0.8, those
+    of experts less."""
 
-    decode_step_seconds: float = 2e-3
+    decode_step_seconds: float = 3e-3
     """Per decoded token of a batch, besides reading and products: scheduling, sampling, detokenising."""
 
     collective_seconds: float = 1.5e-5
@@ -120,6 +121,9 @@ class Assumptions:
     isolated_reward_seconds: float = 0.01
     """To score one response in one of reward.workers: math and your own functions. A guess; give your own."""
 
+    send_seconds_per_response: float = 6e-5
+    """To send the batch to the ranks. Ours: 0.016 s for 256 (docs/performance.md, logprobs without passes)."""
+
     driver_seconds: float = 0.2
     """Per step on the driver besides the phases: advantages, packing, calls, metrics. A guess for many ranks."""
 
@@ -140,6 +144,9 @@ class Assumptions:
 
     weight_sync_factor: float = 1.0
     """Measured over predicted seconds."""
+
+    driver_factor: float = 1.0
+    """Measured over predicted seconds, of what is between the phases."""
 
 
 @dataclass(frozen=True)

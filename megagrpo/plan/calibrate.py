@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
+from megagrpo.errors import Problem, ReportError
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.machines import Machines
-from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.plan.machines import A_CPU, Machines
+from megagrpo.plan.time import step_time
+from megagrpo.recipe.schema import AnyRecipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture
+
+METRICS_FILE = "metrics.jsonl"
+Step = Mapping[str, float]
 
 
 def calibrated(
@@ -17,8 +26,74 @@ def calibrated(
     machines: Machines | None,
     run_directory: Path,
 ) -> Assumptions:
-    """Lengths and phases as in the run's metrics.jsonl: medians over its steps, without the first if there are more.
+    """Lengths, packing and phases as in a run's metrics.jsonl: medians over its steps, but for the first one.
 
-    `machines` None: the run was on CPUs (A_CPU). Raises ReportError if the directory has no metrics of steps.
+    `recipe`, `architecture` and `machines` are the run's own; None: it was on CPUs (A_CPU). What is found holds for
+    other recipes as far as their runs are like it: each phase takes as many times what is predicted as this run's did.
+
+    Raises ReportError if the directory has no metrics of steps.
     """
-    raise NotImplementedError
+    steps = read_steps(run_directory)
+    metrics = OF_SFT if isinstance(recipe, SftRecipe) else OF_GRPO
+    known = {field: value for field, name in metrics.items() if (value := _median(steps, name)) is not None}
+    if (uneven := _median(steps, "packing/imbalance")) is not None:
+        known["imbalance"] = 1 + uneven
+    assumptions = replace(assumptions, **known, **dict.fromkeys(FACTORS, 1.0))
+
+    predicted = step_time(recipe, architecture, machines or A_CPU, assumptions)
+    phases = {phase.phase: phase.seconds for phase in predicted.phases}
+    measured = {phase: _median(steps, f"seconds/{phase}") for phase in phases if phase != "driver"}
+    measured["driver"] = median(_between_phases(step) for step in steps)
+    factors = {
+        f"{phase}_factor": seconds / phases[phase]
+        for phase, seconds in measured.items()
+        if seconds is not None and phases[phase] > 0
+    }
+    return replace(assumptions, **factors)
+
+
+FACTORS = tuple(name for name in Assumptions.__dataclass_fields__ if name.endswith("_factor"))
+
+
+OF_GRPO: Mapping[str, str] = {
+    "prompt_tokens": "prompt_tokens/mean",
+    "response_tokens": "response_tokens/mean",
+    "longest_response_tokens": "response_tokens/max",
+    "signal_share": "groups/with_signal_share",
+    "packing": "packing/efficiency",
+}
+OF_SFT: Mapping[str, str] = {"response_tokens": "example_tokens/mean", "packing": "packing/efficiency"}
+"""By assumption: the metric that measures it."""
+
+
+def read_steps(run_directory: Path) -> list[Step]:
+    """The metrics of every whole step, without the first if there are others: it compiles, allocates and connects.
+
+    Steps without an update, as those in which no group had signal, are left out. Raises ReportError if none is left.
+    """
+    path = run_directory / METRICS_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is being written
+        steps = [line for line in map(json.loads, lines) if "seconds/step" in line and "seconds/update" in line]
+    except OSError as error:
+        raise ReportError(
+            Problem(f"{path}: {error.strerror}", needed=f"the directory of a run: each step adds to its {METRICS_FILE}")
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise ReportError(Problem(str(path), given=str(error), needed="lines of JSON, as a run writes them")) from error
+    if not steps:
+        raise ReportError(Problem(str(path), given="no step that trained the model", needed="a run of some steps"))
+    return steps[1:] or steps
+
+
+def _median(steps: Sequence[Step], name: str) -> float | None:
+    """None if no step has it."""
+    values = [step[name] for step in steps if step.get(name) is not None]
+    return median(values) if values else None
+
+
+def _between_phases(step: Step) -> float:
+    """What a step took besides the phases that it names."""
+    outside = ("seconds/step", "seconds/eval", "seconds/checkpoint")
+    phases = sum(value for name, value in step.items() if name.startswith("seconds/") and name not in outside)
+    return max(0.0, step["seconds/step"] - phases)

@@ -1,0 +1,136 @@
+"""Seconds of bringing new weights to the engines: the fewest bytes that a plan of boxes can move, over their links.
+
+Arithmetic over whole kinds of ranks, in milliseconds; weights/plan.py and weights/traffic.py make and count the real
+plan, which takes seconds for hundreds of ranks. A node needs each byte that its engine ranks hold once from the network
+if no training rank on it holds it; all training ranks with replicas share the sending evenly; within the node
+everything travels over the node's links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, lcm
+
+from megagrpo.batching.work import head_work, layer_work
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.communication import Links
+from megagrpo.plan.machines import Machines
+from megagrpo.plan.training_time import Seconds
+from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.schema import EngineLayout, Recipe
+from megagrpo.weights.families.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class SyncBytes:
+    """Of the busiest device, in the engines' dtype. `held` is what an engine rank holds, `model` the whole model."""
+
+    network: float
+    node: float
+    held: float
+    model: float
+
+
+def model_bytes(arch: Architecture, item_bytes: int) -> tuple[float, float]:
+    """Of dense weights and of routed experts; norms and biases are left out."""
+    layers = [layer_work(arch, layer) for layer in range(arch.layers)]
+    dense = sum(layer.projections + layer.mlp for layer in layers) / 2 + arch.hidden * arch.vocab
+    dense += 0.0 if arch.tied_embeddings else head_work(arch) / 2
+    copies = 1.0 if arch.experts is None else arch.experts.count / arch.experts.per_token
+    return dense * item_bytes, sum(layer.experts for layer in layers) / 2 * copies * item_bytes
+
+
+def sync_bytes(
+    arch: Architecture,
+    layout: ParallelLayout,
+    engine: EngineLayout,
+    engines: int,
+    gpus_per_node: int,
+    item_bytes: int,
+    *,
+    colocated: bool,
+) -> SyncBytes:
+    """What crosses each kind of link to fill all ranks of all engines once."""
+    dense, experts = model_bytes(arch, item_bytes)
+    engine_ranks = engines * engine.tensor
+    near = min(gpus_per_node, engine_ranks)
+    needed = min(1.0, near / engine.tensor)  # of the model, by a node
+    there = _held_on(min(gpus_per_node, layout.ranks), layout) if colocated else (0.0, 0.0)
+    into_node = dense * max(0.0, needed - there[0]) + experts * max(0.0, needed - there[1])
+    if layout.ranks + (0 if colocated else engine_ranks) <= gpus_per_node:
+        into_node = 0.0
+    into_device = into_node / near
+    out_of_device = into_node * ceil(engine_ranks / gpus_per_node) / layout.ranks
+    own = (dense + experts) / engine.tensor
+    kept = 0.0
+    if colocated:
+        devices = range(min(near, lcm(engine.tensor, layout.tensor, layout.expert * layout.expert_tensor)))
+        kept = min(dense * _kept_dense(d, layout, engine) + experts * _kept_experts(d, layout, engine) for d in devices)
+    return SyncBytes(max(into_device, out_of_device), max(0.0, own - kept - into_device), own, dense + experts)
+
+
+def _held_on(devices: int, layout: ParallelLayout) -> tuple[float, float]:
+    """Share of the dense weights and of the experts that lies on that many consecutive training ranks."""
+    stages = max(1.0, devices / (layout.ranks / layout.pipeline)) / layout.pipeline
+    dense = min(1.0, devices / layout.tensor) * stages
+    experts = min(1.0, devices / (layout.expert * layout.expert_tensor)) * stages
+    return min(1.0, dense), min(1.0, experts)
+
+
+def _kept_dense(device: int, layout: ParallelLayout, engine: EngineLayout) -> float:
+    """Share of the dense weights that training rank and engine rank `device` have in common."""
+    return _common(device, engine.tensor, device, layout.tensor) / layout.pipeline
+
+
+def _kept_experts(device: int, layout: ParallelLayout, engine: EngineLayout) -> float:
+    """The same of the experts: whole ones are dealt out in order by both, and each is cut by what is left."""
+    shards = engine.tensor // engine.expert
+    whole = _common(device // shards, engine.expert, device // layout.expert_tensor, layout.expert)
+    return whole * _common(device, shards, device, layout.expert_tensor) / layout.pipeline
+
+
+def _common(one: int, ones: int, other: int, others: int) -> float:
+    """Overlap of part `one` of `ones` equal parts of something with part `other` of `others`; indices wrap around."""
+    one, other = one % ones, other % others
+    return max(0.0, min((one + 1) / ones, (other + 1) / others) - max(one / ones, other / others))
+
+
+def sync_seconds(
+    recipe: Recipe, arch: Architecture, machines: Machines, assumptions: Assumptions, item_bytes: int
+) -> Seconds:
+    """By what they are spent on. Engines get all weights, also with train.lora: adapters are added before."""
+    rollout, devices = recipe.rollout, plan_devices(recipe, "cuda")
+    external, one_node = rollout.engine == "external", devices.bundles <= machines.gpus_per_node
+    engine = EngineLayout() if rollout.engine == "transformers" else rollout.layout
+    found = sync_bytes(
+        arch,
+        recipe.train.layout.parallel(),
+        engine,
+        rollout.engines,
+        machines.gpus_per_node,
+        item_bytes,
+        colocated=recipe.cluster.placement == "colocated" and not external,
+    )
+    links, assumed = Links.of(machines, assumptions), assumptions
+    seconds = {
+        "pauses and set-up": assumed.sync_seconds,
+        "digests": found.held / assumed.digest_bytes_per_second,
+    }
+    way = recipe.weights.transfer
+    # As cluster/weight_sync.py chooses: weights derived from latent attention's go through the engines' own loaders.
+    if external if way == "auto" else way == "disk":
+        seconds["writing to disk"] = found.model / assumed.disk_bytes_per_second
+        seconds["reading from disk"] = found.model * rollout.engines / assumed.disk_bytes_per_second
+    elif way == "broadcast" or (way == "auto" and arch.latent is not None and not one_node):
+        speed = (links.node if one_node else links.network) * assumed.sync_efficiency
+        seconds["gathering on one rank"] = found.model / speed
+        seconds["broadcast"] = found.model / speed
+    else:
+        network = found.network / (links.network * assumed.sync_efficiency)
+        node = found.node / (links.node * assumed.sync_efficiency)
+        # A copy within a device reads and writes its memory. All three go on at the same time.
+        copies = 2 * found.held / (machines.gpu.memory_bytes_per_second * assumed.sync_efficiency)
+        slowest = max(("over the network", network), ("within nodes", node), ("copies", copies), key=lambda one: one[1])
+        seconds[slowest[0]] = slowest[1]
+    return seconds

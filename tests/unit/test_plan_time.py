@@ -1,0 +1,329 @@
+"""Predicted seconds of a step: how they follow from a recipe, and that they are of the right size."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.plan.assumptions import Assumptions, Lengths
+from megagrpo.plan.machines import A_CPU, GPUS, Machines
+from megagrpo.plan.rollout_time import Engine, rollout_seconds
+from megagrpo.plan.time import ON_DRIVER, prompts_of_rounds, step_time
+from megagrpo.plan.training_time import Batch, TrainingRanks
+from megagrpo.recipe.schema import Recipe, SftRecipe, Train
+from megagrpo.reward.functions import INLINE
+from megagrpo.trainer.sampling import prompts_of_round
+from megagrpo.weights.families import architecture_of
+
+H100 = Machines(GPUS["H100"], 8, 50e9)
+PHASES = ("rollout", "reward", "logprobs", "update", "weight_sync", "driver")
+
+
+def architecture(family, layers, hidden, heads, groups, vocab, **more):
+    config = {
+        "model_type": family, "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
+        "num_key_value_heads": groups, "head_dim": 128, "vocab_size": vocab, "max_position_embeddings": 40960,
+        "intermediate_size": 1,
+    }  # fmt: skip
+    return architecture_of(config | more)
+
+
+LLAMA_8B = architecture("llama", 32, 4096, 32, 8, 128256, intermediate_size=14336)
+QWEN_32B = architecture("qwen3", 64, 5120, 64, 8, 151936, intermediate_size=25600)
+QWEN_30B = architecture(
+    "qwen3_moe", 48, 2048, 32, 4, 151936, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
+)
+QWEN_235B = architecture(
+    "qwen3_moe", 94, 4096, 64, 4, 151936, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536
+)
+
+
+def recipe(layout=None, *, algorithm=None, train=None, reward=("math",), tensor=1, **rollout):
+    """A recipe on GPUs; `tensor` is of its engines, and other names are keys of its rollout section."""
+    return Recipe.model_validate(
+        {
+            "name": "planned",
+            "model": {"path": "model"},
+            "data": {"train": [{"path": "train.parquet"}], "prompt_tokens_max": 512},
+            "rollout": {
+                "engine": "sglang",
+                "engines": 8,
+                "layout": {"tensor": tensor},
+                "prompts_per_step": 64,
+                "samples_per_prompt": 8,
+                "response_tokens_max": 2048,
+            }
+            | rollout,
+            "reward": {"functions": [{"function": name} for name in reward], "workers": 16},
+            "algorithm": algorithm or {},
+            "train": {"layout": layout or {"tensor": 2, "data": 4}, "total_steps": 100, "tokens_per_microbatch": 8192}
+            | (train or {}),
+        }
+    )
+
+
+def seconds_of(time, phase):
+    return next(found.seconds for found in time.phases if found.phase == phase)
+
+
+def parts_of(time, phase):
+    return dict(next(found.parts for found in time.phases if found.phase == phase))
+
+
+def test_phases_and_their_parts_add_up():
+    time = step_time(recipe(), LLAMA_8B, H100, Assumptions())
+    assert tuple(phase.phase for phase in time.phases) == PHASES
+    assert time.seconds == pytest.approx(sum(seconds for phase in time.phases for _, seconds in phase.parts))
+    assert all(seconds > 0 for phase in time.phases for _, seconds in phase.parts)
+    assert time.gpus == 8
+    assert time.tokens == pytest.approx(64 * 8 * (0.25 * 512 + 0.4 * 2048))
+    assert time.days == pytest.approx(100 * time.seconds / 86400)
+
+
+@pytest.mark.parametrize(
+    ("train", "steps"),
+    [
+        ({"total_steps": 7}, 7),
+        ({"total_steps": None, "total_episodes": 1025}, 3),
+        ({"total_steps": None, "total_epochs": 2}, None),
+    ],
+)
+def test_steps_follow_from_the_length_of_the_run_if_it_has_one(train, steps):
+    assert step_time(recipe(train=train), LLAMA_8B, H100, Assumptions()).steps == steps
+
+
+# Mean length and seconds of a step, measured by others: NeMo-RL 0.4, docs/about/performance-summary.md, DGX H100,
+# bfloat16, Megatron, on policy. Their engines are vLLM; a step has an old and a reference pass.
+PUBLISHED = {
+    "Llama-3.1-8B": (
+        LLAMA_8B,
+        {"pipeline": 2, "data": 8},
+        {"engines": 16, "prompts_per_step": 64, "samples_per_prompt": 32, "response_tokens_max": 3584},
+        (4, 1060, 97.7),
+    ),
+    "Qwen3-32B": (
+        QWEN_32B,
+        {"tensor": 4, "pipeline": 4, "data": 2},
+        {"tensor": 4, "prompts_per_step": 64, "samples_per_prompt": 32, "response_tokens_max": 3584},
+        (4, 3206, 393),
+    ),
+    "Qwen3-30B-A3B": (
+        QWEN_30B,
+        {"tensor": 2, "expert": 8, "expert_tensor": 1, "data": 16},
+        {"tensor": 4, "prompts_per_step": 64, "samples_per_prompt": 32, "response_tokens_max": 3584},
+        (4, 3154, 225),
+    ),
+    "Qwen3-235B-A22B": (
+        QWEN_235B,
+        {
+            "tensor": 2, "context": 2, "pipeline": 8, "expert": 16, "expert_tensor": 1, "data": 4,
+            "first_stage_layers": 11, "last_stage_layers": 11,
+        },
+        {"tensor": 16, "prompts_per_step": 16, "samples_per_prompt": 32, "response_tokens_max": 7680},
+        (1, 5671, 506),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_steps_are_about_as_long_as_published_ones(name):
+    arch, layout, rollout, (minibatches, mean, published) = PUBLISHED[name]
+    planned = recipe(
+        layout,
+        algorithm={"kl": {"coefficient": 0.001}, "minibatches": minibatches},
+        train={"recompute": "full"},
+        **rollout,
+    )
+    assumptions = Assumptions(signal_share=1.0, prompt_tokens=130, response_tokens=mean - 130)
+    time = step_time(planned, arch, H100, assumptions)
+    assert published / 2.2 < time.seconds < published * 1.5
+
+
+def test_training_alone_reaches_a_usual_share_of_the_peak():
+    """Megatron-LM publishes 41 to 48 % for dense models with long microbatches on H100, and nobody more than 60 %."""
+    train = Train(layout={"tensor": 8, "pipeline": 4, "data": 2}, total_steps=1, tokens_per_microbatch=8192)
+    ranks = TrainingRanks(QWEN_32B, train, H100, Assumptions(), 2)
+    batch = Batch(512, 512 * 4096, 512 * 4096.0**2, 512 * 4096)
+    flops = 6 * 32e9 * batch.tokens
+    share = flops / (64 * H100.gpu.flops * sum(ranks.update_seconds(batch).values()))
+    assert 0.25 < share < 0.5
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    tensor=st.sampled_from([1, 2, 4]),
+    pipeline=st.sampled_from([1, 2, 4]),
+    data=st.sampled_from([1, 2, 4, 8]),
+    longer=st.floats(1.1, 4),
+)
+def test_longer_responses_take_longer_and_more_replicas_no_longer(tensor, pipeline, data, longer):
+    layout = {"tensor": tensor, "pipeline": pipeline, "data": data}
+    ranks = tensor * pipeline * data
+    short = Assumptions(response_tokens=500)
+    time = step_time(recipe(layout, engines=ranks), LLAMA_8B, H100, short)
+    other = step_time(recipe(layout, engines=ranks), LLAMA_8B, H100, replace(short, response_tokens=500 * longer))
+    for phase in ("rollout", "update"):
+        assert seconds_of(other, phase) > seconds_of(time, phase)
+    twice = step_time(recipe(layout | {"data": 2 * data}, engines=2 * ranks), LLAMA_8B, H100, short)
+    assert seconds_of(twice, "rollout") <= seconds_of(time, "rollout")
+    # Gradients begin to travel between replicas; a second may be lost to that, not more.
+    assert seconds_of(twice, "update") <= seconds_of(time, "update") + 1.0
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_the_bubble_is_what_a_pipeline_of_equal_stages_loses(virtual):
+    layout = {"pipeline": 4, "virtual_pipeline": virtual}
+    train = Train(layout=layout, total_steps=1, tokens_per_microbatch=4096)
+    ranks = TrainingRanks(LLAMA_8B, train, H100, Assumptions(packing=1.0), 2)
+    batch = Batch(256, 16 * 4096, 256 * 256.0**2, 0)
+    assert ranks.microbatches(batch) == 16
+    seconds = ranks.forward_seconds(batch)
+    besides = ("pipeline bubble", "pipeline communication (node)")
+    busy = sum(spent for name, spent in seconds.items() if name not in besides)
+    assert seconds["pipeline bubble"] == pytest.approx(busy * 3 / (virtual * 16))
+
+
+def test_few_sequences_are_still_enough_microbatches_to_fill_the_pipeline():
+    train = Train(layout={"pipeline": 4}, total_steps=1, tokens_per_microbatch=1 << 20)
+    ranks = TrainingRanks(LLAMA_8B, train, H100, Assumptions(), 2)
+    assert ranks.microbatches(Batch(100, 1e5, 1e8, 0)) == 8
+    assert ranks.microbatches(Batch(5, 5e3, 5e6, 0)) == 5
+
+
+def test_passes_without_gradients_may_take_more_tokens_at_once():
+    def overhead(at_once):
+        planned = recipe(train={"logprob_tokens_per_microbatch": at_once}, algorithm={"kl": {"coefficient": 0.1}})
+        return parts_of(step_time(planned, LLAMA_8B, H100, Assumptions()), "logprobs")["reference: between products"]
+
+    assert overhead(4 * 8192) == pytest.approx(overhead(None) / 4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "passes"),
+    [
+        ({}, set()),
+        ({"kl": {"coefficient": 0.1}}, {"reference"}),
+        ({"minibatches": 2}, {"old"}),
+        ({"minibatches": 2, "rollout_logprobs_as_old": True}, set()),
+        ({"epochs": 2, "kl": {"coefficient": 0.1}}, {"old", "reference"}),
+        ({"advantage": {"name": "gae"}, "critic": {}}, {"values"}),
+    ],
+)
+def test_the_passes_are_those_that_the_recipe_asks_for(algorithm, passes):
+    time = step_time(recipe(algorithm=algorithm), LLAMA_8B, H100, Assumptions())
+    assert {name.split(":")[0] for name in parts_of(time, "logprobs") if ":" in name} == passes
+    critic = {name for name in parts_of(time, "update") if name.startswith("critic: ")}
+    assert bool(critic) == ("critic" in algorithm)
+
+
+def test_groups_without_signal_are_not_trained_on_unless_they_have_to_be():
+    def update(**algorithm):
+        time = step_time(recipe(algorithm=algorithm), LLAMA_8B, H100, Assumptions(signal_share=0.5))
+        return parts_of(time, "update")["attention"]
+
+    every = update(skip_groups_without_signal=False)
+    assert update() == pytest.approx(every / 2)
+    for all_groups in ({"advantage": {"name": "gpg"}}, {"kl": {"coefficient": 0.1, "placement": "reward"}}):
+        assert update(**all_groups) == pytest.approx(every)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9, 0.5, 0.25, 0.1, 0.0])
+def test_rounds_of_dynamic_sampling_are_as_the_trainer_takes_them(share):
+    planned = recipe(dynamic_sampling={"rounds_max": 4}, prompts_per_step=60)
+    rounds, useful, sampled = [], 0.0, 0
+    while useful < 59.5 and len(rounds) < 4:
+        rounds.append(prompts_of_round(60, useful, sampled))
+        sampled += rounds[-1]
+        useful += rounds[-1] * share
+    assert list(prompts_of_rounds(planned, share)) == rounds
+    assert list(prompts_of_rounds(recipe(prompts_per_step=60), share)) == [60]
+
+
+def test_rewards_take_workers_or_the_driver():
+    assert ON_DRIVER == INLINE
+    parts = parts_of(step_time(recipe(reward=("gsm8k", "math")), LLAMA_8B, H100, Assumptions()), "reward")
+    assumed = Assumptions()
+    assert parts["on the driver"] == pytest.approx(512 * assumed.reward_seconds)
+    assert parts["in workers"] == pytest.approx(512 * assumed.isolated_reward_seconds / 16)
+
+
+def test_offloading_takes_time_between_the_phases():
+    time = step_time(recipe(train={"offload": ["optimizer", "gradients"]}), LLAMA_8B, H100, Assumptions())
+    # Main weights and two moments in float32, of 8e9 parameters on 8 ranks, both ways.
+    expected = 2 * 12 * 8.03e9 / 8 / Assumptions().host_bytes_per_second
+    assert parts_of(time, "driver")["to the host and back"] == pytest.approx(expected, rel=0.02)
+
+
+def test_supervised_fine_tuning_has_updates_only():
+    planned = SftRecipe.model_validate(
+        {
+            "kind": "sft",
+            "name": "planned",
+            "model": {"path": "model"},
+            "data": {"train": [{"path": "train.jsonl"}], "examples_per_step": 128},
+            "train": {"layout": {"data": 8}, "total_epochs": 1},
+        }
+    )
+    time = step_time(planned, LLAMA_8B, H100, Assumptions())
+    assert [phase.phase for phase in time.phases] == ["update", "driver"]
+    assert time.tokens == 128 * 2048
+    assert time.steps is None
+
+
+def engine(arch=LLAMA_8B, tensor=1, **assumed):
+    return Engine(arch, tensor, H100, Assumptions(**assumed), 2)
+
+
+def test_a_small_batch_decodes_as_fast_as_weights_are_read():
+    seconds = engine(decode_efficiency=1.0, decode_step_seconds=0.0).decode_seconds(1, 100)
+    assert seconds == pytest.approx((8.03e9 - 128256 * 4096) * 2 / 3.35e12, rel=0.01)
+
+
+def test_a_batch_reads_the_experts_that_its_tokens_meet():
+    mixture = engine(QWEN_30B)
+    assert mixture.experts_read(1) == pytest.approx(8 / 128)
+    assert mixture.experts_read(2) == pytest.approx(1 - (120 / 128) ** 2)
+    assert mixture.experts_read(1000) == pytest.approx(1.0)
+    assert mixture.decode_seconds(1, 100) < mixture.decode_seconds(64, 100) / 4
+    assert mixture.dense_bytes + mixture.expert_bytes == pytest.approx(2 * (30.5e9 - 151936 * 2048), rel=0.01)
+
+
+def test_keys_and_values_are_copied_where_tensor_ranks_outnumber_heads():
+    assert engine(tensor=1).token_bytes == 32 * 2 * 8 * 128 * 2
+    assert engine(tensor=8).token_bytes == engine(tensor=16).token_bytes == 32 * 2 * 128 * 2
+
+
+def test_responses_that_do_not_fit_at_once_take_longer_but_the_same_tokens_are_decoded():
+    """With no cost but a fixed one per token of a batch, seconds count batches of tokens."""
+    counting = engine(decode_step_seconds=1.0)
+    free = Machines(replace(H100.gpu, flops=1e30, memory_bytes_per_second=1e30), 8, 50e9)
+    counting = replace(counting, machines=free)
+    lengths = Lengths(100, 400, 1000)
+
+    def seconds(at_once, kv_bytes=1e15):
+        planned = recipe(engines=1, requests_at_once=at_once)
+        return rollout_seconds(counting, planned, lengths, 64, kv_bytes)
+
+    whole = seconds(512)
+    assert whole["full batches"] == 0
+    assert whole["last batch"] == pytest.approx(1000)
+    halves = seconds(256)
+    assert halves["full batches"] == pytest.approx(400)
+    assert halves["last batch"] == pytest.approx(1000)
+    by_memory = seconds(512, kv_bytes=128 * 500 * counting.token_bytes)
+    assert by_memory["full batches"] == pytest.approx((512 - 128) * 400 / 128)
+
+
+def test_engines_that_share_a_device_take_turns():
+    one, several = recipe({"data": 1}, engines=1), recipe({"data": 1}, engines=4, requests_at_once=64)
+    lengths = Lengths(100, 400, 1000)
+    alone = rollout_seconds(engine(), one, lengths, 64, 1e15)
+    assert rollout_seconds(engine(), several, lengths, 64, 1e15) == alone
+
+
+def test_a_step_on_cpus_is_planned_in_float32():
+    on_cpu = step_time(recipe({"data": 2}, engine="transformers", engines=2), LLAMA_8B, A_CPU, Assumptions())
+    half = recipe({"data": 2}, engine="transformers", engines=2).model_copy(deep=True)
+    half = half.model_copy(update={"model": half.model.model_copy(update={"dtype": "bfloat16"})})
+    assert seconds_of(step_time(half, LLAMA_8B, A_CPU, Assumptions()), "rollout") < seconds_of(on_cpu, "rollout")
