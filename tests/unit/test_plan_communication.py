@@ -1,0 +1,179 @@
+"""Collectives of a training pass and of a weight sync: which links they cross, and how many bytes."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.plan.communication import (
+    Collective,
+    Directions,
+    Exchanged,
+    Group,
+    Groups,
+    Links,
+    context_exchange,
+    exchange,
+    gather,
+    layer_collectives,
+    replica_collectives,
+    stage_sends,
+)
+from megagrpo.plan.sync_time import sync_bytes
+from megagrpo.recipe.schema import EngineLayout, Train
+from megagrpo.weights.families import architecture_of
+from megagrpo.weights.plan import make_plan
+from megagrpo.weights.sides import megatron_te, sglang
+from megagrpo.weights.topology import Topology
+from megagrpo.weights.traffic import LinkSpeeds, traffic_of
+
+FAST = Links(node=400e9, network=40e9, node_latency=0.0, network_latency=0.0)
+CONFIG = {
+    "model_type": "qwen3", "num_hidden_layers": 8, "hidden_size": 256, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 32, "vocab_size": 1024, "max_position_embeddings": 4096,
+    "intermediate_size": 512,
+}  # fmt: skip
+DENSE = architecture_of(CONFIG)
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+MIXTURE = architecture_of(CONFIG | EXPERTS)
+
+powers = st.sampled_from([1, 2, 4, 8])
+
+
+@given(tensor=powers, context=powers, data=powers, pipeline=st.sampled_from([1, 2]), expert=powers, node=powers)
+def test_groups_lie_on_nodes_as_ranks_are_numbered(tensor, context, data, pipeline, expert, node):
+    layout = ParallelLayout(tensor, pipeline, 1, context, min(expert, tensor * context * data), 1, data)
+    grid = rank_grid(layout)
+    groups = Groups.of(layout, node)
+
+    def on_node(members):
+        """Ranks of the group of rank 0 on each node that it touches."""
+        counts = Counter(member.rank // node for member in members)
+        assert len(set(counts.values())) == 1
+        return Group(len(members), counts[0])
+
+    first = [rank for rank in grid if rank.pipeline == 0]
+    dense = [rank for rank in first if rank.tensor == 0]
+    assert groups.tensor == on_node([rank for rank in first if (rank.context, rank.data) == (0, 0)])
+    assert groups.context == on_node([rank for rank in dense if rank.data == 0])
+    assert groups.replicas == on_node(dense)
+    assert groups.expert == on_node([rank for rank in first if rank.expert_data == 0])
+    assert groups.expert_replicas == on_node([rank for rank in first if rank.expert == 0])
+
+
+def test_a_ring_enters_each_node_once_for_all_of_its_members():
+    within = gather("x", Group(8, 8), 8e9, 1, FAST)
+    assert (within.link, within.bytes) == ("node", 7e9)
+    assert within.seconds == pytest.approx(7e9 / 400e9)
+    across = gather("x", Group(16, 8), 16e9, 2, FAST)
+    assert (across.link, across.bytes) == ("network", 2 * 15e9 / 8)
+    assert across.seconds == pytest.approx(2 * max(15e9 / 400e9, 15e9 / 8 / 40e9))
+    alone = gather("x", Group(16, 1), 16e9, 1, FAST)
+    assert alone.seconds == pytest.approx(15e9 / 40e9)
+
+
+def test_an_exchange_sends_to_everyone_alike():
+    assert exchange("x", Group(4, 4), 4e9, 1, FAST).seconds == pytest.approx(3e9 / 400e9)
+    across = exchange("x", Group(16, 8), 16e9, 1, FAST)
+    assert (across.bytes, across.seconds) == (8e9, pytest.approx(8e9 / 40e9))
+
+
+def test_nobody_waits_for_a_collective_of_one():
+    slow = Links(1.0, 1.0, 1.0, 1.0)
+    assert gather("x", Group(1, 1), 1e9, 5, slow).seconds == 0
+    assert exchange("x", Group(1, 1), 1e9, 5, slow).seconds == 0
+
+
+def collectives(arch, layout, directions=None, **train):
+    train = Train(layout=layout, total_steps=1, **train)
+    passed = Exchanged(8192.0, 4, 2, directions or Directions(1, 1))
+    found = layer_collectives(arch, 0, train, Groups.of(train.layout.parallel(), 8), passed, FAST)
+    return {one.name: one for one in found}
+
+
+def test_tensor_ranks_gather_and_scatter_hidden_states():
+    forward = collectives(DENSE, {"tensor": 4}, Directions(1, 0))["tensor"]
+    # All of the pass's hidden states, less the rank's own quarter: gathered and scattered around attention and MLP.
+    assert forward.bytes == pytest.approx(4 * 8192 * 256 * 2 * 3 / 4)
+    both = collectives(DENSE, {"tensor": 4})["tensor"]
+    assert both.bytes == pytest.approx(forward.bytes * 10 / 4)
+    again = collectives(DENSE, {"tensor": 4}, Directions(2, 1))["tensor"]
+    assert again.bytes == pytest.approx(forward.bytes * 14 / 4)
+    experts = collectives(MIXTURE, {"tensor": 4, "expert": 4, "expert_tensor": 1}, Directions(1, 0))
+    assert experts["tensor"].bytes == pytest.approx(forward.bytes / 2)
+
+
+def test_context_ranks_get_all_keys_and_values_or_swap_heads():
+    layout = {"context": 4}
+    gathered = collectives(DENSE, layout, Directions(1, 0), layer_spec="local")["context"]
+    assert gathered.bytes == pytest.approx(8192 * 2 * 8 * 32 * 2 * 3 / 4)
+    swapped = collectives(DENSE, layout, Directions(1, 0), megatron={"cp_comm_type": "a2a"})["context"]
+    # Queries, keys, values and outputs of the rank's quarter of all tokens, three quarters of them to others.
+    assert swapped.bytes == pytest.approx(8192 / 4 * (2 * 16 + 2 * 8) * 32 * 2 * 3 / 4)
+
+
+def test_the_context_exchange_is_what_megatron_is_told():
+    def kind(**train):
+        return context_exchange(Train(total_steps=1, **train))
+
+    assert kind() == "p2p"
+    assert kind(layer_spec="local") == "all_gather"
+    assert kind(megatron={"cp_comm_type": ["a2a", "a2a"]}) == "a2a"
+
+
+def test_tokens_go_to_their_experts_and_back():
+    found = collectives(MIXTURE, {"tensor": 2, "data": 8, "expert": 16, "expert_tensor": 1}, Directions(1, 0))
+    sent = 2 * 8192 / 2 * 4 * 256 * 2
+    assert found["experts"].bytes == pytest.approx(sent * 8 / 16)
+    assert found["experts"].link == "network"
+    assert "experts' tensor" not in found
+    assert "experts" not in collectives(DENSE, {"tensor": 2, "data": 8})
+
+
+def test_stages_send_each_microbatch_forth_and_its_gradient_back():
+    layout = ParallelLayout(tensor=2, pipeline=4, virtual_pipeline=2)
+    passed = Exchanged(8192.0, 4, 2, Directions(2, 1))
+    sent = stage_sends(DENSE, layout, Groups.of(layout, 8), passed, FAST)
+    assert sent == Collective("pipeline", "node", 2 * 2 * 8192 / 2 * 256 * 2, pytest.approx(sent.bytes / 400e9))
+    assert stage_sends(DENSE, ParallelLayout(), Groups.of(ParallelLayout(), 8), passed, FAST).seconds == 0
+
+
+@pytest.mark.parametrize(("distributed", "back"), [(True, 2), (False, 4)])
+def test_replicas_sum_gradients_and_get_weights_back(distributed, back):
+    train = Train(layout={"tensor": 2, "data": 16}, total_steps=1, distributed_optimizer=distributed)
+    groups = Groups.of(train.layout.parallel(), 8)
+    gradients, weights = replica_collectives(1e9, 0.0, train, groups, 2, FAST)
+    assert gradients.bytes == pytest.approx(4e9 * 15 / 16 / 4)  # four of the sixteen replicas share a node's network
+    assert weights.bytes == pytest.approx(back * 1e9 * 15 / 16 / 4)
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+@pytest.mark.parametrize(
+    ("arch", "layout", "engine", "engines"),
+    [
+        (DENSE, ParallelLayout(tensor=2, data=4), EngineLayout(tensor=1), 8),
+        (DENSE, ParallelLayout(tensor=8, pipeline=4, data=2), EngineLayout(tensor=8), 8),
+        (DENSE, ParallelLayout(tensor=4, pipeline=2, data=4), EngineLayout(tensor=4), 8),
+        (MIXTURE, ParallelLayout(tensor=4, data=4, expert=8), EngineLayout(tensor=8, expert=8), 2),
+        (MIXTURE, ParallelLayout(tensor=4, pipeline=2, data=8, expert=32), EngineLayout(tensor=8, expert=8), 8),
+    ],
+)
+def test_bytes_of_a_sync_are_near_those_of_the_real_plan(arch, layout, engine, engines, colocated):
+    """On the busiest device, by kind of link, against a plan of boxes for the same ranks."""
+    sources = [megatron_te.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
+    ranks = [(e, rank) for e in range(engines) for rank in range(engine.tensor)]
+    destinations = [sglang.manifest(arch, engine, rank, "bfloat16", "cuda", e) for e, rank in ranks]
+    first = 0 if colocated else len(sources)
+    topology = Topology.of_nodes(range(len(sources)), range(first, first + len(ranks)), 8)
+    traffic = traffic_of(make_plan(sources, destinations, topology), LinkSpeeds(), 1 << 28)
+    found = sync_bytes(arch, layout, engine, engines, 8, 2, colocated=colocated)
+    counted = {link: traffic.links[link].busiest for link in ("network", "node")}
+    seconds = max(counted["network"] / 50e9, counted["node"] / 450e9)
+    assert max(found.network / 50e9, found.node / 450e9) == pytest.approx(seconds, rel=0.25)
+    assert found.held == pytest.approx(max(plan_bytes(manifest) for manifest in destinations), rel=0.02)
+
+
+def plan_bytes(manifest):
+    return 2 * sum(placement.box.elements for placement in manifest.placements)
