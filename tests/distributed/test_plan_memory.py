@@ -1,0 +1,150 @@
+"""The planner's bytes of parameters, gradients and optimizer are those that real ranks hold, each its own."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.plan.model_memory import model_memory
+from megagrpo.plan.shards import model_shard
+from megagrpo.recipe.schema import Recipe
+from megagrpo.weights.families import read_architecture
+from tests.distributed.grpo_case import make_recipe
+from tests.distributed.memory_ranks import RankMemory
+from tests.rank_group import run_ranks
+from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_model
+
+# Of 4 ranks. Among them are more tensor ranks than query groups, and expert_tensor that is not tensor.
+LAYOUTS = [
+    ParallelLayout(tensor=4, expert_tensor=4),
+    ParallelLayout(tensor=2, data=2, expert_tensor=2),
+    ParallelLayout(pipeline=2, data=2, first_stage_layers=1),
+    ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2, expert_tensor=2),
+    ParallelLayout(context=2, data=2),
+    ParallelLayout(pipeline=2, virtual_pipeline=2, context=2),
+]
+EXPERT_LAYOUTS = [
+    ParallelLayout(data=4, expert=2),
+    ParallelLayout(tensor=2, data=2, expert=2, expert_tensor=1),
+    ParallelLayout(tensor=2, data=2, expert=2, expert_tensor=2),
+    ParallelLayout(pipeline=2, virtual_pipeline=2, data=2, expert=2),
+]
+
+TENSOR = ParallelLayout(tensor=2, expert_tensor=2)
+NUMBERS = [(dtype, distributed) for dtype in ("float32", "bfloat16") for distributed in (False, True)]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("memory_models")
+    return {family: make_model(family, parent / family) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "deepseek_v3"])
+def test_planned_bytes_are_those_of_real_ranks(family: str, models: dict[str, Path]) -> None:
+    """Every layout with one dtype and one kind of optimizer, in turn."""
+    check(
+        models[family],
+        [
+            recipe_of(layout, dtype, distributed_optimizer=distributed)
+            for layout, (dtype, distributed) in zip(layouts_of(family), cycle(reversed(NUMBERS)), strict=False)
+        ],
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_planned_bytes_are_those_of_real_ranks_in_every_layout(family: str, models: dict[str, Path]) -> None:
+    check(
+        models[family],
+        [
+            recipe_of(layout, dtype, distributed_optimizer=distributed)
+            for layout in layouts_of(family)
+            for dtype, distributed in (("float32", False), ("bfloat16", True))
+        ],
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen2_tied", "deepseek_v3"])
+def test_planned_bytes_are_those_of_eight_ranks(family: str, models: dict[str, Path]) -> None:
+    expert = 2 if family in WITH_EXPERTS else 1
+    layouts = [
+        ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2, context=2, expert=expert, expert_tensor=2),
+        ParallelLayout(tensor=2, data=4, expert=expert, expert_tensor=3 - expert),
+    ]
+    check(models[family], [recipe_of(layout, dtype) for layout in layouts for dtype in ("float32", "bfloat16")])
+
+
+def test_parameters_of_layers_are_in_megatrons_order(models: dict[str, Path]) -> None:
+    cases = [(directory, recipe_of(TENSOR, "float32")) for directory in models.values()]
+    (of_rank_0, _) = run_ranks(2, "tests.distributed.memory_ranks:parameters_of_layers", cases)
+    for directory, layers in zip(models.values(), of_rank_0, strict=True):
+        arch = read_architecture(directory)
+        shard = model_shard(arch, TENSOR.tensor, TENSOR.expert, TENSOR.expert_tensor, fused=False)
+        for layer, found in enumerate(layers):
+            planned = shard.dense if shard.sparse is None or layer < arch.experts.dense_layers else shard.sparse
+            assert [(parameter.name, parameter.shape) for parameter in planned.parameters] == found, arch.family
+
+
+def test_planned_bytes_of_adapters(models: dict[str, Path]) -> None:
+    """Of some of the matrices of a fused layer, and of experts."""
+    some: dict[str, Any] = {"rank": 3, "targets": ["q_proj", "v_proj", "down_proj"]}
+    layout = ParallelLayout(tensor=2, pipeline=2, expert_tensor=2)
+    check(
+        models["qwen2_tied"],
+        [recipe_of(layout, dtype, lora=some, distributed_optimizer=distributed) for dtype, distributed in NUMBERS],
+    )
+    layout = ParallelLayout(data=4, expert=2)
+    kl = {"kl": {"coefficient": 0.1}}
+    check(
+        models["qwen3_moe"],
+        [
+            recipe_of(layout, dtype, kl, lora={"rank": 5}, distributed_optimizer=distributed)
+            for dtype, distributed in NUMBERS
+        ],
+    )
+
+
+def test_planned_bytes_of_a_reference_and_a_critic(models: dict[str, Path]) -> None:
+    """The critic of a model with tied embeddings has a head of its own, float32 also in a bfloat16 model."""
+    algorithm: dict[str, Any] = {
+        "advantage": {"name": "gae"},
+        "critic": {},
+        "kl": {"coefficient": 0.1},
+        "reference": {"update_every_steps": 2, "share": 0.5},
+    }
+    layout = ParallelLayout(pipeline=2, data=2)
+    recipes = [recipe_of(layout, dtype, algorithm, distributed_optimizer=distributed) for dtype, distributed in NUMBERS]
+    check(models["qwen2_tied"], recipes)
+
+
+def layouts_of(family: str) -> list[ParallelLayout]:
+    return LAYOUTS + (EXPERT_LAYOUTS if family in WITH_EXPERTS else [])
+
+
+def recipe_of(layout: ParallelLayout, dtype: str, algorithm: dict[str, Any] | None = None, **train: Any) -> Recipe:
+    return make_recipe(
+        layout, model={"path": "unused", "dtype": dtype}, train=train, algorithm=algorithm or {"kl": {"coefficient": 0}}
+    )
+
+
+def check(directory: Path, recipes: list[Recipe]) -> None:
+    ranks = recipes[0].train.layout.parallel().ranks
+    by_rank: list[list[RankMemory]] = run_ranks(
+        ranks, "tests.distributed.memory_ranks:measure_all", [(directory, recipe) for recipe in recipes], timeout=300.0
+    )
+    architecture = read_architecture(directory)
+    for index, recipe in enumerate(recipes):
+        train = recipe.train
+        layout = train.layout.parallel()
+        for where, measured in zip(rank_grid(layout), by_rank, strict=True):
+            planned = model_memory(architecture, recipe, where, "cpu")
+            assert asdict(planned) == asdict(measured[index]), (
+                f"rank {where.rank} of {layout}, {recipe.model.dtype}, distributed {train.distributed_optimizer}"
+            )
