@@ -43,20 +43,20 @@ def engines(draw: st.DrawFn) -> tuple[Architecture, EngineLayout, str]:
         "vocab": draw(st.sampled_from([31, 64, 65, 129, 192])),
         "ffn": 12 * draw(st.integers(1, 9)),
     }
-    if not draw(st.booleans()):
+    kind = draw(st.sampled_from(["dense", "experts", "mixtral", "latent"]))
+    if kind == "dense":
         return architecture(**changes, tied_embeddings=draw(st.booleans())), EngineLayout(tensor=tensor), device
     expert = draw(st.sampled_from([size for size in (1, 2, 3, 4) if tensor % size == 0]))
     experts = Experts(12, 2, 12 * draw(st.integers(1, 9)), True)
-    if draw(st.booleans()):
+    if kind == "mixtral":
         hidden = heads * changes["head_dim"]  # SGLang's mixtral derives head_dim from it
         changes |= {"family": "mixtral", "hidden": hidden, "qk_norm": False}
-    elif draw(st.booleans()):
-        ffn = experts.ffn
-        experts = replace(experts, router=SigmoidRouter(2, 1, 2.5), shared_ffn=ffn * draw(st.integers(1, 2)))
-        experts = replace(experts, dense_layers=draw(st.integers(0, 1)))
+    if kind == "latent":
+        shared, dense = experts.ffn * draw(st.integers(1, 2)), draw(st.integers(0, 1))
+        experts = replace(experts, router=SigmoidRouter(2, 1, 2.5), shared_ffn=shared, dense_layers=dense)
         latent = LatentAttention(draw(st.sampled_from([None, 12])), 10, changes["head_dim"] - 2, 2, 5)
-        latent_changes = {"latent": latent, "query_groups": heads, "experts": experts}
-        return latent_architecture(**(changes | latent_changes)), EngineLayout(tensor=tensor, expert=expert), device
+        changes |= {"latent": latent, "query_groups": heads, "experts": experts}
+        return latent_architecture(**changes), EngineLayout(tensor=tensor, expert=expert), device
     return moe_architecture(**changes, experts=experts), EngineLayout(tensor=tensor, expert=expert), device
 
 
