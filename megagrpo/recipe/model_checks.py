@@ -38,7 +38,8 @@ def _pipeline(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RulePro
     pieces = layout.pipeline * layout.virtual_pipeline
     needed = f"the same number of layers in each of the {pieces} pieces"
     if lengths:
-        field, needed, fix = next(iter(lengths)), "; ".join(problems), _uneven(layers, layout) or "remove it"
+        field, needed = next(iter(lengths)), "; ".join(problems)
+        fix = _uneven(layers, layout) or ("virtual_pipeline: 1" if layout.virtual_pipeline > 1 else "fewer stages")
     elif layers % layout.pipeline:
         field, fix = "pipeline", f"pipeline of {either(divisors(layers))}"
         if uneven := _uneven(layers, layout):
@@ -130,7 +131,17 @@ def _experts(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProb
             "train.layout.expert_tensor",
             given=f"{expert_tensor}, and each expert has {experts.ffn} columns (moe_intermediate_size)",
             needed=f"a size that divides {experts.ffn}",
-            fix="expert_tensor: 1",
+            fix="expert_tensor: 1, with expert above 1",
+        )
+    elif layout.expert == 1 and expert_tensor != layout.tensor and recipe.train.lora is None:
+        # Megatron then sums the experts' gradients over the ranks that share dense weights, silently (tensor_parallel/
+        # layers.py: allreduce). Adapters are marked by lora.py.
+        yield broken(
+            "train.layout.expert_tensor",
+            reads=("train.layout.expert", "train.layout.tensor"),
+            given=f"{expert_tensor} with expert 1 and tensor {layout.tensor}",
+            needed="the same as tensor where expert is 1: Megatron sums the experts' gradients over the wrong ranks",
+            fix="remove it, or raise expert",
         )
 
 

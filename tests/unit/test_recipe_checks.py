@@ -194,9 +194,20 @@ MODEL_CASES: list[tuple[list[str], dict[str, Any], str, str]] = [
     (["train.layout.tensor=2", "train.layout.expert_tensor=1"], {}, "train.layout.expert_tensor", "has no experts"),
     (["train.layout.expert=3", "train.layout.data=3"], EXPERTS, "train.layout.expert", "divides 4"),
     (["train.layout.tensor=4"], EXPERTS, "train.layout.expert_tensor", "each expert has 6 columns"),
-    (["train.layout.tensor=4", "train.layout.expert_tensor=1"], LATENT, "train.layout.tensor", "of the shared experts"),
     (
         ["train.layout.tensor=2", "train.layout.expert_tensor=1"],
+        EXPERTS,
+        "train.layout.expert_tensor",
+        "gradients over the wrong ranks",
+    ),
+    (
+        ["train.layout.tensor=4", "train.layout.expert=4", "train.layout.expert_tensor=1"],
+        LATENT,
+        "train.layout.tensor",
+        "of the shared experts",
+    ),
+    (
+        ["train.layout.tensor=2", "train.layout.expert=2", "train.layout.expert_tensor=1"],
         LATENT | {"intermediate_size": 27},
         "train.layout.tensor",
         "27 MLP columns",
