@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from math import ceil, lcm
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +16,14 @@ from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.plan.gradient_buffers import Bucket, Run, reversed_runs
 from megagrpo.plan.known_models import known_models
 from megagrpo.plan.model_memory import ModelMemory, TrainedMemory, model_memory
-from megagrpo.plan.shards import active_parameters, fused_layers, rank_parameters, total_parameters
+from megagrpo.plan.shards import active_parameters, fused_layers, model_shard, rank_parameters, total_parameters
 from megagrpo.plan.summary import parameters
 from megagrpo.recipe.schema import Recipe, SftRecipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
+from tests.weights_oracle import ARCHITECTURES
 
+CASES = json.loads((Path(__file__).parents[1] / "golden" / "te_manifest.json").read_text())["cases"]
 DEEPSEEK = "deepseek-ai/DeepSeek-V3"
 SIZES = st.lists(st.tuples(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(1, 5)), min_size=1)
 
@@ -134,6 +138,22 @@ def test_every_kind_of_rank_of_671b_on_2048_gpus_is_counted_in_well_under_a_seco
         for held in (rank_parameters(arch, layout, stage, fused=True) for stage in range(16))
     )
     assert states == held_once, "every shard has the optimizer's state once"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_fused_layers_have_their_modules_in_megatrons_order(case: dict[str, Any]) -> None:
+    """As recorded from Megatron's own modules (tests/golden/record_te_manifest.py); transformer-engine's, which order
+    a norm and its weight, are stood in for there."""
+    arch, layout = ARCHITECTURES[case["kind"]](**case["architecture"]), ParallelLayout(**case["layout"])
+    shard = model_shard(arch, layout.tensor, layout.expert, layout.expert_tensor, fused=True)
+    for recorded in case["ranks"]:
+        last = max(int(name.split(".")[3]) for name in recorded if ".layers." in name)
+        found = [name.split(".", 4)[4] for name in recorded if f"decoder.layers.{last}." in name]
+        planned = shard.sparse or shard.dense
+        assert planned is not None
+        names = [name.rpartition(".")[0] for name in found if not name.endswith("expert_bias")]
+        assert [parameter.name.rpartition(".")[0] for parameter in planned.parameters] == names
+        assert {parameter.name for parameter in planned.parameters} <= set(found)
 
 
 def test_plans_for_gpus_expect_transformer_engine() -> None:
