@@ -17,8 +17,8 @@ from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.load import Kind, LoadedRecipe
-from megagrpo.recipe.model_checks import model_problems
-from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.model_checks import divisors, either, model_problems
+from megagrpo.recipe.schema import AnyRecipe, EngineLayout, Recipe, SftRecipe
 from megagrpo.reward.functions import reward_problems
 from megagrpo.rollout.sglang.arguments import sglang_problems
 from megagrpo.trainer.model_files import (
@@ -231,8 +231,12 @@ def _engine_problems(recipe: Recipe, architecture: Architecture | None, plan_onl
     # A recipe that is only planned here may be for a cluster with GPUs, where SGLang holds more.
     device = "cuda" if plan_only and recipe.cluster.device == "auto" else _device(recipe)
     if architecture:
+        sizes = [
+            n for n in divisors(architecture.heads) if not split_problems(architecture, EngineLayout(tensor=n), device)
+        ]
         for problem in split_problems(architecture, rollout.layout, device):
-            yield replace(problem, where=f"rollout.layout: {problem.where}")
+            fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1"
+            yield replace(problem, where=f"rollout.layout: {problem.where}", fix=fix)
         yield from transfer_problems(architecture, recipe.weights.transfer)
     if device == "cpu" and recipe.cluster.device == "auto" and rollout.layout.expert > 1:
         yield Problem(
@@ -244,10 +248,11 @@ def _engine_problems(recipe: Recipe, architecture: Architecture | None, plan_onl
 
 
 def _device(recipe: AnyRecipe) -> str:
+    if recipe.cluster.device != "auto":
+        return recipe.cluster.device
     import torch  # a second; the other checks do without
 
-    cuda = recipe.cluster.device == "cuda" or (recipe.cluster.device == "auto" and torch.cuda.is_available())
-    return "cuda" if cuda else "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _device_problems(recipe: AnyRecipe) -> Iterator[Problem]:
