@@ -1,0 +1,23 @@
+"""Memory and time of a recipe on some machines, in one figure of each: what a search compares."""
+
+from __future__ import annotations
+
+from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.figures import DeviceMemory, Estimate
+from megagrpo.plan.machines import Machines
+from megagrpo.plan.memory import memory
+from megagrpo.plan.time import step_time
+from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.weights.families.architecture import Architecture
+
+
+def estimate(recipe: AnyRecipe, architecture: Architecture, machines: Machines, assumptions: Assumptions) -> Estimate:
+    """What the recipe needs, and how long its steps take, on these GPUs. Its rules must hold (trainer/preflight.py)."""
+    held = memory(recipe, architecture, machines, "cuda")
+    time = step_time(recipe, architecture, machines, assumptions)
+    return Estimate(held, time, lacking_bytes(held, machines))
+
+
+def lacking_bytes(held: tuple[DeviceMemory, ...], machines: Machines, spare: float = 0.0) -> int:
+    """How much the fullest device has too little; 0 if everything fits. `spare` is a share of a card to leave free."""
+    return max(0, max(kind.fullest.bytes for kind in held) - int(machines.gpu.memory_bytes * (1 - spare)))

@@ -1,0 +1,159 @@
+"""What lies on each device: the coordinates of its rank, its layers, its engines; and rows of devices side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
+from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.weights.families.architecture import Architecture
+
+AXES = ("tensor", "context", "data", "pipeline", "expert_tensor", "expert", "expert_data")
+ROWS_MAX = 32
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: layers of each of its model chunks, from 0, and whether the embedding or the head is there."""
+
+    chunks: tuple[range, ...]
+    embedding: bool
+    head: bool
+
+    @property
+    def text(self) -> str:
+        """`embedding, 0-4, 20-24`."""
+        layers = spans(layer for chunk in self.chunks for layer in chunk)
+        return ", ".join([*["embedding"] * self.embedding, layers, *["head"] * self.head])
+
+
+@dataclass(frozen=True)
+class Place:
+    """One device. `gpu` counts within its node. `rank` is None where only engines are."""
+
+    device: int
+    node: int
+    gpu: int
+    rank: RankCoordinates | None
+    engines: tuple[int, ...]
+    engine_rank: int | None  # tensor rank of the engines that lie here; None: no engine does
+
+    @property
+    def stage(self) -> int:
+        """Pipeline stage; -1 where only engines are."""
+        return -1 if self.rank is None else self.rank.pipeline
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One way of splitting: groups of `size` ranks, `stride` apart, as `example`; each reaches over `nodes` nodes."""
+
+    name: str
+    size: int
+    stride: int
+    example: tuple[int, ...]
+    nodes: int
+
+
+def stages(architecture: Architecture, layout: ParallelLayout) -> tuple[Stage, ...]:
+    chunks = range(layout.virtual_pipeline)
+    last = layout.pipeline - 1
+    return tuple(
+        Stage(
+            tuple(layers_of_chunk(architecture.layers, layout, stage, chunk) for chunk in chunks),
+            embedding=stage == 0,
+            head=stage == last,
+        )
+        for stage in range(layout.pipeline)
+    )
+
+
+def places(recipe: AnyRecipe, device: str) -> tuple[Place, ...]:
+    """Every device of the device plan, in order."""
+    plan, per_node = plan_devices(recipe, device), recipe.cluster.gpus_per_node
+    ranks = dict(zip(plan.bundle_of_rank, rank_grid(recipe.train.layout.parallel()), strict=True))
+    engines: dict[int, list[int]] = {}
+    engine_rank: dict[int, int] = {}
+    for engine, bundles in enumerate(plan.bundles_of_engine):
+        for position, bundle in enumerate(bundles):
+            engines.setdefault(bundle, []).append(engine)
+            engine_rank[bundle] = position
+    return tuple(
+        Place(at, at // per_node, at % per_node, ranks.get(at), tuple(engines.get(at, ())), engine_rank.get(at))
+        for at in range(plan.bundles)
+    )
+
+
+def rows(places: Sequence[Place]) -> list[tuple[Place, ...]]:
+    """Devices that lie side by side: each by itself while they are few, else by stage and node, else by stage."""
+    by_device, by_node, by_stage = (
+        [tuple(group) for _, group in groupby(places, key)]
+        for key in (
+            lambda place: (place.device,),
+            lambda place: (place.stage, place.node),
+            lambda place: (place.stage,),
+        )
+    )
+    if len(by_device) <= ROWS_MAX // 2:
+        return by_device
+    if len(by_node) <= ROWS_MAX // 2:
+        return by_node
+    together = -(-len(by_stage) // ROWS_MAX)
+    return [
+        tuple(place for group in by_stage[first : first + together] for place in group)
+        for first in range(0, len(by_stage), together)
+    ]
+
+
+def axes(recipe: AnyRecipe, architecture: Architecture) -> list[Axis]:
+    """Every axis of more than one rank, as its first group lies; those of experts only where there are experts."""
+    layout, per_node = recipe.train.layout.parallel(), recipe.cluster.gpus_per_node
+    per_stage = layout.ranks // layout.pipeline
+    strides = {
+        "tensor": (layout.tensor, 1),
+        "context": (layout.context, layout.tensor),
+        "data": (layout.data, layout.tensor * layout.context),
+        "pipeline": (layout.pipeline, per_stage),
+    }
+    if architecture.experts is not None:
+        inner = layout.expert_tensor * layout.expert
+        strides |= {
+            "expert_tensor": (layout.expert_tensor, 1),
+            "expert": (layout.expert, layout.expert_tensor),
+            "expert_data": (layout.expert_data, inner),
+        }
+    found = []
+    for name, (size, stride) in strides.items():
+        if size > 1:
+            example = tuple(range(0, size * stride, stride))
+            found.append(Axis(name, size, stride, example, _most_nodes(layout, size, stride, per_node)))
+    return found
+
+
+def _most_nodes(layout: ParallelLayout, size: int, stride: int, per_node: int) -> int:
+    """Nodes that the widest group touches: groups that begin at other places of a node may reach over one more."""
+    block = size * stride
+    starts = (first + offset for first in range(0, layout.ranks, block) for offset in range(stride))
+    seen: set[int] = set()  # groups that begin at the same place of a node are alike
+    most = 1
+    for start in starts:
+        if start % per_node not in seen:
+            seen.add(start % per_node)
+            most = max(most, len({(start + member * stride) // per_node for member in range(size)}))
+    return most
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """`0-3, 8-11`."""
+    ordered = sorted(set(numbers))
+    return ", ".join(_runs(ordered))
+
+
+def _runs(ordered: Sequence[int]) -> Iterator[str]:
+    for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        yield str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"

@@ -1,0 +1,285 @@
+"""Which layout is fastest on so many GPUs, of those that are legal and fit?
+
+A search in three rounds, since all choices together are too many: layouts with every saving, then savings for the best
+layouts, then engines for the best of those. Each round ranks by the same estimate as a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from megagrpo.errors import Problem, RecipeError
+from megagrpo.plan import space
+from megagrpo.plan.advice import bubble, node_problems
+from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.estimate import lacking_bytes
+from megagrpo.plan.figures import Estimate, StepTime
+from megagrpo.plan.machines import Machines
+from megagrpo.plan.memory import memory
+from megagrpo.plan.plan import Plan
+from megagrpo.plan.space import Values
+from megagrpo.plan.summary import parameters
+from megagrpo.plan.time import step_time
+from megagrpo.plan.units import byte_text
+from megagrpo.recipe.checks import recipe_problems
+from megagrpo.recipe.model_checks import model_problems
+from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides.sglang import split_problems
+
+LAYOUTS_KEPT = 24
+SAVINGS_KEPT = 6
+SHOWN = 5
+SPARE = 0.05  # of a card, for what estimates do not see
+APART = (*(f"train.layout.{size}" for size in ("tensor", "pipeline", "context", "expert")), "cluster.placement")
+ENGINE_WEIGHTS_SHARE = 0.4
+GRADIENT_BYTES = 6  # bfloat16 weights and float32 gradients: no rank that trains holds less for a parameter
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is searched for."""
+
+    recipe: AnyRecipe
+    architecture: Architecture
+    machines: Machines
+    assumptions: Assumptions
+    gpus: int
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    values: Values
+    recipe: AnyRecipe
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class _Found:
+    values: Values
+    recipe: AnyRecipe
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout that is recommended: overrides for the command line, what it comes to, and why, in a sentence."""
+
+    overrides: tuple[str, ...]
+    estimate: Estimate
+    reason: str
+
+
+@dataclass(frozen=True)
+class Search:
+    """The best choices, fastest first, of `legal` layouts and `estimated` candidates.
+
+    If nothing fits, `choices` is empty and `nearest` lacks the least memory; None if nothing is even legal.
+    """
+
+    gpus: int
+    choices: tuple[Choice, ...]
+    legal: int
+    estimated: int
+    nearest: Choice | None
+
+
+def search_for(plan: Plan, gpus: int | None) -> Search:
+    """A search for what a plan is about, on as many GPUs as its recipe has, or on `gpus`. Raises RecipeError if the
+    plan does not know their kind."""
+    if plan.machines is None:
+        given = "none" if plan.device == "cuda" else "CPUs (cluster.device: cpu)"
+        raise RecipeError(Problem("cluster.gpu", given, "the kind of GPU that a search is for", "cluster.gpu=H100"))
+    return search(plan.recipe, plan.architecture, plan.machines, plan.assumptions, gpus or len(plan.places))
+
+
+def search(
+    recipe: AnyRecipe, architecture: Architecture, machines: Machines, assumptions: Assumptions, gpus: int
+) -> Search:
+    """Layouts for `gpus` GPUs, ranked by estimated seconds of a step."""
+    case = _Case(recipe, architecture, machines, assumptions, gpus)
+    tally = _Tally()
+    sparing = list(_candidates(case, _sparing_layouts(case), tally))
+    tally.legal = len(sparing)
+    layouts = _fitting(case, sparing, LAYOUTS_KEPT, tally)
+    if not layouts:
+        return Search(gpus, (), tally.legal, tally.estimated, _choice(case, tally.nearest) if tally.nearest else None)
+    thrifty = _fitting(case, _candidates(case, _savings(case, layouts), tally), SAVINGS_KEPT, tally)
+    best = _fitting(case, _candidates(case, _engines(case, thrifty), tally), SHOWN, tally, apart=APART)
+    return Search(gpus, tuple(_choice(case, found) for found in best), tally.legal, tally.estimated, None)
+
+
+@dataclass
+class _Tally:
+    """What a search has seen so far."""
+
+    legal: int = 0
+    estimated: int = 0
+    nearest: _Found | None = None
+
+
+def _sparing_layouts(case: _Case) -> Iterator[Values]:
+    """Every layout with every saving, its engines on all GPUs; those that cannot hold the weights are left out, unless
+    none can."""
+    engine = _first_engine(case)
+    weights = _Weights.of(case)
+    found = list(space.layouts(case.recipe, case.architecture, case.gpus))
+    small = [values for values in found if weights.least(values) <= case.machines.gpu.memory_bytes]
+    for values in small or sorted(found, key=weights.least)[:LAYOUTS_KEPT]:
+        saving = space.savings(case.recipe, values["train.layout.context"])[0]
+        yield space.placed({**values, **saving, **engine}, colocated=True)
+
+
+def _savings(case: _Case, layouts: Iterable[_Found]) -> Iterator[Values]:
+    for found in layouts:
+        for saving in space.savings(case.recipe, found.values["train.layout.context"]):
+            yield {**found.values, **saving}
+
+
+def _engines(case: _Case, thrifty: Iterable[_Found]) -> Iterator[Values]:
+    """Every size of engines beside the ranks, with and without offload; and engines on GPUs of their own."""
+    for found in thrifty:
+        values, data = found.values, found.values["train.layout.data"]
+        offloads = [saving["train.offload"] for saving in space.savings(case.recipe, 1)]
+        for engine in space.engines(case.recipe, case.architecture, case.gpus, colocated=True):
+            for offload in {tuple(offload): offload for offload in offloads}.values():
+                yield space.placed({**values, **engine, "train.offload": offload}, colocated=True)
+        for own in space.engine_gpus(case.recipe, case.gpus):
+            fewer, rest = divmod(data * (case.gpus - own), case.gpus)
+            if fewer == 0 or rest:
+                continue
+            for engine in space.engines(case.recipe, case.architecture, own, colocated=False):
+                for recompute in space.RECOMPUTE:
+                    apart = {**values, **engine, "train.layout.data": fewer, "train.recompute": recompute}
+                    yield space.placed(apart, colocated=False)
+
+
+def _first_engine(case: _Case) -> Values:
+    """The smallest engine whose weights leave most of a card to its cache; the largest if none does."""
+    options = [
+        values
+        for values in space.engines(case.recipe, case.architecture, case.gpus, colocated=True)
+        if not _split_problems(space.changed(case.recipe, values), case.architecture)
+    ]
+    for values in options:
+        weights = 2 * parameters(case.architecture) / values.get("rollout.layout.tensor", 1)
+        if weights < ENGINE_WEIGHTS_SHARE * case.machines.gpu.memory_bytes:
+            return values
+    return options[-1] if options else {}
+
+
+def _candidates(case: _Case, options: Iterable[Values], tally: _Tally) -> Iterator[_Candidate]:
+    """The legal ones, with the seconds of a step."""
+    seen = set()
+    for values in options:
+        key = tuple(str(values[path]) for path in sorted(values))
+        recipe = space.changed(case.recipe, values)
+        if key in seen or not legal(recipe, case.architecture):
+            continue
+        seen.add(key)
+        tally.estimated += 1
+        yield _Candidate(values, recipe, step_time(recipe, case.architecture, case.machines, case.assumptions))
+
+
+def _fitting(
+    case: _Case, candidates: Iterable[_Candidate], most: int, tally: _Tally, apart: Sequence[str] = ()
+) -> list[_Found]:
+    """The fastest that fit. Memory is looked at from the fastest on, until enough were found.
+
+    With `apart`, only the fastest of those that agree in these fields.
+    """
+    found: dict[object, _Found] = {}
+    for candidate in sorted(candidates, key=lambda candidate: candidate.time.seconds):
+        key = tuple(candidate.values[path] for path in apart) if apart else len(found)
+        if key in found:
+            continue
+        held = memory(candidate.recipe, case.architecture, case.machines, "cuda")
+        lacking = lacking_bytes(held, case.machines, spare=SPARE)
+        one = _Found(candidate.values, candidate.recipe, Estimate(held, candidate.time, lacking))
+        if lacking == 0:
+            found[key] = one
+        elif tally.nearest is None or lacking < tally.nearest.estimate.lacking_bytes:
+            tally.nearest = one
+        if len(found) == most:
+            break
+    return list(found.values())
+
+
+def legal(recipe: AnyRecipe, architecture: Architecture) -> bool:
+    """Whether every rule that a plan checks holds for the layout and the engines."""
+    return not (
+        recipe_problems(recipe)
+        or model_problems(recipe, architecture)
+        or _split_problems(recipe, architecture)
+        or any(node_problems(recipe))
+    )
+
+
+def _split_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Problem]:
+    if not isinstance(recipe, Recipe) or recipe.rollout.engine == "transformers":
+        return []
+    return split_problems(architecture, recipe.rollout.layout, "cuda")
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Parameters outside and inside of experts, and the least bytes that a trained or frozen one takes."""
+
+    dense: int
+    expert: int
+    bytes_each: int
+
+    @classmethod
+    def of(cls, case: _Case) -> _Weights:
+        tensors = tensors_of(case.architecture)
+        expert = sum(prod(tensor.shape) for tensor in tensors if tensor.expert is not None)
+        dense = sum(prod(tensor.shape) for tensor in tensors) - expert
+        return cls(dense, expert, 2 if case.recipe.train.lora else GRADIENT_BYTES)
+
+    def least(self, values: Values) -> float:
+        """No layout can have less on its fullest rank, during the update."""
+        tensor, pipeline, expert = (values[f"train.layout.{name}"] for name in ("tensor", "pipeline", "expert"))
+        cut = expert * (values["train.layout.expert_tensor"] or tensor)
+        return self.bytes_each * (self.dense / tensor + self.expert / cut) / pipeline
+
+
+def _choice(case: _Case, found: _Found) -> Choice:
+    return Choice(space.overrides(case.recipe, found.values), found.estimate, _reason(case, found))
+
+
+def _reason(case: _Case, found: _Found) -> str:
+    """Why this one, in a sentence: what each size gains, what is free, where the time goes."""
+    recipe, card = found.recipe, case.machines.gpu.memory_bytes
+    layout, parts = recipe.train.layout, []
+    if layout.tensor > 1:
+        parts.append(f"tensor {layout.tensor} keeps its exchanges inside a node")
+    if layout.pipeline > 1:
+        parts.append(f"pipeline {layout.pipeline} waits {bubble(found.estimate.time):.0%} of the update")
+    if layout.context > 1:
+        parts.append(f"context {layout.context} shares out long sequences")
+    if layout.expert > 1:
+        parts.append(f"expert {layout.expert} leaves {case_experts(case, layout.expert)} experts of a layer on a rank")
+    if layout.data > 1:
+        parts.append(f"data {layout.data} trains {layout.data} parts of the batch at once")
+    if isinstance(recipe, Recipe) and recipe.rollout.engine != "external":
+        engines, each = recipe.rollout.engines, recipe.rollout.layout.tensor
+        parts.append(f"{engines} engine{'s' if engines > 1 else ''} of {each} {recipe.cluster.placement}")
+    fullest = max((kind.fullest for kind in found.estimate.memory), key=lambda phase: phase.bytes)
+    if fullest.bytes <= card:
+        parts.append(f"{byte_text(card - fullest.bytes)} free in {fullest.phase}")
+    else:
+        largest = max(fullest.parts, key=lambda part: part.bytes)
+        parts.append(
+            f"{byte_text(fullest.bytes - card)} too much in {fullest.phase}, mostly {largest.name} "
+            f"({byte_text(largest.bytes)})"
+        )
+    longest = max(found.estimate.time.phases, key=lambda phase: phase.seconds)
+    parts.append(f"{longest.phase} takes {longest.seconds / found.estimate.time.seconds:.0%} of a step")
+    return "; ".join(parts)
+
+
+def case_experts(case: _Case, expert: int) -> int:
+    return case.architecture.experts.count // expert if case.architecture.experts else 0

@@ -1,0 +1,27 @@
+"""Numbers for people: bytes and seconds with a unit that suits them."""
+
+from __future__ import annotations
+
+BYTE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+SECOND_UNITS = ((86400.0, "days"), (3600.0, "h"), (120.0, "min"), (1.0, "s"), (1e-3, "ms"))
+
+
+def byte_text(number: float) -> str:
+    """`61.2 GiB`, `512 B`."""
+    for size, unit in BYTE_UNITS:
+        if abs(number) >= size:
+            return f"{_short(number / size)} {unit}"
+    return f"{number:.0f} B"
+
+
+def second_text(seconds: float) -> str:
+    """`3.42 s`, `12 ms`, `2.5 h`."""
+    for size, unit in SECOND_UNITS:
+        if seconds >= size:
+            return f"{_short(seconds / (60.0 if unit == 'min' else size))} {unit}"
+    return "0 s" if seconds == 0 else f"{_short(seconds * 1e6)} µs"
+
+
+def _short(number: float) -> str:
+    """Three figures, and no more after the point than they need."""
+    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.1f}" if abs(number) >= 10 else f"{number:.2f}"
