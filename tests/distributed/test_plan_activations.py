@@ -1,0 +1,145 @@
+"""Planned activations and logits against what passes of real training ranks allocate: within 15 %, and mostly 3 %."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.plan import logits_memory
+from megagrpo.plan.activations import Pass, forward_bytes, stage_bytes, working_bytes
+from megagrpo.plan.logits_memory import end_bytes, logits_bytes
+from megagrpo.recipe import schema
+from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
+from tests.rank_group import run_ranks
+
+TOLERANCE = 0.15
+
+DENSE = Architecture(
+    "qwen2",
+    layers=4,
+    hidden=192,
+    ffn=480,
+    heads=6,
+    query_groups=2,
+    head_dim=32,
+    vocab=64,
+    max_positions=4096,
+    norm_epsilon=1e-6,
+    tied_embeddings=False,
+    qkv_bias=True,
+    qk_norm=False,
+    rope=Rope(10000.0),
+)
+WIDE = replace(DENSE, layers=2, vocab=32768, hidden=96)
+EXPERTS = replace(
+    DENSE,
+    family="qwen3_moe",
+    qkv_bias=False,
+    qk_norm=True,
+    experts=Experts(count=8, per_token=2, ffn=160, normalize_top_k=True),
+)
+LATENT = replace(
+    DENSE,
+    family="deepseek_v3",
+    heads=8,
+    query_groups=8,
+    head_dim=24,
+    qkv_bias=False,
+    latent=LatentAttention(query_rank=96, key_value_rank=64, plain_dim=16, rotary_dim=8, value_dim=16),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    architecture: Architecture
+    layout: dict[str, int] = field(default_factory=dict)
+    recompute: str = "none"
+    dtype: str = "float32"
+    lengths: tuple[int, ...] = (384, 384)
+    microbatches: int = 1
+
+    @property
+    def train(self) -> schema.Train:
+        layout: Any = schema.Layout(**self.layout)
+        recompute: Any = self.recompute
+        return schema.Train(total_steps=1, layout=layout, recompute=recompute)
+
+
+CASES = [
+    Case("dense", DENSE),
+    Case("dense, full", DENSE, recompute="full"),
+    Case("logits", WIDE, dtype="bfloat16"),
+    Case("experts", EXPERTS),
+    Case("latent attention", LATENT),
+    Case("tensor", DENSE, {"tensor": 2}),
+    Case("context", DENSE, {"context": 2}),
+    Case("virtual pipeline", DENSE, {"pipeline": 2, "virtual_pipeline": 2}, microbatches=4),
+]
+LONG = [
+    Case("dense, selective", DENSE, recompute="selective"),
+    Case("dense, bfloat16", DENSE, dtype="bfloat16"),
+    Case("logits, float32", WIDE),
+    Case("experts, selective", EXPERTS, recompute="selective"),
+    Case("experts, full", EXPERTS, recompute="full"),
+    Case("experts, bfloat16", EXPERTS, dtype="bfloat16"),
+    Case("latent attention, selective", LATENT, recompute="selective"),
+    Case("latent attention, full", LATENT, recompute="full"),
+    Case("pipeline", DENSE, {"pipeline": 2}, microbatches=3),
+    Case("pipeline, full", DENSE, {"pipeline": 2}, recompute="full", microbatches=3),
+    Case("experts, whole on tensor ranks", EXPERTS, {"tensor": 2, "expert": 2, "expert_tensor": 1}),
+    Case("experts, cut over tensor ranks", EXPERTS, {"tensor": 2, "expert_tensor": 2}),
+    Case("latent attention, tensor", LATENT, {"tensor": 2}),
+    Case("tensor and context", DENSE, {"tensor": 2, "context": 2}),
+]
+
+
+def planned(case: Case, stage: int) -> tuple[int, int]:
+    """Bytes of an update and of a pass without gradients."""
+    layout, arch = case.train.layout.parallel(), case.architecture
+    work = Pass(
+        arch,
+        layout,
+        element_bytes=2 if case.dtype == "bfloat16" else 4,
+        tokens=sum(case.lengths) // layout.context,
+        longest=max(case.lengths),
+        device="cpu",
+        transformer_engine=False,
+        recompute=case.recompute,
+    )
+    chunks = range(layout.virtual_pipeline)
+    layers = [layer for chunk in chunks for layer in layers_of_chunk(arch.layers, layout, stage, chunk)]
+    kept, forward = stage_bytes(work, stage, case.microbatches), forward_bytes(work, layers)
+    working = working_bytes(work, layers, trains_weights=True)
+    if stage == layout.pipeline - 1:
+        kept += end_bytes(work)
+        predicting = work.tokens - len(case.lengths) // layout.context
+        working = max(working, logits_bytes(work, predicting, gradients=True, trains_weights=True))
+        logits = logits_bytes(work, predicting, gradients=False, trains_weights=True, entropy=False)
+        forward = max(forward, work.hidden_bytes + logits)
+    return kept + working, forward
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=lambda case: case.name
+)
+def test_planned_bytes_are_those_that_ranks_allocate(case: Case) -> None:
+    layout = case.train.layout.parallel()
+    arguments = case.architecture, case.train, case.dtype, case.lengths, case.microbatches
+    measured = run_ranks(layout.ranks, "tests.distributed.activation_ranks:measure", *arguments)
+    per_stage = layout.ranks // layout.pipeline
+    for stage in range(layout.pipeline):
+        update, forward = planned(case, stage)
+        ranks = measured[stage * per_stage : (stage + 1) * per_stage]
+        assert update == pytest.approx(min(rank.update for rank in ranks), rel=TOLERANCE), (stage, measured)
+        assert forward == pytest.approx(min(rank.logprobs for rank in ranks), rel=TOLERANCE), (stage, measured)
+
+
+def test_logits_are_planned_in_the_chunks_that_they_are_made_in() -> None:
+    from megagrpo.megatron import logprob
+
+    assert logits_memory.CHUNK_ELEMENTS == logprob.CHUNK_ELEMENTS
+    assert logits_memory.CHUNK_COLUMNS == logprob.CHUNK_COLUMNS
