@@ -94,11 +94,9 @@ def _whole_model(
     """Buffers where all parameters are trained. Each distinct dtype has its own."""
     held = [(layer.parameters, count) for layer, count in layers]
     embedding, head = Run((shard.embedding,), int(content.embedding)), Run((shard.head,), int(content.head))
-    within = [*_runs(held, of_experts=False), Run((shard.final_norm,), int(content.final_norm))]
-    own_head = arch.value_head and dtype != "float32"
     apart = layout.expert > 1  # Megatron takes experts for dense parameters where expert is 1
-    if not apart:
-        within = [*_runs(held), within[-1]]
+    within = [*_runs(held, of_experts=False if apart else None), Run((shard.final_norm,), int(content.final_norm))]
+    own_head = arch.value_head and dtype != "float32"
     if content.shares_embedding:
         buckets = [[head], within, [embedding]]
     else:
@@ -119,7 +117,7 @@ def _yarn_bytes(arch: Architecture, layout: ParallelLayout) -> int:
     return 2 * 4 * positions * arch.latent.rotary_dim
 
 
-def _runs(layers: Layers, of_experts: bool | None = None) -> list[Run]:
+def _runs(layers: Layers, of_experts: bool | None) -> list[Run]:
     """Of the parameters of experts, of the others, or of all (None)."""
     return [
         Run(tuple(p.elements for p in parameters if of_experts is None or p.of_expert == of_experts), count)

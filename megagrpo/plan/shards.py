@@ -21,21 +21,16 @@ from megagrpo.weights.sides import megatron_local, megatron_te
 
 MODULES = (
     "input_layernorm",
-    *(
-        f"self_attention.{name}"
-        for name in (
-            "linear_proj",
-            "linear_qkv",
-            "linear_q_proj",
-            "linear_q_down_proj",
-            "linear_q_up_proj",
-            "linear_kv_down_proj",
-            "linear_kv_up_proj",
-            "q_layernorm",
-            "k_layernorm",
-            "kv_layernorm",
-        )
-    ),
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "self_attention.kv_layernorm",
     "pre_mlp_layernorm",
     "mlp.router",
     "mlp.experts.local_experts",
@@ -129,6 +124,7 @@ def fused_layers(train: Train, device: str) -> bool:
     return train.layer_spec == "transformer_engine"
 
 
+@lru_cache(maxsize=1024)
 def rank_parameters(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> RankParameters:
     """Of any rank of a pipeline stage: they all hold equally many."""
     shard = model_shard(arch, layout.tensor, layout.expert, layout.expert_tensor, fused)
@@ -150,7 +146,7 @@ def rank_parameters(arch: Architecture, layout: ParallelLayout, stage: int, fuse
 @lru_cache(maxsize=64)
 def total_parameters(arch: Architecture) -> int:
     """Elements of the checkpoint's tensors; a tied embedding counts once."""
-    return _parameters(arch, arch.experts.count if arch.experts else 0)
+    return _elements(arch, arch.experts.count if arch.experts else 0)
 
 
 @lru_cache(maxsize=64)
@@ -159,7 +155,7 @@ def active_parameters(arch: Architecture) -> int:
 
     It is the second number in names such as 235B-A22B. The same as total_parameters without experts.
     """
-    return _parameters(arch, arch.experts.per_token if arch.experts else 0)
+    return _elements(arch, arch.experts.per_token if arch.experts else 0)
 
 
 def chunk_content(arch: Architecture, layout: ParallelLayout, stage: int, chunk: int) -> ChunkContent:
@@ -222,7 +218,8 @@ def _place(parameter: Parameter) -> tuple[int, bool]:
     return module, not parameter.name.endswith("layer_norm_weight")
 
 
-def _parameters(arch: Architecture, experts: int) -> int:
+def _elements(arch: Architecture, experts: int) -> int:
+    """Of the checkpoint, with `experts` experts in a layer that has some."""
     sample = _sample(arch)
     outside, per_layer, of_expert = 0, [0] * sample.layers, 0
     for tensor in tensors_of(sample):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
@@ -25,7 +25,9 @@ from tests.weights_oracle import ARCHITECTURES
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "te_manifest.json").read_text())["cases"]
 DEEPSEEK = "deepseek-ai/DeepSeek-V3"
-SIZES = st.lists(st.tuples(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(1, 5)), min_size=1)
+SIZES = st.lists(
+    st.tuples(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(1, 5)), min_size=1, max_size=5
+)
 
 
 def architecture(name: str) -> Architecture:
@@ -44,6 +46,7 @@ def recipe_of(layout: dict[str, Any], kind: type[Recipe] | type[SftRecipe] = Rec
     return kind.model_validate((grpo if kind is Recipe else sft) | common | sections)
 
 
+@settings(max_examples=60, deadline=None)
 @given(SIZES, st.integers(1, 9))
 def test_shares_are_those_of_a_list_of_all_parameters(sizes: list[tuple[list[int], int]], ranks: int) -> None:
     """In the words of Megatron's _ParamAndGradBuffer: starts padded to 64 elements, the end to 128 and the ranks."""
