@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import sqlite3
 from pathlib import Path
+from statistics import median
 
+import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.calibrate import calibrated
+from megagrpo.plan.machines import A_CPU
+from megagrpo.plan.time import step_time
+from megagrpo.recipe.load import load
 from megagrpo.track.metrics import undocumented
+from megagrpo.weights.families import read_architecture
 from tests.loop import small_run
 
 
@@ -37,6 +45,16 @@ def test_a_run_remembers_its_recipe_and_its_environment(finished: tuple[Path, st
     assert recipe["train"]["optimizer"]["beta2"] == 0.95  # a default, written out
     environment = json.loads((finished[0] / "environment.json").read_text())
     assert environment["libraries"]["torch"]
+
+
+def test_a_plan_that_is_calibrated_by_a_run_says_what_its_phases_took(finished: tuple[Path, str], inputs: Path) -> None:
+    recipe, architecture = load(finished[0] / "recipe.yaml").recipe, read_architecture(inputs / "model")
+    assumptions = calibrated(Assumptions(), recipe, architecture, None, finished[0])
+    entries = [entry for step, entry in sorted(small_run.metrics(finished[0]).items()) if step > 1]
+    for phase in step_time(recipe, architecture, A_CPU, assumptions).phases:
+        if phase.phase != "driver":
+            measured = median(entry[f"seconds/{phase.phase}"] for entry in entries)
+            assert phase.seconds == pytest.approx(measured, rel=1e-6)
 
 
 def test_mlflow_has_the_same_metrics(finished: tuple[Path, str]) -> None:

@@ -41,12 +41,12 @@ def of_all_pairs(arch, over):
 def test_forward_and_backward_of_every_family_are_what_torch_counts(family):
     model, arch = model_of(family)
     ours = sequence_flops(arch, FORWARD, LENGTH, LENGTH).total + of_all_pairs(arch, FORWARD)
-    assert ours == pytest.approx(counted(model, backward=False), rel=0.01)
+    assert ours == pytest.approx(counted(model, backward=False), rel=0.002)
 
     training = training_pass(Train(total_steps=1))
     ours = sequence_flops(arch, training, LENGTH, LENGTH).total + of_all_pairs(arch, training)
     ours -= head_flops(arch, FORWARD, LENGTH).total  # transformers keeps its logits
-    assert ours == pytest.approx(counted(model, backward=True), rel=0.01)
+    assert ours == pytest.approx(counted(model, backward=True), rel=0.002)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -57,7 +57,7 @@ def test_recomputed_layers_are_what_torch_counts(family):
     full = training_pass(Train(total_steps=1, recompute="full"))
     ours = sequence_flops(arch, full, LENGTH, LENGTH).total + of_all_pairs(arch, full)
     ours -= head_flops(arch, FORWARD, LENGTH).total
-    assert ours == pytest.approx(counted(model, backward=True), rel=0.01)
+    assert ours == pytest.approx(counted(model, backward=True), rel=0.002)
 
 
 @pytest.mark.parametrize("trained", [True, False])

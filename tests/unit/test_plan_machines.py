@@ -15,7 +15,8 @@ from tests.tiny_run import make_run
 
 def test_every_gpu_has_plausible_figures_and_a_source():
     for name, kind in GPUS.items():
-        assert kind.name == name and "NVIDIA" in kind.source
+        assert kind.name == name
+        assert "NVIDIA" in kind.source
         assert 20 < kind.memory_bytes / 2**30 < 300, name
         assert 50e12 < kind.flops < 3e15, name
         assert 0.3e12 <= kind.memory_bytes_per_second <= 8e12, name
@@ -82,7 +83,8 @@ def test_every_default_may_be_given():
 @given(longest=st.floats(1, 1e5), share=st.floats(0.01, 1), prompt=st.floats(0, 1e4))
 def test_the_curve_of_lengths_has_the_mean_and_the_square_that_it_states(longest, share, prompt):
     lengths = Lengths(prompt, share * longest, longest)
-    assert lengths.alive(0.0) == 1.0 and lengths.alive(longest) == 0.0
+    assert lengths.alive(0.0) == 1.0
+    assert lengths.alive(longest) == 0.0
     points = 2000
     width = longest / points
     middles = [(i + 0.5) * width for i in range(points)]

@@ -11,7 +11,7 @@ from megagrpo.plan.machines import A_CPU, GPUS, Machines
 from megagrpo.plan.rollout_time import Engine, rollout_seconds
 from megagrpo.plan.time import ON_DRIVER, prompts_of_rounds, step_time
 from megagrpo.plan.training_time import Batch, TrainingRanks
-from megagrpo.recipe.schema import Recipe, SftRecipe, Train
+from megagrpo.recipe.schema import Layout, Recipe, SftRecipe, Train
 from megagrpo.reward.functions import INLINE
 from megagrpo.trainer.sampling import prompts_of_round
 from megagrpo.weights.families import architecture_of
@@ -189,6 +189,9 @@ def test_few_sequences_are_still_enough_microbatches_to_fill_the_pipeline():
     ranks = TrainingRanks(LLAMA_8B, train, H100, Assumptions(), 2)
     assert ranks.microbatches(Batch(100, 1e5, 1e8, 0)) == 8
     assert ranks.microbatches(Batch(5, 5e3, 5e6, 0)) == 5
+    # The interleaved schedule takes rounds of as many as there are stages.
+    interleaved = replace(ranks, train=train.model_copy(update={"layout": Layout(pipeline=4, virtual_pipeline=2)}))
+    assert interleaved.microbatches(Batch(5, 5e3, 5e6, 0)) == 8
 
 
 def test_passes_without_gradients_may_take_more_tokens_at_once():
