@@ -219,7 +219,7 @@ def _engine_problems(recipe: Recipe, architecture: Architecture | None, plan_onl
     if rollout.engine == "transformers":
         return
     if rollout.engine == "sglang":
-        yield from sglang_problems(rollout.sglang, only_if_installed=plan_only)
+        yield from sglang_problems(rollout.sglang, plan_only=plan_only)
     variable = rollout.api_key_variable
     if variable is not None and not plan_only and not os.environ.get(variable):
         yield Problem(

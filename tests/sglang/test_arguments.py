@@ -9,6 +9,7 @@ import pytest
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import EngineLayout, Sglang
 from megagrpo.rollout.sglang.arguments import server_arguments, sglang_problems
+from megagrpo.rollout.sglang.check_arguments import declared_names
 
 
 def test_all_wrong_arguments_are_found_at_once_with_what_is_right() -> None:
@@ -32,6 +33,17 @@ def test_all_wrong_arguments_are_found_at_once_with_what_is_right() -> None:
         assert words in found[f"rollout.sglang.{name}"]
 
 
+def test_a_plan_knows_the_names_of_all_arguments_without_importing_sglang() -> None:
+    from sglang.srt.arg_groups.arg_utils import record_fields
+    from sglang.srt.server_args import ServerArgs
+
+    public = {field.name for field in record_fields(ServerArgs) if not field.name.startswith("_")}
+    assert declared_names() == public
+    (problem,) = sglang_problems(Sglang(mem_fraction_statik=0.7, mem_fraction_static=0.7), plan_only=True)  # type: ignore[call-arg]
+    assert problem.where == "rollout.sglang.mem_fraction_statik"
+    assert problem.fix == "did you mean `mem_fraction_static`?"
+
+
 def test_an_interpreter_without_sglang_is_named_and_how_to_get_it(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
@@ -40,7 +52,7 @@ def test_an_interpreter_without_sglang_is_named_and_how_to_get_it(tmp_path: Path
     assert "has no SGLang" in problem.given
     assert "make sglang-cpu" in problem.fix
     assert "pip install megagrpo[sglang]" in problem.fix
-    assert sglang_problems(Sglang(python=str(bare)), only_if_installed=True) == []
+    assert sglang_problems(Sglang(python=str(bare)), plan_only=True) == []
     (problem,) = sglang_problems(Sglang(python=str(tmp_path / "none")))
     assert problem.where == "rollout.sglang.python"
     assert sglang_problems(Sglang()) == []

@@ -56,11 +56,11 @@ OWNED = (
 )  # fmt: skip
 
 
-def sglang_problems(settings: Sglang, only_if_installed: bool = False) -> list[Problem]:
+def sglang_problems(settings: Sglang, *, plan_only: bool = False) -> list[Problem]:
     """What is wrong with `rollout.sglang`: arguments of ours, and what the installed SGLang says of the others.
 
-    Asks the interpreter named, once, in a process of its own: SGLang may be of another environment. That it is missing
-    is no problem with `only_if_installed`.
+    Asks the interpreter named, once, in a process of its own: SGLang may be of another environment. With `plan_only` it
+    may be missing, and the others are checked by name only: to import SGLang takes seconds.
     """
     options = dict(settings.model_extra or {})
     problems = [
@@ -74,18 +74,18 @@ def sglang_problems(settings: Sglang, only_if_installed: bool = False) -> list[P
         if name in options
     ]
     free = {name: value for name, value in options.items() if name not in OWNED}
-    environment, found = _asked(settings.python, free)
-    return problems + ([] if only_if_installed else environment) + found
+    environment, found = _asked(settings.python, free, plan_only)
+    return problems + ([] if plan_only else environment) + found
 
 
-def _asked(python: str | None, options: Mapping[str, Any]) -> tuple[list[Problem], list[Problem]]:
+def _asked(python: str | None, options: Mapping[str, Any], names_only: bool) -> tuple[list[Problem], list[Problem]]:
     """What is wrong with the environment of SGLang, and with these options."""
     interpreter = python or sys.executable
     where = "rollout.engine" if python is None else "rollout.sglang.python"
     try:
         asked = subprocess.run(
             [interpreter, "-c", CHECK.read_text()],  # not as a file: its neighbours would hide other modules
-            input=json.dumps(options),
+            input=json.dumps({"options": dict(options), "names_only": names_only}),
             capture_output=True,
             text=True,
             timeout=CHECK_SECONDS,
