@@ -14,6 +14,7 @@ from math import ceil
 from megagrpo.batching.work import head_work, layer_work
 from megagrpo.plan.assumptions import Assumptions, Lengths
 from megagrpo.plan.communication import Group, Links, gather
+from megagrpo.plan.engine_memory import cache_bytes_per_token
 from megagrpo.plan.flops import FORWARD, head_flops, layers_flops
 from megagrpo.plan.machines import Machines
 from megagrpo.plan.training_time import Seconds
@@ -60,13 +61,9 @@ class Engine:
         return met / 2 * experts.count / experts.per_token * self.item_bytes / self.tensor
 
     @cached_property
-    def token_bytes(self) -> float:
-        """Keys and values of one token on one rank. Ranks beyond the key-value heads hold copies; latents are whole."""
-        arch, latent = self.arch, self.arch.latent
-        if latent is not None:
-            return arch.layers * (latent.key_value_rank + latent.rotary_dim) * float(self.item_bytes)
-        heads = max(1.0, arch.query_groups / self.tensor)
-        return arch.layers * 2 * heads * arch.head_dim * self.item_bytes
+    def token_bytes(self) -> int:
+        """Keys and values of one token on one rank."""
+        return cache_bytes_per_token(self.arch, self.tensor, self.item_bytes)
 
     @cached_property
     def token_flops(self) -> float:
@@ -109,15 +106,12 @@ class Engine:
         whole = tokens * self.arch.hidden * self.item_bytes
         return 2 * self.arch.layers * 2 * gather("tensor", self.group, whole, 1, self.links).seconds
 
-    def batch_max(self, tokens_each: float, kv_bytes: float) -> float:
-        """Responses whose keys and values fit into `kv_bytes` of each rank; at least one."""
-        return max(1.0, kv_bytes / (self.token_bytes * tokens_each))
 
-
-def rollout_seconds(engine: Engine, recipe: Recipe, lengths: Lengths, prompts: int, kv_bytes: float) -> Seconds:
+def rollout_seconds(engine: Engine, recipe: Recipe, lengths: Lengths, prompts: int, cache_tokens: float) -> Seconds:
     """Of `prompts` prompts that are sampled at once, on the engine that has most to do.
 
-    `kv_bytes` are what each engine rank has for keys and values.
+    `cache_tokens` are those whose keys and values fit into one engine. Responses end before they are longest: as many
+    are decoded at once as fit at their mean length.
     """
     rollout = recipe.rollout
     devices = plan_devices(recipe, "cuda").bundles_of_engine
@@ -126,7 +120,7 @@ def rollout_seconds(engine: Engine, recipe: Recipe, lengths: Lengths, prompts: i
     greedy = 1 if recipe.algorithm.advantage.name == "remax" else 0
     responses = float(own_prompts * (rollout.samples_per_prompt + greedy))
 
-    fit = engine.batch_max(lengths.sequence, kv_bytes)
+    fit = max(1.0, cache_tokens / lengths.sequence)
     batch = min(responses, float(rollout.requests_at_once * ceil(rollout.engines / blocks)), fit)
     full_steps = (responses - batch) * lengths.response / batch
     # A response that is met at a random moment of a long run is longer than the mean, and half done.

@@ -9,6 +9,7 @@ from dataclasses import replace
 from megagrpo.algorithm.advantage import is_by_group
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.plan.assumptions import Assumptions, lengths_of
+from megagrpo.plan.engine_memory import engine_memory
 from megagrpo.plan.figures import PhaseTime, StepTime
 from megagrpo.plan.machines import A_CPU, Machines
 from megagrpo.plan.model_memory import model_memory
@@ -21,9 +22,6 @@ from megagrpo.recipe.passes import needs_old_logprobs, reads_batch
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture, critic_of
-
-DEFAULT_MEMORY_FRACTION = 0.8
-"""About what SGLang takes for weights, keys and values unless mem_fraction_static is given."""
 
 ON_DRIVER = ("gsm8k",)
 """Reward functions that run on the driver (reward/functions.py); the others run in reward.workers."""
@@ -49,9 +47,9 @@ def _grpo_step(recipe: Recipe, arch: Architecture, machines: Machines, assumed: 
     batch = trained_batch(recipe, assumed, sum(rounds))
     item_bytes = _item_bytes(recipe, machines)
     engine = Engine(arch, _engine_tensor(recipe), machines, assumed, item_bytes)
-    kv_bytes = _kv_bytes(recipe, engine)
+    cache_tokens = _cache_tokens(recipe, arch, machines)
     phases = {
-        "rollout": added(*(rollout_seconds(engine, recipe, lengths, prompts, kv_bytes) for prompts in rounds)),
+        "rollout": added(*(rollout_seconds(engine, recipe, lengths, prompts, cache_tokens) for prompts in rounds)),
         "reward": _reward(recipe, assumed, responses),
         "logprobs": _logprobs(recipe, arch, machines, assumed, batch),
         "update": _update(recipe, arch, machines, assumed, batch),
@@ -171,18 +169,19 @@ def _driver(recipe: AnyRecipe, arch: Architecture, assumed: Assumptions, respons
 
 
 def _item_bytes(recipe: AnyRecipe, machines: Machines) -> int:
-    device = "cpu" if machines.gpu.name == A_CPU.gpu.name else "cuda"
-    return ITEM_BYTES[dtype_name(recipe, device)]
+    return ITEM_BYTES[dtype_name(recipe, _device(machines))]
+
+
+def _device(machines: Machines) -> str:
+    return "cpu" if machines.gpu.name == A_CPU.gpu.name else "cuda"
 
 
 def _engine_tensor(recipe: Recipe) -> int:
     return 1 if recipe.rollout.engine == "transformers" else recipe.rollout.layout.tensor
 
 
-def _kv_bytes(recipe: Recipe, engine: Engine) -> float:
-    """What one engine rank has for keys and values."""
-    if recipe.rollout.engine == "transformers":
+def _cache_tokens(recipe: Recipe, arch: Architecture, machines: Machines) -> float:
+    """Tokens whose keys and values one engine holds."""
+    if recipe.rollout.engine != "sglang" or _device(machines) == "cpu":
         return math.inf
-    options = recipe.rollout.sglang.model_dump()
-    share = float(options.get("mem_fraction_static") or DEFAULT_MEMORY_FRACTION)
-    return max(0.0, engine.machines.gpu.memory_bytes * share - engine.dense_bytes - engine.expert_bytes)
+    return engine_memory(recipe, arch, machines.gpu.memory_bytes, "cuda").cache_tokens

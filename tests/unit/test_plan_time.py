@@ -304,9 +304,9 @@ def test_responses_that_do_not_fit_at_once_take_longer_but_the_same_tokens_are_d
     counting = replace(counting, machines=free)
     lengths = Lengths(100, 400, 1000)
 
-    def seconds(at_once, kv_bytes=1e15):
+    def seconds(at_once, cache_tokens=1e9):
         planned = recipe(engines=1, requests_at_once=at_once)
-        return rollout_seconds(counting, planned, lengths, 64, kv_bytes)
+        return rollout_seconds(counting, planned, lengths, 64, cache_tokens)
 
     whole = seconds(512)
     assert whole["full batches"] == 0
@@ -314,15 +314,23 @@ def test_responses_that_do_not_fit_at_once_take_longer_but_the_same_tokens_are_d
     halves = seconds(256)
     assert halves["full batches"] == pytest.approx(400)
     assert halves["last batch"] == pytest.approx(1000)
-    by_memory = seconds(512, kv_bytes=128 * 500 * counting.token_bytes)
+    by_memory = seconds(512, cache_tokens=128 * 500)
     assert by_memory["full batches"] == pytest.approx((512 - 128) * 400 / 128)
+
+
+def test_a_smaller_share_of_the_memory_makes_responses_wait():
+    def rollout(**sglang):
+        planned = recipe(engines=8, response_tokens_max=8192, prompts_per_step=256, sglang=sglang)
+        return seconds_of(step_time(planned, LLAMA_8B, H100, Assumptions()), "rollout")
+
+    assert rollout() < rollout(mem_fraction_static=0.5) < rollout(mem_fraction_static=0.3)
 
 
 def test_engines_that_share_a_device_take_turns():
     one, several = recipe({"data": 1}, engines=1), recipe({"data": 1}, engines=4, requests_at_once=64)
     lengths = Lengths(100, 400, 1000)
-    alone = rollout_seconds(engine(), one, lengths, 64, 1e15)
-    assert rollout_seconds(engine(), several, lengths, 64, 1e15) == alone
+    alone = rollout_seconds(engine(), one, lengths, 64, 1e9)
+    assert rollout_seconds(engine(), several, lengths, 64, 1e9) == alone
 
 
 def test_a_step_on_cpus_is_planned_in_float32():
