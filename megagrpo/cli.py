@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo import __version__
-from megagrpo.errors import MegagrpoError
+from megagrpo.errors import MegagrpoError, PreflightError
 
 if TYPE_CHECKING:
     from megagrpo.convert.convert import Converted
@@ -61,16 +61,40 @@ def sft(asked: argparse.Namespace) -> int:
 
 
 def plan(asked: argparse.Namespace) -> int:
-    from megagrpo.plan.summary import summary
     from megagrpo.recipe.load import load_any
     from megagrpo.trainer.preflight import preflight
 
-    ready = preflight(load_any(asked.recipe, asked.overrides), plan_only=True)
-    for name, text in summary(ready.recipe, ready.architecture, ready.model_directory):
-        print(f"{name:<12} {text}")
-    for text in ready.unchecked:
-        print(f"{'not checked':<12} {text}")
-    print("OK")
+    loaded = load_any(asked.recipe, asked.overrides)
+    ready = preflight(loaded, plan_only=True)
+    from megagrpo.plan.plan import plan_of
+    from megagrpo.plan.search import search_for
+
+    planned = plan_of(
+        ready.recipe,
+        ready.architecture,
+        given=asked.assume,
+        run_directory=asked.calibrate,
+        unchecked=ready.unchecked,
+    )
+    found = search_for(planned, asked.gpus) if asked.search else None
+    if asked.html:
+        from megagrpo.plan.page import page
+
+        asked.html.write_text(page(planned, found), encoding="utf-8")
+    if asked.json:
+        from megagrpo.plan.as_json import plan_json
+
+        print(plan_json(planned, found))
+    else:
+        from rich.console import Console
+
+        from megagrpo.plan.drawing import draw
+
+        draw(planned, found, Console(highlight=False))
+    if planned.problems and not (found and found.choices):
+        raise PreflightError(map(loaded.places.located, planned.problems))
+    if not asked.json:
+        print("OK")
     return 0
 
 
@@ -191,6 +215,8 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file, see docs/recipes.md")
         added.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as train.layout.tensor=4")
         added.set_defaults(command=command)
+        if command is plan:
+            _add_plan(added)
 
     text = "print what a run's directory tells: how far training and rollout logprobs differ, and in which tokens"
     reporter = commands.add_parser("report", help=text, description=text, allow_abbrev=False)
@@ -236,6 +262,19 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_convert(commands)
     return parser
+
+
+def _add_plan(planner: argparse.ArgumentParser) -> None:
+    planner.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page that needs nothing else")
+    planner.add_argument("--json", action="store_true", help="print everything as JSON instead, see docs/plan.md")
+    planner.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
+    planner.add_argument("--gpus", type=_positive, metavar="N", help="how many --search is for; default: the recipe's")
+    planner.add_argument(
+        "--assume", action="append", default=[], metavar="NAME=VALUE", help="such as response_tokens=2000; repeatable"
+    )
+    planner.add_argument(
+        "--calibrate", type=Path, metavar="RUN_DIRECTORY", help="take assumptions from what a run measured"
+    )
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

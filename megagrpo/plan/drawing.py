@@ -116,11 +116,11 @@ def _held(stages: Sequence[Stage], row: Sequence[Place]) -> str:
 
 
 def _some(numbers: Sequence[int]) -> str:
-    """`0-7`, or `0, 8, 16, … 120`."""
+    """`0-7`, or `0, 8, 16, ... 120`."""
     if numbers[1] - numbers[0] == 1:
         return f"{numbers[0]}-{numbers[-1]}"
     shown = [str(number) for number in numbers]
-    return ", ".join(shown) if len(shown) <= 4 else f"{', '.join(shown[:3])}, … {shown[-1]}"
+    return ", ".join(shown) if len(shown) <= 4 else f"{', '.join(shown[:3])}, ... {shown[-1]}"
 
 
 def _memory(plan: Plan, marks: _Marks) -> RenderableType | None:
@@ -157,7 +157,7 @@ def _kind(kind: DeviceMemory, plan: Plan) -> Text:
 
 
 def _cut(text: str, most: int = 40) -> str:
-    return text if len(text) <= most else f"{text[: most - 1].rpartition(',')[0]}, …"
+    return text if len(text) <= most else f"{text[: most - 1].rpartition(',')[0]}, ..."
 
 
 def _bar_line(

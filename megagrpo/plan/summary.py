@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 
 from megagrpo.layout.stages import layers_of_stages
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory
@@ -14,10 +13,10 @@ from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 
 
-def summary(recipe: AnyRecipe, architecture: Architecture, model_directory: Path) -> list[tuple[str, str]]:
+def summary(recipe: AnyRecipe, architecture: Architecture) -> list[tuple[str, str]]:
     return [
         ("run", f"{recipe.name}, seed {recipe.seed}, in {run_directory(recipe)}"),
-        ("model", f"{architecture.family} of {_count(parameters(architecture))} parameters, from {model_directory}"),
+        ("model", f"{architecture.family} of {_count(parameters(architecture))} parameters, from {recipe.model.path}"),
         ("ranks", _ranks(recipe, architecture)),
         ("layers", _layers(recipe, architecture)),
         ("vocabulary", _vocabulary(recipe, architecture)),

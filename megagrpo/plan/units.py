@@ -19,7 +19,7 @@ def second_text(seconds: float) -> str:
     for size, unit in SECOND_UNITS:
         if seconds >= size:
             return f"{_short(seconds / (60.0 if unit == 'min' else size))} {unit}"
-    return "0 s" if seconds == 0 else f"{_short(seconds * 1e6)} µs"
+    return "0 s" if seconds == 0 else f"{_short(seconds * 1e6)} us"
 
 
 def _short(number: float) -> str:

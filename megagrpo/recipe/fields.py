@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import annotated_types
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megagrpo.recipe.schema import AnyRecipe, Section
@@ -46,6 +47,9 @@ class Expected:
                 return Expected(arguments[0])
             if origin is dict:
                 return Expected(arguments[1])
+            if _is_open(alternative):
+                info = alternative.model_fields.get(key)
+                return Expected(Any) if info is None else _of_field(info)
         return None
 
     def placeholder(self) -> Any:
@@ -107,6 +111,11 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
+def _is_open(annotation: Any) -> bool:
+    """Whether it is a mapping of any keys besides its own, as rollout.sglang."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel) and not issubclass(annotation, Section)
+
+
 def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
@@ -125,7 +134,7 @@ def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:
             else "a list"
         )
         return f"{least}, each item {_words(arguments[0], ())}"
-    if origin is dict:
+    if origin is dict or _is_open(annotation):
         return "a mapping of names to values"
     if annotation is type(None):
         return "null"

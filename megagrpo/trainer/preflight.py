@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from megagrpo.data.files import near_file, records
 from megagrpo.data.rows import file_problems
 from megagrpo.errors import MegagrpoError, PreflightError, Problem
+from megagrpo.plan.disk import disk_problems, runs_here
 from megagrpo.plan.known_models import known_models
 from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
@@ -50,8 +51,8 @@ class Preflight(Generic[Kind]):
 
 
 def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflight[Kind]:
-    """Check the recipe's rules, the model, the data files, the rewards, Megatron's options, devices, packages and
-    directories.
+    """Check the recipe's rules, the model, the data files, the rewards, Megatron's options, devices, packages,
+    directories and room for checkpoints.
 
     `plan_only` leaves the safetensors files of a hub model on the hub, and this machine's GPUs out: the run may start
     on another. Data files and a known model's tokenizer that are not here are then unchecked, not wrong. Files that
@@ -64,6 +65,8 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
     architecture = _attempt(problems, lambda: read_architecture(model)) if model else None
     if architecture:
         problems += model_problems(recipe, architecture)
+        if not plan_only or runs_here(recipe):
+            problems += disk_problems(recipe, architecture)
     if model and architecture and (not plan_only or Path(recipe.model.path).is_dir()):
         _attempt(problems, lambda: manifests(model))
     tokenizer = _attempt(problems, lambda: _tokenizer_directory(recipe, model))

@@ -64,7 +64,8 @@ def test_plan_prints_what_the_recipe_comes_to_and_writes_nothing(
     recipe = make_run(tmp_path, **EXPERTS)
     layout = "{tensor: 2, pipeline: 2, virtual_pipeline: 2, expert: 2, expert_tensor: 1, data: 2}"
     assert main(["plan", str(recipe), f"train.layout={layout}", "algorithm.minibatches=2"]) == 0
-    printed = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if line != "OK")
+    summary = capsys.readouterr().out.partition("\n\n")[0]
+    printed = dict(line.split(None, 1) for line in summary.splitlines())
     assert printed["ranks"].startswith("8 (tensor 2 x pipeline 2 x virtual_pipeline 2 x expert 2 x data 2)")
     assert printed["layers"] == "4, 2 on each pipeline stage in 2 chunks of 1"
     assert printed["vocabulary"] == "31, padded to 32, 16 on each tensor rank"

@@ -88,6 +88,13 @@ def test_overrides_reach_sections_lists_and_options_and_the_last_one_wins(path: 
     assert loaded.model.revision is None
 
 
+def test_overrides_reach_arguments_of_sglang_which_are_no_fields(path: Path) -> None:
+    rollout = load(path, ["rollout.engine=sglang", "rollout.sglang.mem_fraction_static=0.7"]).recipe.rollout
+    assert rollout.sglang.model_extra == {"mem_fraction_static": 0.7}
+    with pytest.raises(RecipeError, match=r"rollout.sglang.python"):
+        load(path, ["rollout.engine=sglang", "rollout.sglang.python.version=3"])
+
+
 def test_places_are_lines_of_the_file_or_the_override(path: Path) -> None:
     places = load(path, ["train.layout.context=1"]).places
     assert places.where("train.layout.tensor") == f"{path}:{line_of(path, '    tensor:')} train.layout.tensor"

@@ -1,0 +1,83 @@
+"""Recipes of published models on imagined machines, and their plans, from nothing but values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from megagrpo.plan.known_models import known_models
+from megagrpo.plan.plan import Plan, plan_of
+from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import Architecture
+
+LLAMA_8B, LLAMA_70B = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"
+QWEN_30B, DEEPSEEK = "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
+
+BASE: dict[str, Any] = {
+    "name": "planned",
+    "model": {"path": LLAMA_70B},
+    "data": {"train": [{"path": "data/train.parquet"}], "prompt_tokens_max": 1024},
+    "rollout": {
+        "engine": "sglang",
+        "engines": 16,
+        "layout": {"tensor": 8},
+        "sglang": {"mem_fraction_static": 0.7, "enable_memory_saver": True},
+        "prompts_per_step": 256,
+        "samples_per_prompt": 8,
+        "response_tokens_max": 4096,
+        "timeout_seconds": 3600,
+    },
+    "reward": {"functions": [{"function": "gsm8k"}]},
+    "train": {
+        "layout": {"tensor": 8, "pipeline": 2, "data": 8},
+        "total_steps": 500,
+        "tokens_per_microbatch": 10240,
+        "recompute": "full",
+        "offload": ["gradients", "optimizer"],
+    },
+    "cluster": {"device": "cuda", "gpu": "H100", "gpus_per_node": 8},
+}
+"""Llama-3.1-70B on 16 nodes of 8 H100; it fits, and nothing in it is unwise."""
+
+ON_2048: dict[str, Any] = {
+    "model.path": DEEPSEEK,
+    "cluster.gpu": "H200",
+    "rollout.engines": 128,
+    "rollout.layout": {"tensor": 16, "expert": 16},
+    "rollout.prompts_per_step": 1024,
+    "train.layout": {
+        "tensor": 8, "pipeline": 16, "last_stage_layers": 1, "expert": 32, "expert_tensor": 1, "data": 16,
+    },
+    "cluster.gpus_per_node": 16,
+}  # fmt: skip
+"""DeepSeek-V3 on 2,048 GPUs."""
+
+
+def recipe(**changes: Any) -> Recipe:
+    """BASE with values by their dotted paths, given as keys with two underscores for a dot, or as {"path": value}."""
+    return changed(changes)
+
+
+def changed(values: Mapping[str, Any]) -> Recipe:
+    tree = deepcopy(BASE)
+    for path, value in values.items():
+        *above, last = path.replace("__", ".").split(".")
+        section = tree
+        for key in above:
+            section = section.setdefault(key, {})
+        if value is None:
+            section.pop(last, None)
+        else:
+            section[last] = value
+    return Recipe.model_validate(tree)
+
+
+def architecture(of: AnyRecipe) -> Architecture:
+    return read_architecture(known_models()[of.model.path])
+
+
+def plan(**changes: Any) -> Plan:
+    made = recipe(**changes)
+    return plan_of(made, architecture(made))

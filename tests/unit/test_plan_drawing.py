@@ -1,0 +1,149 @@
+"""What a plan looks like on a terminal: every rank is somewhere, nothing is too wide or too long."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.plan.drawing import draw
+from megagrpo.plan.places import Place, axes, places, rows, spans, stages
+from megagrpo.plan.plan import Plan, plan_of
+from megagrpo.plan.units import byte_text, second_text
+from tests.plans import ON_2048, architecture, changed, plan, recipe
+
+
+def drawn(of: Plan, *, width: int = 80, encoding: str = "utf-8", terminal: bool = False) -> str:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    draw(of, None, Console(file=stream, width=width, force_terminal=terminal, highlight=False))
+    stream.seek(0)
+    return stream.read()
+
+
+def section(text: str, title: str) -> list[str]:
+    return text.partition(f"\n{title}")[2].partition("\n\n")[0].splitlines()
+
+
+@pytest.fixture(scope="module")
+def of_70b() -> Plan:
+    return plan()
+
+
+@pytest.fixture(scope="module")
+def of_671b() -> Plan:
+    of = changed(ON_2048)
+    return plan_of(of, architecture(of))
+
+
+def test_layers_embedding_and_head_are_where_the_stages_are(of_70b: Plan) -> None:
+    lines = section(drawn(of_70b), "where")
+    assert lines[1].split()[:7] == ["node", "GPU", "rank", "stage", "layers", "tensor", "data"]
+    assert re.fullmatch(r"0 +0-7 +0-7 +0 +embedding, 0-39 +0-7 +0 +0 +0-7 *", lines[2])
+    assert re.fullmatch(r"15 +0-7 +120-127 +1 +40-79, head +0-7 +7 +15 +0-7 *", lines[17])
+    assert "tensor 8: ranks 0-7, each group within a node" in lines
+    assert "pipeline 2: ranks 0, 64, each group over 2 nodes" in lines
+
+
+def test_two_thousand_gpus_take_few_lines(of_671b: Plan) -> None:
+    assert len(of_671b.places) == 2048
+    text = drawn(of_671b)
+    assert len(section(text, "where")) < 40
+    assert len(text.splitlines()) < 120
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_pictures_fit_the_width_in_plain_text_where_there_is_no_terminal(of_671b: Plan, width: int) -> None:
+    _, _, pictures = drawn(of_671b, width=width).partition("\nwhere")
+    pictures = pictures.partition("\nunwise")[0]
+    assert max(map(len, pictures.splitlines())) <= min(width, 120)
+    assert "\x1b" not in pictures
+    assert "\x1b" in drawn(of_671b, width=width, terminal=True)
+
+
+def test_a_console_without_blocks_gets_letters(of_70b: Plan) -> None:
+    text = drawn(of_70b, encoding="ascii")
+    assert re.search(r"update +#+\.+\|", text)
+
+
+def test_bars_are_as_long_as_the_memory_they_show(of_70b: Plan) -> None:
+    card = of_70b.machines.gpu.memory_bytes
+    kind = max(of_70b.memory, key=lambda kind: kind.fullest.bytes)
+    for phase in kind.phases:
+        line = next(line for line in drawn(of_70b).splitlines() if line.startswith(f"  {phase.phase} "))
+        assert abs(line.count("█") - 30 * phase.bytes / card) < 1
+        assert f"{byte_text(phase.bytes)}, {phase.bytes / card:.0%}" in line
+
+
+def test_what_is_too_much_is_marked_beyond_the_card() -> None:
+    of = plan(train__recompute="none", train__layout={"tensor": 8, "data": 16}, cluster__gpu="A100-40GB")
+    assert not of.estimate.fits
+    assert of.problems
+    text = drawn(of)
+    assert re.search(r"update +█+│█+ .*too much", text)
+
+
+def test_without_a_kind_of_gpu_there_is_memory_and_a_hint() -> None:
+    text = drawn(plan(cluster__gpu=None))
+    assert "add cluster.gpu=H100" in text
+    assert "parameters" in text
+    assert "tokens/s/GPU" not in text
+    assert "%" not in "".join(section(text, "memory"))
+
+
+def test_cpu_recipes_have_processes_and_no_time() -> None:
+    of = plan(cluster={"device": "cpu"}, train__offload=[], rollout__layout={"tensor": 2}, rollout__engines=1)
+    text = drawn(of)
+    assert "process" in text
+    assert "node" not in section(text, "where")[1]
+    assert "cluster.gpu" not in text
+
+
+def test_every_place_is_in_one_row() -> None:
+    for count in (1, 2, 16, 17, 64):
+        of = recipe(train__layout={"tensor": 1, "data": count}, rollout__layout={"tensor": 1}, rollout__engines=count)
+        every = places(of, "cuda")
+        assert [place for row in rows(every) for place in row] == list(every)
+
+
+def test_engines_of_their_own_lie_behind_the_ranks() -> None:
+    of = recipe(cluster__placement="disaggregated", train__offload=[], rollout__engines=4)
+    every = places(of, "cuda")
+    alone = [place for place in every if place.rank is None]
+    assert [place.device for place in alone] == list(range(128, 160))
+    assert [place.engines for place in alone[::8]] == [(0,), (1,), (2,), (3,)]
+    assert [place.engine_rank for place in alone[:8]] == list(range(8))
+    assert rows(every)[-1][0].stage == -1
+
+
+def test_groups_say_how_many_nodes_the_widest_of_them_reaches_over() -> None:
+    of = recipe(train__layout={"tensor": 4, "context": 3, "data": 2}, cluster__gpus_per_node=8, rollout__engines=3)
+    found = {axis.name: axis for axis in axes(of, architecture(of))}
+    assert found["tensor"].nodes == 1
+    assert found["context"].example == (0, 4, 8)
+    assert found["context"].nodes == 2
+    assert found["data"].nodes == 2
+    of = recipe(train__layout={"tensor": 6, "data": 4}, cluster__gpus_per_node=8)
+    assert axes(of, architecture(of))[0].nodes == 2  # ranks 6-11
+
+
+def test_interleaved_chunks_of_a_stage_are_all_named() -> None:
+    of = recipe()
+    layout = ParallelLayout(pipeline=2, virtual_pipeline=2)
+    assert [stage.text for stage in stages(architecture(of), layout)] == [
+        "embedding, 0-19, 40-59",
+        "20-39, 60-79, head",
+    ]
+
+
+def test_spans_and_units() -> None:
+    assert spans([3, 1, 2, 7, 9, 8]) == "1-3, 7-9"
+    assert spans([]) == ""
+    texts = [byte_text(number) for number in (0, 512, 2**20, 79 * 2**30, 3 * 2**40)]
+    assert texts == ["0 B", "512 B", "1.00 MiB", "79.0 GiB", "3.00 TiB"]
+    texts = [second_text(number) for number in (0, 1e-5, 0.012, 3.42, 119, 150, 7200, 2 * 86400)]
+    assert texts == ["0 s", "10.0 us", "12.0 ms", "3.42 s", "119 s", "2.50 min", "2.00 h", "2.00 days"]
+
+
+def test_a_place_without_a_rank_has_no_stage() -> None:
+    assert Place(0, 0, 0, None, (), None).stage == -1
