@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from megagrpo.cluster.interfaces import use_interface_of
 from megagrpo.ports import free_port
 from megagrpo.recipe.defaults import dtype_name, sync_directory
 from megagrpo.recipe.schema import Recipe, SftRecipe
@@ -39,6 +40,7 @@ class RankProcess:
 
     def prepare(self, device: str) -> None:
         """Before anything imports torch."""
+        use_interface_of(ray.util.get_node_ip_address())
         if device == "cpu":
             hide_gpus()
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused kernels: compiling them for a CPU gains nothing
@@ -111,6 +113,7 @@ class EngineActor:
     """One engine in its own process, or the process that speaks to its server."""
 
     def start(self, spec: EngineSpec) -> None:
+        use_interface_of(ray.util.get_node_ip_address())
         if spec.device == "cpu":
             hide_gpus()
         from megagrpo.cluster.engines import make_engine

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megagrpo.cluster.nodes import NodeWatch, node_names
-from megagrpo.errors import Problem, RankError
+from megagrpo.cluster.placement import nodes_of_devices
+from megagrpo.cluster.waiting import SLICE_SECONDS
+from megagrpo.errors import Problem, RankError, RecipeError
 from megagrpo.recipe.devices import DevicePlan, plan_devices
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.topology import Place
+
+NODE_LABEL = "ray.io/node-id"
+LOOK_SECONDS = 1.0
+RESERVE_SECONDS = 30.0
+"""For Ray to reserve devices that were free just before."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,8 @@ class Runtime:
     device: str
     devices: DevicePlan
     group: PlacementGroup
-    order: tuple[int, ...]
-    """Index in the placement group of each bundle here: those of one node are neighbours, as tensor ranks should be."""
     places: tuple[Place, ...]
-    """Node and GPU of each bundle."""
+    """Node and GPU of each bundle of the group."""
     watch: NodeWatch
     """Ends waits when a node of `places` is lost, or when the run is told to stop."""
 
@@ -52,7 +54,7 @@ class Runtime:
 
     def _start(self, actor_class: Any, bundle: int, share: float) -> Any:
         resources = {"num_gpus": share, "num_cpus": 0} if self.devices.resource == "GPU" else {"num_cpus": share}
-        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.order[bundle])
+        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
         return actor_class.options(**resources, scheduling_strategy=place).remote()
 
     def place_of_rank(self, rank: int) -> Place:
@@ -67,42 +69,88 @@ def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None) -> R
     """Joins `cluster.address` (or RAY_ADDRESS), or starts Ray on this machine, and reserves the run's devices.
 
     `check_stop` is called a few times a second in every wait for actors; what it raises ends the wait.
-
-    Raises RankError if there is no such cluster, or if the devices cannot be had in `cluster.start_timeout_seconds`.
+    Raises RankError if there is no such cluster, or if the devices cannot be had in `cluster.start_timeout_seconds`;
+    RecipeError for an address that a run cannot use.
     """
     address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
-    local = address == "local"
-    if local:
+    if address == "local":
         device = _local_device(recipe)
         bundles = plan_devices(recipe, device).bundles
         _connect(address, {"num_cpus": max(bundles, os.cpu_count() or 1), "include_dashboard": False})
     else:
+        require_usable(address)
         _connect(address, {})
         device = _device_of(ray.cluster_resources(), recipe)
     devices = plan_devices(recipe, device)
-    bundle = {"GPU": 1.0, "CPU": 1.0} if devices.resource == "GPU" else {"CPU": 1.0}
-    group = placement_group([dict(bundle) for _ in range(devices.bundles)], strategy="PACK")
-    try:
-        ray.get(group.ready(), timeout=recipe.cluster.start_timeout_seconds)
-    except GetTimeoutError:
-        have = ray.cluster_resources()
-        ray.shutdown()
-        raise RankError(
-            Problem(
-                where="cluster: the run's devices are not available",
-                given=f"the Ray cluster at {address} has {have.get(devices.resource, 0):g} {devices.resource} in all",
-                needed=f"{devices.bundles} free {devices.resource}",
-                fix="wait for other jobs to end, add nodes, or use a smaller train.layout",
-            )
-        ) from None
-    node_of = placement_group_table(group)["bundles_to_node_id"]
-    order = tuple(sorted(range(devices.bundles), key=lambda index: (node_of[index], index)))
-    gpus = _gpus(group, devices.bundles, recipe.cluster.start_timeout_seconds) if device == "cuda" else {}
-    places = tuple(Place(node_of[index], gpus.get(index)) for index in order)
-    _require_one_node(devices, places)
     names = node_names()
-    of_run = {place.node: names.get(place.node, place.node) for place in places}
-    return Runtime(device, devices, group, order, places, NodeWatch(of_run, check_stop))
+    group, nodes = _reserve(devices, recipe, names, NodeWatch({}, check_stop))
+    gpus = _gpus(group, devices.bundles, recipe.cluster.start_timeout_seconds) if device == "cuda" else {}
+    places = tuple(Place(node, gpus.get(index)) for index, node in enumerate(nodes))
+    return Runtime(device, devices, group, places, NodeWatch({node: names[node] for node in nodes}, check_stop))
+
+
+def require_usable(address: str) -> None:
+    """Raises RecipeError for an address of another kind of Ray's, such as of a server for clients or for jobs."""
+    scheme, found, rest = address.partition("://")
+    if not found:
+        return
+    host = rest.partition("/")[0].rpartition(":")[0] or "HOST"
+    raise RecipeError(
+        Problem(
+            where="cluster.address, or RAY_ADDRESS",
+            given=f"{scheme}://, from where a run can be started but not driven",
+            needed="auto or HOST:PORT, on a node of the cluster: training ranks and engines meet at the driver, and "
+            "it shares directories with them",
+            fix=f"on any machine: ray job submit --address http://{host}:8265 -- megagrpo train RECIPE",
+        )
+    )
+
+
+def _reserve(
+    devices: DevicePlan, recipe: AnyRecipe, names: Mapping[str, str], watch: NodeWatch
+) -> tuple[PlacementGroup, tuple[str, ...]]:
+    """A placement group with one bundle for each device, and the node of each. Raises RankError at the deadline."""
+    deadline = time.monotonic() + recipe.cluster.start_timeout_seconds
+    bundle = {"GPU": 1.0, "CPU": 1.0} if devices.resource == "GPU" else {"CPU": 1.0}
+    tensor = recipe.train.layout.tensor
+    while True:
+        free = {
+            node: int(min(has.get(resource, 0.0) for resource in bundle))
+            for node, has in available_resources_per_node().items()
+            if node in names
+        }
+        if nodes := nodes_of_devices(devices, tensor, dict(sorted(free.items(), key=lambda item: names[item[0]]))):
+            selectors = [{NODE_LABEL: node} for node in nodes]
+            group = placement_group([dict(bundle) for _ in nodes], strategy="PACK", bundle_label_selector=selectors)
+            if _is_ready(group, watch):
+                return group, nodes
+            remove_placement_group(group)  # somebody else was faster
+        if time.monotonic() > deadline:
+            break
+        watch.check()
+        time.sleep(LOOK_SECONDS)
+    ray.shutdown()
+    engine = len(devices.bundles_of_engine[0]) if devices.bundles_of_engine else 0
+    whole = f", the {engine} of each engine on one node" if engine > 1 else ""
+    raise RankError(
+        Problem(
+            where="cluster: the run's devices are not available",
+            given="; ".join(f"{count} free {devices.resource} on {names[node]}" for node, count in sorted(free.items()))
+            or "no node",
+            needed=f"{devices.bundles} free {devices.resource}{whole}",
+            fix="wait for other jobs to end, add nodes, or use a smaller train.layout",
+        )
+    )
+
+
+def _is_ready(group: PlacementGroup, watch: NodeWatch) -> bool:
+    """Whether the group is there within a time in which it would be if its devices were still free."""
+    ready, deadline = group.ready(), time.monotonic() + RESERVE_SECONDS
+    while time.monotonic() < deadline:
+        watch.check()
+        if ray.wait([ready], timeout=SLICE_SECONDS)[0]:
+            return True
+    return False
 
 
 def _gpus(group: PlacementGroup, bundles: int, timeout_seconds: float) -> dict[int, int]:
@@ -130,22 +178,6 @@ def _gpus(group: PlacementGroup, bundles: int, timeout_seconds: float) -> dict[i
         ) from None
 
 
-def _require_one_node(devices: DevicePlan, places: tuple[Place, ...]) -> None:
-    """Raises RankError for each engine whose devices lie on several nodes."""
-    problems = [
-        Problem(
-            where=f"cluster: engine {engine}",
-            given=f"{len(bundles)} devices on {len({places[bundle].node for bundle in bundles})} nodes",
-            needed="all devices of an engine on one node",
-            fix="a smaller rollout.layout.tensor, or numbers of ranks and engines that fill whole nodes",
-        )
-        for engine, bundles in enumerate(devices.bundles_of_engine)
-        if len({places[bundle].node for bundle in bundles}) > 1
-    ]
-    if problems:
-        raise RankError(problems)
-
-
 def _connect(address: str, settings: dict[str, Any]) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
@@ -156,7 +188,7 @@ def _connect(address: str, settings: dict[str, Any]) -> None:
                 where="cluster: Ray cannot be reached" if address != "local" else "cluster: Ray does not start",
                 given=f"{address}: {error}",
                 needed="a running Ray cluster, or local",
-                fix="check cluster.address and RAY_ADDRESS, and that `ray status` works there",
+                fix="check cluster.address, RAY_ADDRESS and RAY_AUTH_MODE, and that `ray status` works there",
             )
         ) from error
 

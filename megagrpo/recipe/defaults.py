@@ -14,6 +14,13 @@ def dtype_name(recipe: AnyRecipe, device: str) -> str:
     return "bfloat16" if device == "cuda" else "float32"
 
 
+def with_absolute_directories(recipe: Recipe) -> Recipe:
+    """The same run for processes whose working directory is another."""
+    track = recipe.track.model_copy(update={"directory": str(Path(recipe.track.directory).absolute())})
+    sync = {"directory": str(Path(recipe.weights.directory).absolute())} if recipe.weights.directory else {}
+    return recipe.model_copy(update={"track": track, "weights": recipe.weights.model_copy(update=sync)})
+
+
 def engine_devices(recipe: Recipe) -> int:
     """Devices of one engine; 0 if somebody else runs it."""
     return {"transformers": 1, "sglang": recipe.rollout.layout.tensor, "external": 0}[recipe.rollout.engine]

@@ -19,9 +19,10 @@ from megagrpo.checkpoint.store import CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster import runtime
 from megagrpo.cluster.sft_ranks import SftRanks
+from megagrpo.cluster.shared_files import check_files
 from megagrpo.data.cursor import Cursor
 from megagrpo.data.messages import Example, Examples, load_examples
-from megagrpo.recipe.defaults import dtype_name, run_directory
+from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
 from megagrpo.recipe.schema import DataFile, SftRecipe
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.clock import PhaseClock
@@ -91,7 +92,9 @@ def _sft(checked: Preflight[SftRecipe], store: CheckpointStore, stopping: Stoppi
             ray = runtime.start(recipe, stopping.check)
             closing.callback(runtime.stop, ray)
             stopping.handle_signals()
-            ranks = SftRanks(ray, recipe, checked.model_directory.absolute())
+            model, written = checked.model_directory.absolute(), (run_directory(recipe), checkpoint_directory(recipe))
+            check_files(ray, written, (model,), recipe.cluster.start_timeout_seconds)
+            ranks = SftRanks(ray, recipe, model)
             if resumed:
                 ranks.call("load", resumed.rank_directory)
         clock, work = PhaseClock(), work_of(checked.architecture)

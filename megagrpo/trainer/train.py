@@ -13,10 +13,11 @@ from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster import runtime
 from megagrpo.cluster.policy import Policy
 from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.cluster.shared_files import check_files
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
 from megagrpo.errors import MismatchError, Problem
-from megagrpo.recipe.defaults import dtype_name, run_directory
+from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory, with_absolute_directories
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.track.tracker import Tracker
@@ -94,16 +95,20 @@ def _train(checked: Preflight[Recipe], store: CheckpointStore, stopping: Stoppin
             ray = runtime.start(recipe, stopping.check)
             closing.callback(runtime.stop, ray)
             stopping.handle_signals()
-            model_directory = checked.model_directory.absolute()
-            rollouts = Rollouts(ray, recipe, model_directory, checked.tokenizer_directory.absolute())
+            model, tokenizer_directory = checked.model_directory.absolute(), checked.tokenizer_directory.absolute()
+            critic = checked.critic_directory.absolute() if checked.critic_directory else model
+            written = (run_directory(recipe), checkpoint_directory(recipe))
+            check_files(ray, written, (model, tokenizer_directory, critic), recipe.cluster.start_timeout_seconds)
+            placed = with_absolute_directories(recipe)
+            rollouts = Rollouts(ray, placed, model, tokenizer_directory)
             closing.callback(rollouts.close)
-            policy = Policy(ray, recipe, model_directory, checked.critic_directory)
+            policy = Policy(ray, placed, model, critic)
             rollouts.wait_until_ready()
             scorer = Scorer(recipe.reward, recipe.rollout.response_tokens_max, stopping.check)
             closing.callback(scorer.close)
             if resumed:
                 policy.call("load", resumed.rank_directory)
-            weights = WeightSync(policy, rollouts, recipe, tracker.say)
+            weights = WeightSync(policy, rollouts, placed, tracker.say)
             closing.callback(weights.close)
             weights.check_replicas()
             weights.sync(version=progress.step)

@@ -76,7 +76,7 @@ class Cluster(Section):
     """Where the processes run."""
 
     address: str | None = None
-    """Ray cluster to join, such as auto or ray://host:10001; default: RAY_ADDRESS, else one started on this machine."""
+    """Ray cluster to join: auto, or HOST:PORT. Default: RAY_ADDRESS, else one started here. See docs/clusters.md."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What ranks and engines compute on. auto: cuda where there is one."""

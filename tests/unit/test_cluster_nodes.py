@@ -1,0 +1,75 @@
+"""Which nodes a run has lost, who failed because of it, and which addresses a run can use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from megagrpo.cluster import nodes
+from megagrpo.cluster.interfaces import interface_of
+from megagrpo.cluster.nodes import NodeWatch, node_names
+from megagrpo.cluster.runtime import require_usable
+from megagrpo.errors import NodeLostError, RecipeError
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What Ray says of two nodes."""
+    told = [
+        {"NodeID": name, "Alive": True, "NodeManagerHostname": f"host-{name}", "NodeManagerAddress": f"10.0.0.{number}"}
+        for number, name in enumerate("ab", start=1)
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: told)
+    monkeypatch.setattr(nodes, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(nodes, "DEATH_SECONDS", 0.05)
+    return told
+
+
+def test_a_lost_node_is_named_and_others_do_not_matter(listed: list[dict[str, Any]]) -> None:
+    names = node_names()
+    watch = NodeWatch({"a": names["a"]})
+    listed[1]["Alive"] = False
+    watch.check()
+    assert node_names() == {"a": "host-a (10.0.0.1)"}
+    listed[0]["Alive"] = False
+    with pytest.raises(NodeLostError, match=r"host-a \(10\.0\.0\.1\)"):
+        watch.check()
+
+
+def test_an_actor_that_dies_on_a_living_node_is_no_lost_node(listed: list[dict[str, Any]]) -> None:
+    NodeWatch(node_names()).after_failure(ActorDiedError())
+
+
+def test_an_actor_out_of_reach_is_waited_for_until_ray_has_given_up_its_node(
+    listed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = NodeWatch(node_names())
+    monkeypatch.setattr(nodes.time, "sleep", lambda seconds: listed.pop(0))
+    with pytest.raises(NodeLostError, match="host-a"):
+        watch.after_failure(ActorUnavailableError("gone", None))
+
+
+def test_a_stop_ends_a_wait_too() -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        NodeWatch({}, stop).check()
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265"])
+def test_addresses_from_where_a_run_cannot_be_driven_are_refused_with_the_way_that_works(address: str) -> None:
+    with pytest.raises(RecipeError, match=r"ray job submit --address http://head:8265"):
+        require_usable(address)
+    for usable in ("auto", "head:6379"):
+        require_usable(usable)
+
+
+def test_the_interface_is_the_one_that_has_the_address() -> None:
+    name, addresses = next(iter(psutil.net_if_addrs().items()))
+    assert interface_of(addresses[0].address) == name
+    assert interface_of("203.0.113.7") is None

@@ -1,0 +1,74 @@
+"""A signal only leaves a note, which ends what may be given up and nothing else; a second SIGTERM ends the process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megagrpo.errors import EXIT_NODE_LOST, EXIT_STOPPED, NodeLostError, Problem, RunStopped
+from megagrpo.trainer.stopping import Stopping, StopRequested
+
+TWO_SIGNALS = """
+import os, signal, sys
+from megagrpo.trainer.stopping import Stopping
+with Stopping() as stopping:
+    for number in map(int, sys.argv[1:]):
+        os.kill(os.getpid(), number)
+    print(stopping.signal.name)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_ends_only_what_may_be_given_up(number: signal.Signals) -> None:
+    with Stopping() as stopping:
+        with stopping.giving_up():
+            stopping.check()
+        os.kill(os.getpid(), number)
+        assert stopping.requested
+        stopping.check()
+        with pytest.raises(StopRequested), stopping.giving_up():
+            pytest.fail("entered though the run is to stop")
+    with Stopping() as stopping, stopping.giving_up():
+        os.kill(os.getpid(), number)
+        with pytest.raises(StopRequested):
+            stopping.check()
+
+
+def test_the_handlers_before_it_come_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    with Stopping():
+        assert signal.getsignal(signal.SIGTERM) not in before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def outcome(*numbers: int) -> tuple[int, str]:
+    """Exit status of a process that is sent these signals, and the one that it took for its reason to stop."""
+    arguments = [sys.executable, "-c", TWO_SIGNALS, *map(str, numbers)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout.strip()
+
+
+def test_a_second_sigterm_ends_the_process_at_once_and_one_after_sigusr1_does_not() -> None:
+    assert outcome(signal.SIGTERM, signal.SIGTERM) == (-signal.SIGTERM, "")
+    assert outcome(signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1) == (0, "SIGTERM")
+
+
+def test_the_user_is_told_what_is_saved() -> None:
+    stopping = Stopping()
+    stopping.signal = signal.SIGUSR1
+    assert "/runs/a/checkpoints/step_000007" in str(stopping.error(Path("/runs/a/checkpoints/step_000007")))
+    nothing = stopping.error(None)
+    assert "nothing to save" in str(nothing)
+    assert nothing.exit_code == EXIT_STOPPED == 75
+
+
+def test_a_lost_node_has_a_code_of_its_own_also_after_a_journey_between_processes() -> None:
+    for error in (NodeLostError(Problem("node n1")), RunStopped(Problem("stopped"))):
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert NodeLostError.exit_code == EXIT_NODE_LOST == 4
