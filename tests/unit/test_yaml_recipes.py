@@ -10,12 +10,14 @@ import pytest
 
 from megagrpo.plan.known_models import known_models
 from megagrpo.plan.machines import GPUS
+from megagrpo.plan.plan import plan_of
 from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.load import load, load_any
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.sglang import arguments
 from megagrpo.trainer.preflight import preflight
+from megagrpo.weights.families import read_architecture
 
 FILES = sorted((Path(__file__).parents[2] / "yaml_recipes").glob("*.yaml"))
 ON_GPUS = [file for file in FILES if not file.stem.endswith("_cpu")]
@@ -64,6 +66,15 @@ def test_a_recipe_fills_whole_nodes_and_no_engine_spans_two(file: Path) -> None:
     assert devices.bundles == node * NODES[recipe.name]
     for of_engine in devices.bundles_of_engine:
         assert len({device // node for device in of_engine}) == 1
+
+
+@pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
+def test_a_recipe_fits_its_gpus_with_room_to_spare_and_is_not_unwise(file: Path, elsewhere: None) -> None:
+    recipe = load(file).recipe
+    plan = plan_of(recipe, read_architecture(known_models()[recipe.model.path]))
+    assert plan.problems == plan.unwise == ()
+    card = GPUS[str(recipe.cluster.gpu)].memory_bytes
+    assert max(kind.fullest.bytes for kind in plan.memory) < 0.95 * card
 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)

@@ -1,0 +1,136 @@
+"""Impossible and unwise recipes, each a change or two to one that works: a plan alone gives the reason and a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megagrpo.errors import MegagrpoError, Problem
+from megagrpo.plan.plan import plan_of
+from megagrpo.recipe.load import load
+from megagrpo.rollout.sglang import arguments
+from megagrpo.trainer.preflight import preflight
+
+RECIPES = Path(__file__).parents[2] / "yaml_recipes"
+SMALL, LORA = "gsm8k_qwen2.5_0.5b_1gpu", "lora_qwen3_8b_1gpu"
+NODE, NODES, EXPERTS = "math_qwen3_8b_8gpu", "math_qwen3_32b_4x8", "math_qwen3_30b_a3b_2x8"
+LONG, APART = "long_context_qwen3_8b_2x8", "disaggregated_qwen3_32b_4x8"
+LLAMA, DEEPSEEK = "grpo_70b", "deepseek_v3_671b"
+NO_LOGPROBS = "train.logprob_tokens_per_microbatch=null"
+
+# recipe, overrides, and what one of the problems says: where, what was given, and the fix
+IMPOSSIBLE: list[tuple[str, str, str, str, str]] = [
+    # the recipe by itself
+    (SMALL, "train.layout.tensr=2", "train.layout.tensr", "unknown key", "did you mean `tensor`"),
+    (SMALL, "rollout.top_p=0.9", "rollout.top_p", "0.9", "top_p: 1.0"),
+    (SMALL, "rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "1, with", "samples_per_prompt: 8"),
+    (SMALL, "train.total_steps=100", "train.total_steps", "total_steps and total_epochs", "keep one of them"),
+    (SMALL, "train.tokens_per_microbatch=1024", "train.tokens_per_microbatch", "512 + 1024", "raise it"),
+    (SMALL, "algorithm.minibatches=7", "algorithm.minibatches", "7 minibatches of 16 prompts", "minibatches: 8"),
+    (SMALL, "train.layout.data=128", "train.layout.data", "80 samples in each", "lower train.layout.data to 80"),
+    (SMALL, "train.offload=[critic]", "train.offload", "critic, without", "remove critic"),
+    (SMALL, f"algorithm.kl.coefficient=0 train.offload=[reference] {NO_LOGPROBS}", "train.offload", "coefficient 0",
+     "give a coefficient"),
+    (SMALL, "algorithm.advantage.name=gae", "algorithm.critic", "no critic", "critic: {lr: 1e-5}"),
+    (SMALL, "algorithm.kl.estimator=k1", "algorithm.kl.estimator", "k1 in the loss", "estimator: k3"),
+    (SMALL, "algorithm.loss.clip_low=2", "algorithm.loss.clip_low", "2.0", "clip_low: 1.0"),
+    (SMALL, "eval.samples_per_prompt=4", "eval.samples_per_prompt", "temperature 0", "eval.temperature: 1.0"),
+    (SMALL, "checkpoint.keep_best=mean@8", "checkpoint.keep_best", "mean@8", "did you mean `mean@1`"),
+    (SMALL, "reward.functions.0.function=gsm8", "reward.functions.0.function", "gsm8", "did you mean gsm8k"),
+    (SMALL, "cluster.gpu=H1000", "cluster.gpu", "H1000", "did you mean H100"),
+    (SMALL, "rollout.sglang.tp_size=2", "rollout.sglang.tp_size", "2", "set rollout.layout.tensor"),
+    (SMALL, "rollout.sglang.load_format=dummy", "rollout.sglang.load_format", "dummy", "remove it"),
+    (SMALL, "rollout.layout.tensor=2", "rollout.layout.tensor", "1 training rank", "placement: disaggregated"),
+    (LORA, "train.layer_spec=transformer_engine", "train.layer_spec", "with train.lora", "layer_spec: auto"),
+    (APART, "train.offload=[optimizer]", "train.offload", "disaggregated", "cluster.placement: colocated"),
+    (APART, "cluster.engine_devices=17", "cluster.engine_devices", "8 engines of 2", "engine_devices: 16"),
+    # against the model
+    (SMALL, "train.layout.tensor=4", "train.layout.tensor", "14 attention heads", "tensor of 1 or 2"),
+    (NODE, "train.layout.pipeline=5", "train.layout.pipeline", "36 layers", "or last_stage_layers: 4 only"),
+    (NODE, "train.layout.virtual_pipeline=2", "train.layout.virtual_pipeline", "pipeline 1", "virtual_pipeline: 1"),
+    (NODE, "train.layout.expert=4", "train.layout.expert", "has no experts", "expert: 1"),
+    (NODES, "rollout.layout.tensor=3", "rollout.layout", "attention heads: 64", "tensor of 1, 2, 4, 8, 16 or 32"),
+    (EXPERTS, "train.layout.expert=32", "train.layout.expert", "expert 32", "raise data"),
+    (EXPERTS, "train.layout.expert=5", "train.layout.expert", "128 experts", "expert of 1, 2, 4, 8, 16 or 32"),
+    (EXPERTS, "rollout.layout.expert=3", "rollout.layout.expert", "3, with tensor 4", "expert: 1"),
+    (LONG, "train.tokens_per_microbatch=8000", "train.tokens_per_microbatch", "x 4 context ranks", "raise it"),
+    (LONG, f"rollout.response_tokens_max=40000 train.tokens_per_microbatch=12000 {NO_LOGPROBS}",
+     "rollout.response_tokens_max", "42048 tokens", "lower rollout.response_tokens_max"),
+    (DEEPSEEK, "train.layout.last_stage_layers=null", "train.layout.pipeline", "61 layers", "last_stage_layers: 5"),
+    (DEEPSEEK, "train.layout.last_stage_layers=6", "layout.last_stage_layers", "61 layers", "last_stage_layers: 5"),
+    (DEEPSEEK, "train.layout.virtual_pipeline=2", "train.layout.last_stage_layers", "61 layers", "virtual_pipeline: 1"),
+    (DEEPSEEK, "weights.transfer=shared_memory", "weights.transfer", "shared_memory", "transfer: auto"),
+    (DEEPSEEK, "train.lora.rank=16", "train.lora", "latent attention", "remove train.lora"),
+    # against the machines
+    (SMALL, "model.path=Qwen/Qwen3-8B", "memory of training", "optimizer", "train.lora"),
+    (SMALL, "rollout.sglang.mem_fraction_static=0.9", "memory of training", "engine cache", "mem_fraction_static"),
+    (LORA, "train.lora=null", "memory of training", "optimizer", "train.lora"),
+    (NODE, "train.offload=[]", "memory of training, engine, rollout", "engine cache", "mem_fraction_static"),
+    (NODE, "cluster.gpu=A100-40GB", "memory of training", "most of it", "train.layout.tensor"),
+    (NODES, "rollout.layout.tensor=1 rollout.engines=32", "rollout.layout.tensor", "cache of 0 tokens", "more tensor"),
+    (NODES, "rollout.layout.tensor=16 rollout.engines=2", "rollout.layout.tensor", "over nodes", "a divisor of 8"),
+    (LLAMA, "cluster.gpus_per_node=4", "rollout.layout.tensor", "engine 0 on GPUs 0-7", "a divisor of 4"),
+    (LLAMA, "train.layout.data=4", "memory of training", "engine cache", "mem_fraction_static"),
+    (DEEPSEEK, "cluster.gpu=B200", "rollout.layout.tensor", "weights of 1", "more tensor ranks"),
+]  # fmt: skip
+
+UNWISE: list[tuple[str, str, str, str, str]] = [
+    (SMALL, "train.optimizer.lr=1e-3", "train.optimizer.lr", "0.001", "lr: 1.0e-6"),
+    (NODE, "train.layout.tensor=16 train.layout.data=1", "train.layout.tensor", "over 2 nodes", "a divisor of 8"),
+    (NODE, "rollout.engines=2", "rollout.engines", "6 of 8 GPUs wait", "engines: 8"),
+    (NODE, "train.distributed_optimizer=false", "train.distributed_optimizer", "4 replicas", "true"),
+    (NODE, "rollout.timeout_seconds=60", "rollout.timeout_seconds", "60, and rollout is estimated", "timeout_seconds:"),
+    (NODE, "checkpoint.every_steps=1000", "checkpoint.every_steps", "a failure costs", "every_steps:"),
+    (NODE, "cluster.gpu=L40S", "train.layout.tensor", "32 GB/s between L40Ss", "tensor: 1"),
+    (NODE, f"train.layout.context=2 train.layout.data=2 rollout.response_tokens_max=2048 {NO_LOGPROBS}",
+     "train.layout.context", "2, for sequences of up to", "context: 1"),
+    (EXPERTS, "train.layout.expert_tensor=null train.layout.expert=4", "train.layout.expert_tensor", "768 columns",
+     "expert_tensor: 1"),
+    (LLAMA, "train.layout.pipeline=16 train.layout.data=1 rollout.prompts_per_step=8", "train.layout.pipeline",
+     "stages wait", "fewer stages"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with neither data, models nor SGLang."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megagrpo.trainer.preflight.cached_directory", lambda path: None)
+    monkeypatch.setattr(arguments, "_asked", lambda *asked: ([], []))
+
+
+def planned(recipe: str, overrides: str) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    """Why the recipe cannot run, and what is unwise in it."""
+    try:
+        ready = preflight(load(RECIPES / f"{recipe}.yaml", overrides.split()), plan_only=True)
+        plan = plan_of(ready.recipe, ready.architecture)
+    except MegagrpoError as error:
+        return error.problems, ()
+    return plan.problems, plan.unwise
+
+
+def says(problem: Problem, where: str, given: str, fix: str) -> bool:
+    return where in problem.where and given in problem.given and fix in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "where", "given", "fix"), IMPOSSIBLE, ids=[f"{case[0]} {case[1]}" for case in IMPOSSIBLE]
+)
+def test_an_impossible_recipe_gets_the_reason_and_a_remedy(
+    recipe: str, overrides: str, where: str, given: str, fix: str
+) -> None:
+    problems, _ = planned(recipe, overrides)
+    assert any(says(problem, where, given, fix) for problem in problems), "\n".join(map(str, problems))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "where", "given", "fix"), UNWISE, ids=[f"{case[0]} {case[1]}" for case in UNWISE]
+)
+def test_an_unwise_recipe_is_advised_against(recipe: str, overrides: str, where: str, given: str, fix: str) -> None:
+    _, unwise = planned(recipe, overrides)
+    assert any(says(problem, where, given, fix) for problem in unwise), "\n".join(map(str, unwise))
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(IMPOSSIBLE) + len(UNWISE) >= 50
