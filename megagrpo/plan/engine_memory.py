@@ -50,7 +50,7 @@ def engine_memory(recipe: Recipe, arch: Architecture, card_bytes: int | None, de
     longest = recipe.data.prompt_tokens_max + rollout.response_tokens_max
     asked = min(rollout.requests_at_once, -(-rollout.prompts_per_step * rollout.samples_per_prompt // rollout.engines))
     if rollout.engine != "sglang":
-        each = transformers_cache_bytes_per_token(arch, element)
+        each = cache_bytes_per_token(arch, 1, element)
         tokens = asked * longest
         weights = weight_elements(arch, 1, 1, "cuda", padded=False) * element
         logits = 4 * asked * arch.vocab
@@ -80,17 +80,10 @@ def _limited(tokens: int, options: dict[str, Any]) -> int:
 
 def cache_bytes_per_token(arch: Architecture, tensor: int, element_bytes: int) -> int:
     """Keys and values of one token in all layers, on one of `tensor` ranks; the latents of latent attention are whole
-    on each (sglang/srt/model_executor/pool_configurator.py, _compute_cell_size)."""
+    on each (sglang/srt/model_executor/pool_configurator.py, _compute_cell_size). transformers caches the same."""
     if arch.latent is not None:
         return arch.layers * (arch.latent.key_value_rank + arch.latent.rotary_dim) * element_bytes
     return 2 * arch.layers * max(1, arch.query_groups // tensor) * arch.head_dim * element_bytes
-
-
-def transformers_cache_bytes_per_token(arch: Architecture, element_bytes: int) -> int:
-    """Of one token in rollout/kv_cache.py; transformers caches latent attention's keys and values by head."""
-    if arch.latent is not None:
-        return arch.layers * arch.heads * (arch.head_dim + arch.latent.value_dim) * element_bytes
-    return cache_bytes_per_token(arch, 1, element_bytes)
 
 
 def _cache_element_bytes(options: dict[str, Any], element_bytes: int) -> int:

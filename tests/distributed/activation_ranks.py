@@ -28,7 +28,7 @@ from megagrpo.megatron.packed import PackedTensors, pack
 from megagrpo.recipe import schema
 from megagrpo.weights.families.architecture import Architecture
 
-RUNS = 3
+RUNS = 2
 """Of several ranks: what gloo's threads free is not recorded, so that too much may seem to be held, never less."""
 
 
