@@ -51,6 +51,9 @@ class FakeRollouts:
     def release_memory(self) -> None:
         pass
 
+    def give_up(self) -> None:
+        pass
+
 
 def _sample(prompt: Prompt, index: int) -> Sample:
     count = index + 2
@@ -98,6 +101,8 @@ class FakePolicy:
     def released(self) -> Iterator[None]:
         yield
 
+    needed = released
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -137,6 +142,12 @@ class FakeWeights:
 
     def sync(self, version: int) -> None:
         """Samples say that version 0 made them; the driver's own check of it is tested elsewhere."""
+
+    def check_replicas(self) -> None:
+        pass
+
+    def give_up(self) -> None:
+        pass
 
 
 def make_run(
