@@ -1,0 +1,98 @@
+"""Counted matrix products against those of real training ranks, by torch's counter, summed over the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megagrpo.plan.flops import FORWARD, head_flops, layers_flops, training_pass
+from megagrpo.recipe.schema import Train
+from megagrpo.weights.families import read_architecture
+from tests.rank_group import run_ranks
+from tests.tiny_models import make_model
+
+LENGTH, RESPONSE, MICROBATCHES = 32, 12, 2
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {"layout": {"tensor": 2}}),
+    ("qwen3", {"layout": {"pipeline": 2}, "recompute": "full"}),
+    ("qwen3", {"layout": {"data": 2}, "lora": {"rank": 8}}),
+    ("qwen3_moe", {"layout": {"tensor": 2, "expert": 2, "expert_tensor": 1}}),
+    ("deepseek_v3", {"layout": {"pipeline": 2}}),
+    ("deepseek_v3", {"layout": {"data": 2, "expert": 2}, "recompute": "full"}),
+]
+
+
+@pytest.mark.long
+def test_products_of_real_ranks_are_those_that_are_counted(tmp_path_factory: pytest.TempPathFactory) -> None:
+    models = tmp_path_factory.mktemp("models")
+    cases = [
+        (make_model(family, models / family), Train.model_validate({**train, "total_steps": 1}))
+        for family, train in CASES
+    ]
+    measured = run_ranks(2, "tests.distributed.test_plan_flops:count_all", cases)
+    for number, ((directory, train), (name, _)) in enumerate(zip(cases, CASES, strict=True)):
+        arch = read_architecture(directory)
+        replicas = MICROBATCHES * train.layout.data
+        for over, index in ((FORWARD, 0), (training_pass(train), 1)):
+            # The counter does not see attention's core in torch's kernel for CPUs. That kernel does not take values of
+            # another size than keys': plain products of all pairs then, twice what a causal mask leaves.
+            squares = 0.0 if arch.latent is None else 2.0 * replicas * LENGTH**2
+            layers = layers_flops(arch, range(arch.layers), over, float(replicas * LENGTH), squares, train.lora)
+            expected = (layers + head_flops(arch, over, float(replicas * RESPONSE))).total
+            found = sum(rank[number][index] for rank in measured)
+            assert found == pytest.approx(expected, rel=0.01), (name, train.layout, train.recompute, index)
+
+
+def count_all(cases: list[tuple[Path, Train]]) -> list[tuple[int, int]]:
+    return [count(directory, train) for directory, train in cases]
+
+
+def count(directory: Path, train: Train) -> tuple[int, int]:
+    """This rank's operations in a pass without gradients and in one with them."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from megagrpo.batching.microbatch import Microbatch, TrainSequence
+    from megagrpo.layout.parallel import rank_grid
+    from megagrpo.megatron import process
+    from megagrpo.megatron.forward_backward import forward, forward_backward
+    from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
+    from megagrpo.megatron.model import unwrapped
+    from megagrpo.megatron.output_layer import output_weight
+    from megagrpo.megatron.packed import pack
+    from megagrpo.megatron.trained_model import TrainedModel
+
+    layout = train.layout.parallel()
+    where = rank_grid(layout)[dist.get_rank()]
+    process.start_parallel(layout, seed=1)
+    try:
+        arch = read_architecture(directory)
+        policy = TrainedModel(arch, train, train.optimizer, where, directory, torch.float32, "cpu", train.lora)
+        columns = arch.padded_vocab(layout.tensor) // layout.tensor
+        shard = VocabularyShard(arch.vocab, columns * where.tensor, None)
+        mask = np.arange(LENGTH) >= LENGTH - RESPONSE
+        tokens = np.arange(LENGTH, dtype=np.int64) * 7 % arch.vocab
+        sequence = TrainSequence(tokens, mask, np.zeros(LENGTH, np.float32), row=0)
+        batch = [
+            pack(Microbatch((sequence,)), layout=layout, context_rank=0, device="cpu") for _ in range(MICROBATCHES)
+        ]
+
+        def loss(index: int, hidden: torch.Tensor) -> torch.Tensor:
+            at = batch[index].mask.nonzero()[:, 0]
+            weight = output_weight(unwrapped(policy.chunks[-1]))
+            labels = batch[index].labels[at]
+            return vocabulary_logprobs(hidden, at, labels, weight, shard, temperature=1.0, entropy=False)[0].sum()
+
+        counts = []
+        for run in (forward, forward_backward):
+            with FlopCounterMode(display=False) as counter:
+                run(policy.chunks, batch, loss)
+            counts.append(counter.get_total_flops())
+        return counts[0], counts[1]
+    finally:
+        process.stop_parallel()
