@@ -44,7 +44,8 @@ class DeviceMemory:
 class PhaseTime:
     """Seconds of one phase of a step, and what they are made of: pairs of a name and seconds, which add up to them.
 
-    `phase` is rollout, reward, logprobs, update or weight_sync, as in the metrics seconds/PHASE.
+    `phase` is rollout, reward, logprobs, update or weight_sync, as in the metrics seconds/PHASE; or driver, what is
+    between them.
     """
 
     phase: str
