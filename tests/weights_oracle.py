@@ -53,20 +53,36 @@ def random_checkpoint(arch: Architecture, seed: int = 0, dtype: torch.dtype = to
     return {name: value if name.endswith("correction_bias") else value.to(dtype) for name, value in values.items()}
 
 
+def layers_by_piece(layers: int, layout: ParallelLayout) -> list[list[int]]:
+    """The model's layers dealt out in order to its pieces: all stages, once for each chunk."""
+    given = {0: layout.first_stage_layers, layout.pipeline - 1: layout.last_stage_layers}
+    lengths: dict[int, int] = {stage: length for stage, length in given.items() if length is not None}
+    for stage in range(layout.pipeline):
+        if stage not in lengths:
+            others = [length for length in given.values() if length is not None]
+            lengths[stage] = (layers - sum(others)) // (layout.pipeline - len(others))
+    deck = iter(range(layers))
+    return [
+        [next(deck) for _ in range(lengths[stage] // layout.virtual_pipeline)]
+        for _ in range(layout.virtual_pipeline)
+        for stage in range(layout.pipeline)
+    ]
+
+
 def rank_tensors(
     arch: Architecture, layout: ParallelLayout, where: RankCoordinates, checkpoint: Tensors, te: bool = False
 ) -> Tensors:
     """Every parameter of one rank by name, with the local or the transformer-engine spec's names."""
     held: Tensors = {}
-    per_chunk = arch.layers // layout.pipeline // layout.virtual_pipeline
+    pieces = layers_by_piece(arch.layers, layout)
     for chunk in range(layout.virtual_pipeline):
         piece = chunk * layout.pipeline + where.pipeline
         if piece == 0:
             held[f"chunk{chunk}.embedding.word_embeddings.weight"] = vocabulary(
                 checkpoint["model.embed_tokens.weight"], layout.tensor, where.tensor
             )
-        for local in range(per_chunk):
-            layer = layer_tensors(arch, layout, where, checkpoint, f"model.layers.{piece * per_chunk + local}.", te)
+        for local, number in enumerate(pieces[piece]):
+            layer = layer_tensors(arch, layout, where, checkpoint, f"model.layers.{number}.", te)
             held |= {f"chunk{chunk}.decoder.layers.{local}.{name}": tensor for name, tensor in layer.items()}
         if piece == layout.pipeline * layout.virtual_pipeline - 1:
             held[f"chunk{chunk}.decoder.final_layernorm.weight"] = checkpoint["model.norm.weight"]

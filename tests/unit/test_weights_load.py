@@ -29,6 +29,7 @@ LAYOUTS = [
     ParallelLayout(tensor=4),  # more ranks than query groups
     ParallelLayout(pipeline=2),
     ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2),
+    ParallelLayout(pipeline=3, last_stage_layers=2),
     ParallelLayout(data=2, context=2, expert=4),
     ParallelLayout(tensor=2, pipeline=2, data=2, expert=2, expert_tensor=2),
 ]

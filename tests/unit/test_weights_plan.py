@@ -31,10 +31,12 @@ SIZES = st.sampled_from([1, 2, 4])
 @st.composite
 def layouts(draw: st.DrawFn) -> ParallelLayout:
     tensor, pipeline = draw(SIZES), draw(st.sampled_from([1, 2]))
+    chunks = draw(st.sampled_from([1, 2])) if pipeline > 1 else 1
     return ParallelLayout(
         tensor=tensor,
         pipeline=pipeline,
-        virtual_pipeline=draw(st.sampled_from([1, 2])) if pipeline > 1 else 1,
+        virtual_pipeline=chunks,
+        first_stage_layers=draw(st.sampled_from([None, 1, 3])) if pipeline > chunks == 1 else None,
         data=draw(st.sampled_from([1, 2])),
         expert=draw(st.sampled_from([1, tensor])),
     )
