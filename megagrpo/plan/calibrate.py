@@ -10,12 +10,16 @@ from statistics import median
 
 from megagrpo.errors import Problem, ReportError
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.machines import A_CPU, Machines
+from megagrpo.plan.figures import StepTime
+from megagrpo.plan.known_models import known_models
+from megagrpo.plan.machines import A_CPU, Machines, machines_of
 from megagrpo.plan.time import step_time
+from megagrpo.recipe.load import load_any
 from megagrpo.recipe.schema import AnyRecipe, SftRecipe
+from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, RECIPE_FILE = "metrics.jsonl", "recipe.yaml"
 Step = Mapping[str, float]
 
 
@@ -28,10 +32,12 @@ def calibrated(
 ) -> Assumptions:
     """Lengths, packing and phases as in a run's metrics.jsonl: medians over its steps, but for the first one.
 
-    `recipe`, `architecture` and `machines` are the run's own; None: it was on CPUs (A_CPU). What is found holds for
-    other recipes as far as their runs are like it: each phase takes as many times what is predicted as this run's did.
+    Factors compare them with what is predicted for the run's own recipe, which lies beside them, and carry over to
+    `recipe`: each of its phases takes as many times what is predicted as the run's did. Without that file the run is
+    taken to be of `recipe`. Where the run's recipe does not name its GPUs, they are `machines`; None: CPUs (A_CPU).
 
-    Raises ReportError if the directory has no metrics of steps.
+    Raises ReportError if the directory has no metrics of steps, or is of a model that is not there, and RecipeError if
+    its recipe is not one of this version.
     """
     steps = read_steps(run_directory)
     metrics = OF_SFT if isinstance(recipe, SftRecipe) else OF_GRPO
@@ -40,7 +46,7 @@ def calibrated(
         known["imbalance"] = 1 + uneven
     assumptions = replace(assumptions, **known, **dict.fromkeys(FACTORS, 1.0))
 
-    predicted = step_time(recipe, architecture, machines or A_CPU, assumptions)
+    predicted = _predicted(assumptions, recipe, architecture, machines, run_directory)
     phases = {phase.phase: phase.seconds for phase in predicted.phases}
     measured = {phase: _median(steps, f"seconds/{phase}") for phase in phases if phase != "driver"}
     measured["driver"] = median(_between_phases(step) for step in steps)
@@ -50,6 +56,39 @@ def calibrated(
         if seconds is not None and phases[phase] > 0
     }
     return replace(assumptions, **factors)
+
+
+def _predicted(
+    assumptions: Assumptions,
+    recipe: AnyRecipe,
+    architecture: Architecture,
+    machines: Machines | None,
+    run_directory: Path,
+) -> StepTime:
+    """For the run's own recipe and model, on its own machines."""
+    path = run_directory / RECIPE_FILE
+    if path.exists():
+        own = load_any(path).recipe
+        if own.model.path != recipe.model.path:
+            architecture = _architecture(own, path)
+        recipe, machines = own, machines_of(own, assumptions) or machines
+    if machines is None or recipe.cluster.device == "cpu":
+        machines = A_CPU
+    return step_time(recipe, architecture, machines, assumptions)
+
+
+def _architecture(recipe: AnyRecipe, path: Path) -> Architecture:
+    directory = known_models().get(recipe.model.path) or Path(recipe.model.path)
+    if not (directory / "config.json").exists():
+        raise ReportError(
+            Problem(
+                f"{path}: model.path",
+                given=recipe.model.path,
+                needed="the run's model, or at least its config.json, where the run had it",
+                fix="plan from the same directory on the same machine, or calibrate by a run of the same model.path",
+            )
+        )
+    return read_architecture(directory)
 
 
 FACTORS = tuple(name for name in Assumptions.__dataclass_fields__ if name.endswith("_factor"))

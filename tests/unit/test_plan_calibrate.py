@@ -10,7 +10,7 @@ from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.calibrate import calibrated
 from megagrpo.plan.machines import A_CPU, GPUS, Machines
 from megagrpo.plan.time import step_time
-from megagrpo.recipe.load import load
+from megagrpo.recipe.load import dump, load
 from megagrpo.recipe.schema import SftRecipe
 from megagrpo.weights.families import read_architecture
 from tests.tiny_run import make_run
@@ -20,8 +20,8 @@ H100 = Machines(GPUS["H100"], 8, 50e9)
 
 @pytest.fixture
 def planned(tmp_path):
-    recipe = load(make_run(tmp_path), ["algorithm.kl.coefficient=0.1"]).recipe
-    return recipe, read_architecture(tmp_path / "model")
+    recipe = load(make_run(tmp_path / "inputs"), ["algorithm.kl.coefficient=0.1"]).recipe
+    return recipe, read_architecture(tmp_path / "inputs" / "model")
 
 
 def metrics_of(assumed, time):
@@ -100,14 +100,43 @@ def test_fine_tuning_has_examples(tmp_path):
     assert time.tokens == 320
 
 
-def test_a_calibration_carries_over_to_other_recipes(planned, tmp_path):
-    """Phases of a larger run take as many times what is predicted as those of the one that was measured."""
+def test_factors_are_those_of_the_run_s_own_recipe(planned, tmp_path):
+    """A small run says how much longer phases of a large one take than is predicted."""
     recipe, arch = planned
-    write(tmp_path, metrics_of(Assumptions(response_tokens=7), step_time(recipe, arch, A_CPU, Assumptions())))
-    found = calibrated(Assumptions(), recipe, arch, None, tmp_path)
-    larger = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"prompts_per_step": 32})})
-    plain = step_time(larger, arch, A_CPU, replace(found, update_factor=1.0)).phases[3].seconds
-    assert step_time(larger, arch, A_CPU, found).phases[3].seconds == pytest.approx(plain * found.update_factor)
+    other = make_run(tmp_path / "small", num_hidden_layers=2)
+    small = load(other, ["rollout.prompts_per_step=2", "cluster.gpu=L4"]).recipe
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.yaml").write_text(dump(small))
+    assumed = Assumptions(prompt_tokens=5.0, response_tokens=7.0, longest_response_tokens=15.0)
+    on_l4 = Machines(GPUS["L4"], 8, 50e9)
+    time = step_time(small, read_architecture(tmp_path / "small" / "model"), on_l4, assumed)
+    write(run, metrics_of(assumed, time) | {"seconds/update": 3 * time.phases[3].seconds, "seconds/step": 1e9})
+
+    found = calibrated(Assumptions(), recipe, arch, H100, run)
+    assert found.update_factor == pytest.approx(3)
+    assert found.rollout_factor == found.logprobs_factor == pytest.approx(1)
+    plain = step_time(recipe, arch, H100, replace(found, update_factor=1.0)).phases[3]
+    predicted = step_time(recipe, arch, H100, found).phases[3]
+    assert predicted.seconds == pytest.approx(3 * plain.seconds)
+
+
+def test_a_run_on_cpus_is_compared_with_cpus(planned, tmp_path):
+    recipe, arch = planned
+    own = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"device": "cpu"})})
+    (tmp_path / "recipe.yaml").write_text(dump(own))
+    assumed = Assumptions(prompt_tokens=5.0, response_tokens=7.0, longest_response_tokens=15.0)
+    write(tmp_path, metrics_of(assumed, step_time(own, arch, A_CPU, assumed)))
+    assert calibrated(Assumptions(), recipe, arch, H100, tmp_path).update_factor == pytest.approx(1)
+
+
+def test_a_run_of_a_model_that_is_not_there_is_refused(planned, tmp_path):
+    recipe, arch = planned
+    own = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": "nowhere/model"})})
+    (tmp_path / "recipe.yaml").write_text(dump(own))
+    write(tmp_path, {"seconds/update": 1.0, "seconds/step": 1.0})
+    with pytest.raises(ReportError, match="nowhere/model"):
+        calibrated(Assumptions(), recipe, arch, H100, tmp_path)
 
 
 @pytest.mark.parametrize(
