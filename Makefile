@@ -13,7 +13,7 @@ WARM_START := runs/adder_sft_cpu/hugging_face/config.json
 # Tests run on CPUs everywhere. The ranks together use every core, so each has one thread; nothing is compiled or fetched.
 TEST_ENVIRONMENT := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
 
-.PHONY: adder warm-start demo demo-sglang sglang-cpu test test-long lint benchmark-step benchmark-sync benchmark-algorithms clean help
+.PHONY: adder warm-start demo demo-sglang sglang-cpu slurm-cpu test test-long lint benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make warm-start the model that every demo starts from (the demos make it themselves)"
 	@echo "make demo-sglang  the same on a real SGLang server"
 	@echo "make sglang-cpu install SGLang for CPUs beside megagrpo (2 GB, once; the tests need it)"
+	@echo "make slurm-cpu  install Slurm from Debian's packages, as root (the tests of slurm/ need it and are skipped without)"
 	@echo "make test       lint, and every test that is not long (ARGS=\"-k name\")"
 	@echo "make test-long  demo trainings, kills and resumes"
 	@echo "make lint       ruff, mypy and the rules of who imports whom"
@@ -45,6 +46,11 @@ $(SGLANG_INSTALLED): requirements/sglang_cpu.txt $(INSTALLED)
 	@touch $@
 
 sglang-cpu: $(SGLANG_INSTALLED)
+
+# RUNLEVEL: no services; tests start daemons of their own.
+slurm-cpu:
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2
 
 warm-start: $(WARM_START)
 

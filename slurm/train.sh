@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Trains any recipe:  sbatch --nodes=2 slurm/train.sh RECIPE [KEY=VALUE ...]
+# Three lines are yours to edit: the one below, and two further down. docs/slurm.md explains them.
+#SBATCH --partition=YOUR_PARTITION --account=YOUR_ACCOUNT  # EDIT 1: where your jobs go
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0 --time=24:00:00
+#SBATCH --job-name=megagrpo --output=%x-%j.out --open-mode=append
+# Twenty minutes before the time limit the run ends its step and saves; the job then goes back to the queue.
+#SBATCH --signal=B:USR1@1200 --requeue
+set -euo pipefail
+
+cd /shared/megagrpo         # EDIT 2: the checkout, where all nodes see it; relative paths in recipes start here
+source .venv/bin/activate   # EDIT 3: the environment; or CONTAINER=(--container-image=... --container-mounts=...)
+
+source slurm/ray_cluster.sh
+run_recipe "$@"

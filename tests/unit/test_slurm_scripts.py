@@ -1,0 +1,64 @@
+"""The Slurm scripts, as far as they can be checked without Slurm. What they do in jobs is in tests/slurm."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megagrpo.ports import EPHEMERAL
+from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.load import load
+from tests.slurm.scripts import EDIT, REPOSITORY, SCRIPTS, edited
+
+JOBS = [SCRIPTS / "grpo_70b.sh", SCRIPTS / "train.sh"]
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
+def test_bash_reads_every_script(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.parametrize("script", JOBS, ids=lambda path: path.name)
+def test_exactly_three_lines_are_to_be_edited(script: Path) -> None:
+    text = script.read_text()
+    assert [marked[1] for marked in EDIT.finditer(text)] == ["1", "2", "3"]
+    changed = edited(script, "#SBATCH --partition=mine", "cd /mine", "source /mine/bin/activate")
+    assert "YOUR" not in changed
+    assert "/shared" not in changed
+    # Slurm stops reading its options at the first command.
+    assert text.index("# EDIT 1") < text.rindex("#SBATCH") < text.index("set -euo pipefail") < text.index("# EDIT 2")
+
+
+def test_the_70b_script_asks_for_the_nodes_of_its_recipe() -> None:
+    recipe = load(REPOSITORY / "yaml_recipes" / "grpo_70b.yaml").recipe
+    script = (SCRIPTS / "grpo_70b.sh").read_text()
+    nodes, gpus = (int(re.findall(rf"--{name}=(\d+)", script)[0]) for name in ("nodes", "gpus-per-node"))
+    assert nodes * gpus == plan_devices(recipe, "cuda").bundles
+    assert gpus == recipe.cluster.gpus_per_node
+
+
+def first_of_free_ports(job: int, listening: Sequence[int] = ()) -> int:
+    """What ports.sh chooses while somebody listens on these ports of 127.0.0.1."""
+    sockets = [socket.create_server(("127.0.0.1", port)) for port in listening]
+    try:
+        command = f"source {SCRIPTS}/ports.sh; SLURM_JOB_ID={job} first_of_free_ports 127.0.0.1"
+        return int(subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True).stdout)
+    finally:
+        for listener in sockets:
+            listener.close()
+
+
+def test_jobs_have_ports_of_their_own() -> None:
+    first, second = first_of_free_ports(1000), first_of_free_ports(1001)
+    assert abs(first - second) >= 8
+    assert 20000 <= first < int(EPHEMERAL.read_text().split()[0])
+
+
+def test_a_port_that_is_taken_moves_the_job_to_others() -> None:
+    first = first_of_free_ports(1000)
+    assert first_of_free_ports(1000, listening=[first + 3]) not in range(first - 7, first + 4)
