@@ -37,7 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """What was asked; `command` is the function that does it. Exits with code 2 for arguments that are not valid."""
-    return _parser().parse_args(arguments)
+    parser = _parser()
+    asked, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(asked, "overrides") or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # overrides behind a flag, which argparse does not take for those before it
+        asked.overrides = [*asked.overrides, *rest]
+    if getattr(asked, "gpus", None) is not None and not asked.search:
+        parser.error("--gpus is for --search")
+    return asked
 
 
 def train(asked: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from megagrpo.plan.summary import parameters
 from megagrpo.plan.time import step_time
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.checks import recipe_problems
+from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.model_checks import model_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.families import tensors_of
@@ -108,7 +109,8 @@ def search(
     if not layouts:
         return Search(gpus, (), tally.legal, tally.estimated, _choice(case, tally.nearest) if tally.nearest else None)
     thrifty = _fitting(case, _candidates(case, _savings(case, layouts), tally), SAVINGS_KEPT, tally)
-    best = _fitting(case, _candidates(case, _engines(case, thrifty), tally), SHOWN, tally, apart=APART)
+    last = [*_engines(case, thrifty), *_as_it_is(case, thrifty[0].values)] if thrifty else []
+    best = _fitting(case, _candidates(case, last, tally), SHOWN, tally, apart=APART)
     return Search(gpus, tuple(_choice(case, found) for found in best), tally.legal, tally.estimated, None)
 
 
@@ -155,6 +157,13 @@ def _engines(case: _Case, thrifty: Iterable[_Found]) -> Iterator[Values]:
                 for recompute in space.RECOMPUTE:
                     apart = {**values, **engine, "train.layout.data": fewer, "train.recompute": recompute}
                     yield space.placed(apart, colocated=False)
+
+
+def _as_it_is(case: _Case, fields: Iterable[str]) -> Iterator[Values]:
+    """The recipe's own values, if it is for as many GPUs: what is recommended is never slower."""
+    if plan_devices(case.recipe, "cuda").bundles == case.gpus:
+        own = {path: space.value_at(case.recipe, path) for path in fields}
+        yield {path: value for path, value in own.items() if value is not None or not path.startswith(space.SGLANG)}
 
 
 def _first_engine(case: _Case) -> Values:
@@ -261,7 +270,7 @@ def _reason(case: _Case, found: _Found) -> str:
     if layout.context > 1:
         parts.append(f"context {layout.context} shares out long sequences")
     if layout.expert > 1:
-        parts.append(f"expert {layout.expert} leaves {case_experts(case, layout.expert)} experts of a layer on a rank")
+        parts.append(f"expert {layout.expert} shares out the experts of a layer")
     if layout.data > 1:
         parts.append(f"data {layout.data} trains {layout.data} parts of the batch at once")
     if isinstance(recipe, Recipe) and recipe.rollout.engine != "external":
@@ -279,7 +288,3 @@ def _reason(case: _Case, found: _Found) -> str:
     longest = max(found.estimate.time.phases, key=lambda phase: phase.seconds)
     parts.append(f"{longest.phase} takes {longest.seconds / found.estimate.time.seconds:.0%} of a step")
     return "; ".join(parts)
-
-
-def case_experts(case: _Case, expert: int) -> int:
-    return case.architecture.experts.count // expert if case.architecture.experts else 0

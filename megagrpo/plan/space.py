@@ -175,14 +175,15 @@ def _replaced(section: Kind, path: list[str], update: dict[str, Any]) -> Kind:
 
 def overrides(recipe: AnyRecipe, values: Values) -> tuple[str, ...]:
     """The values that are not the recipe's own, ready for a command line."""
-    found = []
-    for path, value in values.items():
-        own: Any = recipe
-        for key in path.split("."):
-            own = getattr(own, key, None)
-        if value != own:
-            found.append(f"{path}={_text(value)}")
-    return tuple(found)
+    return tuple(f"{path}={_text(value)}" for path, value in values.items() if value != value_at(recipe, path))
+
+
+def value_at(recipe: AnyRecipe, path: str) -> Any:
+    """The recipe's own value of a field; None for an argument of SGLang that is not given."""
+    value: Any = recipe
+    for key in path.split("."):
+        value = getattr(value, key, None)
+    return value
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,157 @@
+"""Searches for layouts: legal, fitting, no slower than any other choice, and soon done."""
+
+import itertools
+import shlex
+import time
+from typing import Any
+
+import pytest
+
+from megagrpo.errors import RecipeError
+from megagrpo.plan import space
+from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.estimate import estimate, lacking_bytes
+from megagrpo.plan.machines import machines_of
+from megagrpo.plan.search import SPARE, Search, legal, search, search_for
+from megagrpo.recipe.checks import recipe_problems
+from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.model_checks import model_problems
+from megagrpo.recipe.overrides import apply_overrides
+from megagrpo.recipe.places import Places
+from megagrpo.recipe.schema import Recipe
+from megagrpo.weights.sides.sglang import split_problems
+from tests.plans import BASE, LLAMA_8B, ON_2048, QWEN_30B, architecture, changed, plan, recipe
+
+SMALL: dict[str, Any] = {
+    "model__path": LLAMA_8B,
+    "train__layout": {"tensor": 2},
+    "rollout__layout": {"tensor": 1},
+    "rollout__engines": 2,
+    "cluster__gpu": "H200",
+}
+
+
+def searched(of: Recipe, gpus: int) -> Search:
+    assumptions = Assumptions()
+    machines = machines_of(of, assumptions)
+    assert machines is not None
+    return search(of, architecture(of), machines, assumptions, gpus)
+
+
+def applied(overrides: tuple[str, ...], changes: dict[str, Any]) -> Recipe:
+    """As the command line does it."""
+    tree, _, problems = apply_overrides(changed(changes).model_dump(), Places("recipe"), overrides)
+    assert not problems
+    return Recipe.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus"),
+    [({}, 128), ({"model.path": QWEN_30B, "train.offload": []}, 16), ({"algorithm.kl.coefficient": 0.001}, 64)],
+)
+def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[str, Any], gpus: int) -> None:
+    of = changed(changes)
+    found = searched(of, gpus)
+    assert found.choices
+    assert found.nearest is None
+    seconds = [choice.estimate.time.seconds for choice in found.choices]
+    assert seconds == sorted(seconds)
+    assumptions, model = Assumptions(), architecture(of)
+    for choice in found.choices:
+        chosen = applied(tuple(shlex.split(" ".join(choice.overrides))), changes)
+        assert not recipe_problems(chosen)
+        assert not model_problems(chosen, model)
+        assert not split_problems(model, chosen.rollout.layout, "cuda")
+        assert plan_devices(chosen, "cuda").bundles == gpus
+        machines = machines_of(chosen, assumptions)
+        assert machines is not None
+        again = estimate(chosen, model, machines, assumptions)
+        assert again == choice.estimate
+        assert lacking_bytes(again.memory, machines, SPARE) == 0
+        assert chosen.rollout.engine in choice.reason or "engine" in choice.reason
+
+
+def test_the_best_choice_is_that_of_all_choices() -> None:
+    of = recipe(**SMALL)
+    model, assumptions = architecture(of), Assumptions()
+    machines = machines_of(of, assumptions)
+    assert machines is not None
+    together = (
+        space.placed({**layout, **saving, **engine}, colocated=True)
+        for layout in space.layouts(of, model, 2)
+        for saving in space.savings(of, layout["train.layout.context"])
+        for engine in space.engines(of, model, 2, colocated=True)
+    )
+    apart = (
+        space.placed({**layout, **saving, **engine}, colocated=False)
+        for layout in space.layouts(of, model, 1)
+        for saving in space.savings(of, layout["train.layout.context"])
+        for engine in space.engines(of, model, 1, colocated=False)
+    )
+    best = float("inf")
+    for values in itertools.chain(together, apart):
+        candidate = space.changed(of, values)
+        if legal(candidate, model):
+            told = estimate(candidate, model, machines, assumptions)
+            if lacking_bytes(told.memory, machines, SPARE) == 0:
+                best = min(best, told.time.seconds)
+    assert searched(of, 2).choices[0].estimate.time.seconds == pytest.approx(best)
+
+
+def test_a_choice_is_never_slower_than_the_recipe_itself() -> None:
+    of = plan()
+    assert of.estimate is not None
+    assert search_for(of, None).choices[0].estimate.time.seconds <= of.estimate.time.seconds
+
+
+def test_what_lacks_least_is_told_if_nothing_fits() -> None:
+    found = searched(recipe(cluster__gpu="RTX-4090"), 8)
+    assert not found.choices
+    assert found.nearest is not None
+    assert found.nearest.estimate.lacking_bytes > 0
+    assert "too much" in found.nearest.reason
+    one = searched(recipe(cluster__gpu="RTX-4090"), 16)
+    assert one.nearest is not None
+    assert one.nearest.estimate.lacking_bytes < found.nearest.estimate.lacking_bytes
+
+
+def test_searches_need_a_kind_of_gpu() -> None:
+    with pytest.raises(RecipeError, match=r"cluster.gpu=H100"):
+        search_for(plan(cluster__gpu=None), None)
+
+
+def test_engines_apart_have_whole_nodes_and_no_offload() -> None:
+    of = recipe()
+    assert space.engine_gpus(of, 128) == [32, 64, 96]
+    assert space.engine_gpus(of, 8) == [2, 4, 6]
+    values = space.placed({"train.offload": ["optimizer"], "rollout.sglang.enable_memory_saver": True}, colocated=False)
+    assert values["train.offload"] == []
+    assert "rollout.sglang.enable_memory_saver" not in values
+
+
+def test_the_last_of_uneven_stages_is_the_shortest() -> None:
+    of = changed({"model.path": ON_2048["model.path"]})
+    lengths = {
+        values["train.layout.pipeline"]: values["train.layout.last_stage_layers"]
+        for values in space.layouts(of, architecture(of), 128)
+        if values["train.layout.virtual_pipeline"] == 1
+    }
+    assert (lengths[1], lengths[2], lengths[4], lengths[8], lengths[16], lengths[32]) == (None, 30, 13, 5, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "most"), [({}, 128, 5.0), pytest.param(ON_2048, 2048, 30.0, marks=pytest.mark.long)]
+)
+def test_searches_end_soon(changes: dict[str, Any], gpus: int, most: float) -> None:
+    of = changed(changes)
+    before = time.process_time()
+    found = searched(of, gpus)
+    assert time.process_time() - before < 3 * most  # of an idle core: others share this one
+    assert found.legal > 10
+
+
+def test_base_is_what_it_says() -> None:
+    of = plan()
+    assert not of.problems
+    assert not of.unwise
+    assert BASE["cluster"]["gpu"] == "H100"
