@@ -69,15 +69,18 @@ def test_experts_agree_with_transformers(
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "layers", "layout"),
     [
-        ("qwen2_tied", ParallelLayout(pipeline=3, last_stage_layers=1)),
-        ("deepseek_v3", ParallelLayout(pipeline=2, first_stage_layers=3, expert=2, tensor=2)),
+        ("qwen2_tied", 5, ParallelLayout(pipeline=3, last_stage_layers=1)),
+        ("qwen3", 6, ParallelLayout(pipeline=2, virtual_pipeline=2, first_stage_layers=4)),
+        ("deepseek_v3", 5, ParallelLayout(pipeline=2, first_stage_layers=3, expert=2, tensor=2)),
     ],
     ids=str,
 )
-def test_stages_of_unequal_length_agree_with_transformers(family: str, layout: ParallelLayout, tmp_path: Path) -> None:
-    directory = make_model(family, tmp_path / family, num_hidden_layers=5)
+def test_stages_of_unequal_length_agree_with_transformers(
+    family: str, layers: int, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    directory = make_model(family, tmp_path / family, num_hidden_layers=layers)
     references = {family: reference_logits(directory, SEQUENCES)}
     check_families([family], layout, {family: directory}, references)
 
