@@ -21,6 +21,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 CONFIG_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json")
+TEMPLATE_NEEDED = "a Jinja template that turns messages into text"
 VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
 # Tags that transformers adds to Jinja; without a meaning of their own when a prompt is rendered.
 GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -108,15 +109,19 @@ def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Proble
     return []
 
 
+def template_file_problems(path: str) -> list[Problem]:
+    """What is wrong with a template file in the place of a tokenizer's own."""
+    try:
+        return _syntax_problems(Path(path).read_text(encoding="utf-8"), "model.chat_template")
+    except OSError as error:
+        return [Problem("model.chat_template", f"{path}: {error.strerror}", TEMPLATE_NEEDED)]
+    except UnicodeDecodeError:
+        return [Problem("model.chat_template", f"{path} is not UTF-8", TEMPLATE_NEEDED, "save it as UTF-8")]
+
+
 def _template_problems(directory: Path, chat_template: str | None) -> list[Problem]:
-    needed = "a Jinja template that turns messages into text"
     if chat_template is not None:
-        try:
-            return _syntax_problems(Path(chat_template).read_text(encoding="utf-8"), "model.chat_template")
-        except OSError as error:
-            return [Problem("model.chat_template", f"{chat_template}: {error.strerror}", needed)]
-        except UnicodeDecodeError:
-            return [Problem("model.chat_template", f"{chat_template} is not UTF-8", needed, "save it as UTF-8")]
+        return template_file_problems(chat_template)
     for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
         try:
             text = (directory / name).read_text(encoding="utf-8")
@@ -128,7 +133,7 @@ def _template_problems(directory: Path, chat_template: str | None) -> list[Probl
         if template:
             return _syntax_problems(template, str(directory / name))
     fix = "set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model"
-    return [Problem(str(directory), "a tokenizer without a chat template", needed, fix)]
+    return [Problem(str(directory), "a tokenizer without a chat template", TEMPLATE_NEEDED, fix)]
 
 
 def _template_in(config: Any) -> str | None:

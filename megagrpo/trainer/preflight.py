@@ -27,6 +27,7 @@ from megagrpo.trainer.model_files import (
     TOKENIZER_FILES,
     cached_directory,
     local_directory,
+    template_file_problems,
     tokenizer_problems,
 )
 from megagrpo.weights.families import read_architecture
@@ -72,6 +73,7 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
     tokenizer = _attempt(problems, lambda: _tokenizer_directory(recipe, model))
     if tokenizer and tokenizer in known_models().values():
         unchecked.append(f"the tokenizer of {recipe.model.path}: not on this machine")
+        problems += template_file_problems(recipe.model.chat_template) if recipe.model.chat_template else []
     elif tokenizer:
         vocabulary = architecture.vocab if architecture else None
         problems += tokenizer_problems(tokenizer, recipe.model.chat_template, vocabulary)
