@@ -57,7 +57,7 @@ def sft(checked: Preflight[SftRecipe]) -> int:
     with Stopping() as stopping:
         try:
             return _sft(checked, store, stopping)
-        except StopRequested:
+        except (StopRequested, SystemExit):  # SystemExit: SIGTERM while Ray starts, which has a handler of its own
             raise stopping.error(store.newest()) from None
 
 

@@ -57,10 +57,9 @@ class Stopping:
 
     def error(self, checkpoint: Path | None) -> RunStopped:
         """What the user is told. checkpoint: the newest; None if there is none."""
-        name = self.signal.name if self.signal else "a signal"
         return RunStopped(
             Problem(
-                where=f"stopped by {name}",
+                where=f"stopped by {(self.signal or signal.SIGTERM).name}",
                 given=f"everything up to the newest checkpoint is saved: {checkpoint}"
                 if checkpoint
                 else "no step was finished: there is nothing to save",

@@ -58,7 +58,7 @@ def train(checked: Preflight[Recipe]) -> int:
     with Stopping() as stopping:
         try:
             return _train(checked, store, stopping)
-        except StopRequested:
+        except (StopRequested, SystemExit):  # SystemExit: SIGTERM while Ray starts, which has a handler of its own
             raise stopping.error(store.newest()) from None
 
 
