@@ -23,14 +23,14 @@ class Assumptions:
     """Mean prompt, in tokens. Unless given, `prompt_share` of the longest allowed."""
 
     prompt_share: float = 0.25
-    """Mean prompt over data.prompt_tokens_max. Ours: GSM8K with a chat template has about 130 of 512."""
+    """Mean prompt over data.prompt_tokens_max. A guess: limits are set for the longest prompts."""
 
     response_tokens: float | None = None
     """Mean response, in tokens. Unless given, `response_share` of the longest allowed."""
 
     response_share: float = 0.4
-    """Mean response over rollout.response_tokens_max. Ours: limits are usually chosen so that few responses reach them;
-    the mean of our long-tailed benchmark is a third of its longest (docs/performance.md)."""
+    """Mean response over rollout.response_tokens_max. A guess: published runs have 0.26 to 0.77 of their longest
+    sequence, prompts included (NeMo-RL 0.4, performance-summary.md)."""
 
     longest_response_tokens: float | None = None
     """Longest response of a step, in tokens. Unless given, the longest allowed: some of hundreds reach it."""
@@ -39,70 +39,72 @@ class Assumptions:
     """Mean example of supervised fine-tuning over data.tokens_max."""
 
     signal_share: float = 0.7
-    """Sampled groups whose rewards differ. Between nearly all at the start of a run and about half late in one (DAPO,
-    arXiv:2503.14476, figure 3b)."""
+    """Sampled groups whose rewards differ. A guess: they become fewer as prompts are solved (DAPO, arXiv:2503.14476,
+    figure 3b). Ours: 0.53 in the median of the demo's steps."""
 
     packing: float = 0.9
-    """Tokens of a microbatch over what it can hold. Ours: packing/efficiency of runs with hundreds of sequences."""
+    """Tokens of a microbatch over what it can hold. Ours: our packer over simulated lengths, 0.82 to 0.99 for 128 to
+    2,048 responses."""
 
-    imbalance: float = 1.05
-    """Work of the busiest data rank over the mean. Ours: packing/imbalance."""
+    imbalance: float = 1.03
+    """Work of the busiest data rank over the mean. Ours: at most 1.04 over the same simulated lengths."""
 
     matrix_efficiency: float = 0.55
     """Dense products in training, of peak FLOPs. Large bfloat16 products reach 0.6 to 0.75 on H100; whole training
     steps of Megatron-LM up to 0.47 (its README), in which communication and attention are not counted apart."""
 
     expert_efficiency: float = 0.3
-    """Grouped products of experts in training, of peak FLOPs: smaller matrices of unequal size. Megatron-Core reports
-    0.25 to 0.45 of peak for whole steps of mixtures (arXiv:2504.14960)."""
+    """Grouped products of experts in training, of peak FLOPs. A guess for experts of 768 to 2,048 columns; whole steps
+    with large experts and balanced routing reach 0.39 to 0.49 (Megatron-Core, arXiv:2504.14960)."""
 
     expert_imbalance: float = 1.3
-    """Tokens of the busiest expert rank over the mean. There is no balancing loss in reinforcement learning."""
+    """Tokens of the busiest expert rank over the mean. A guess: nothing balances routing in reinforcement learning."""
 
     attention_efficiency: float = 0.4
     """Attention's core in training, of peak FLOPs: FlashAttention-2 reaches 0.35 to 0.4 on H100, version 3 up to 0.75
     forward (arXiv:2407.08608)."""
 
     layer_seconds: float = 1.5e-4
-    """Per layer and forward pass of a microbatch, besides its products: norms, rotary embedding, launches. A backward
-    pass has twice as much."""
+    """Per layer and forward pass of a microbatch, besides its products: norms, rotary embedding, launches. A guess. A
+    backward pass has twice as much."""
 
     prefill_efficiency: float = 0.45
-    """Products over prompts in an engine, of peak FLOPs."""
+    """Products over prompts in an engine, of peak FLOPs. A guess, below those of training."""
 
     decode_efficiency: float = 0.5
-    """Reading weights, keys and values in an engine, of the memory's bandwidth. Single kernels reach 0.6 to 0.8, those
-    of experts less."""
+    """Reading weights, keys and values in an engine, of the memory's bandwidth. A guess: single kernels reach 0.6 to
+    0.8, those of experts less."""
 
     decode_step_seconds: float = 3e-3
-    """Per decoded token of a batch, besides reading and products: scheduling, sampling, detokenising."""
+    """Per decoded token of a batch, besides reading and products: scheduling, sampling, detokenising. A guess."""
 
     collective_seconds: float = 1.5e-5
-    """Latency of one collective operation in a node."""
+    """Latency of one collective operation in a node. A guess."""
 
     network_collective_seconds: float = 5e-5
-    """Latency of one collective operation over the network."""
+    """Latency of one collective operation over the network. A guess."""
 
     node_efficiency: float = 0.75
-    """Of the data sheet's bytes per second within a node. NCCL's all-reduce reaches 0.75 to 0.85 on eight H100."""
+    """Of the data sheet's bytes per second within a node: NCCL's large all-reduces move 340 to 380 of 450 GB/s on eight
+    H100."""
 
     network_bytes_per_second: float = 50e9
     """Of each GPU's share of its node's network, in each direction: one 400 Gb/s adapter per GPU."""
 
     network_efficiency: float = 0.75
-    """Of the above."""
+    """Of the above. A guess."""
 
     overlap: float = 0.0
     """Share of the data-parallel communication that is hidden behind backward passes. megagrpo hides none."""
 
     optimizer_efficiency: float = 0.5
-    """Adam's reading and writing, of the memory's bandwidth."""
+    """Adam's reading and writing, of the memory's bandwidth. A guess."""
 
     host_bytes_per_second: float = 20e9
     """Between a GPU and its host's memory, for train.offload: PCIe 4 at four fifths."""
 
     disk_bytes_per_second: float = 5e9
-    """Of a shared file system, for weights.transfer: disk: all writers together, and all readers together."""
+    """Of a shared file system, for weights.transfer: disk: all writers together, and all readers together. A guess."""
 
     sync_efficiency: float = 0.5
     """Of link speeds when weights travel in buckets. Published syncs take 2 to 10 times what links alone need
@@ -113,7 +115,8 @@ class Assumptions:
     0.2 to 0.35 s for a whole sync of 4B parameters are published (NeMo-RL, nccl-reshard-refit.md)."""
 
     digest_bytes_per_second: float = 50e9
-    """At which a rank digests what it sends or holds, to verify a sync. A few passes over 64-bit sums in GPU memory."""
+    """At which a rank digests what it sends or holds, to verify a sync. A guess: a few passes over 64-bit sums in GPU
+    memory."""
 
     reward_seconds: float = 1.3e-4
     """To score one response by a function that runs on the driver. Ours: 0.034 s for 256 (docs/performance.md)."""

@@ -30,7 +30,7 @@ def calibrated(
     machines: Machines | None,
     run_directory: Path,
 ) -> Assumptions:
-    """Lengths, packing and phases as in a run's metrics.jsonl: medians over its steps, but for the first one.
+    """Lengths, balance and phases as in a run's metrics.jsonl: medians over its steps, but for the first one.
 
     Factors compare them with what is predicted for the run's own recipe, which lies beside them, and carry over to
     `recipe`: each of its phases takes as many times what is predicted as the run's did. Without that file the run is
@@ -99,10 +99,9 @@ OF_GRPO: Mapping[str, str] = {
     "response_tokens": "response_tokens/mean",
     "longest_response_tokens": "response_tokens/max",
     "signal_share": "groups/with_signal_share",
-    "packing": "packing/efficiency",
 }
-OF_SFT: Mapping[str, str] = {"response_tokens": "example_tokens/mean", "packing": "packing/efficiency"}
-"""By assumption: the metric that measures it."""
+OF_SFT: Mapping[str, str] = {"response_tokens": "example_tokens/mean"}
+"""By assumption: the metric that measures it. Not packing: that of a run whose microbatches are few says nothing."""
 
 
 def read_steps(run_directory: Path) -> list[Step]:
