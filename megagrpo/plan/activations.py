@@ -44,6 +44,9 @@ class Pass:
     recompute: str = "none"
     """train.recompute."""
 
+    adapters: bool = False
+    """Weights are frozen, and have low-rank adapters (train.lora)."""
+
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
 
@@ -134,8 +137,9 @@ def _norm(work: Pass, width: int, rows: int) -> int:
 
 
 def _between_bytes(work: Pass) -> int:
-    """Of an element in a norm made of several operations: the scaled input, and the input in float32 if it is not."""
-    return work.element_bytes + (4 if work.element_bytes < 4 else 0)
+    """Of an element in a norm made of several operations: the scaled input, if the norm's weight has a gradient, and
+    the input in float32 if it is not."""
+    return (0 if work.adapters else work.element_bytes) + (4 if work.element_bytes < 4 else 0)
 
 
 def _grouped_attention(work: Pass, cores: bool) -> int:
@@ -231,22 +235,22 @@ def _expert_tensors(work: Pass) -> int:
 # --- what computing takes besides ------------------------------------------------------------------------------------
 
 
-def working_bytes(work: Pass, layers: Sequence[int], *, trains_weights: bool) -> int:
+def working_bytes(work: Pass, layers: Sequence[int]) -> int:
     """The most that the backward pass of one of these layers holds besides what was kept.
 
-    With full recomputation all of a layer is made again first. `trains_weights`: a weight's gradient lies beside the
-    buffer that it is added to. Without them (adapters), only gradients of activations.
+    With full recomputation all of a layer is made again first. A weight's gradient lies beside the buffer that it is
+    added to.
     """
     kinds = {has_experts(work.architecture, layer) for layer in layers}
-    return max((_working(work, experts, trains_weights) for experts in kinds), default=0)
+    return max((_working(work, experts) for experts in kinds), default=0)
 
 
-def _working(work: Pass, experts: bool, trains_weights: bool) -> int:
+def _working(work: Pass, experts: bool) -> int:
     arch, element = work.architecture, work.element_bytes
     matrix, rows, width = _largest_product(work, experts)
     gathered = work.tokens * arch.hidden * element
     gradients = rows * width * element
-    weight = matrix * element if trains_weights else 0
+    weight = 0 if work.adapters else matrix * element
     needed = max(2 * gradients + work.hidden_bytes, gradients + weight + gathered, scores_bytes(work))
     if work.recompute == "full":
         return needed + layer_bytes(work, experts) - work.hidden_bytes
@@ -277,6 +281,9 @@ def _forward(work: Pass, experts: bool) -> int:
     if experts and arch.experts is not None:
         # Tokens on their way to the experts and back, in the order of either side.
         mlp = gathered + 4 * _expert_tokens(work, arch.experts) * arch.hidden * element
+    elif work.adapters:
+        # The product, that of its adapter, and their sum.
+        mlp = 6 * work.tokens * arch.ffn // work.layout.tensor * element
     else:
         mlp = _mlp(work, arch.ffn)
     return hidden + gathered + max(mlp, 5 * scores_bytes(work) // 2)

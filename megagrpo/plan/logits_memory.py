@@ -19,10 +19,10 @@ def chunk_bytes(rows: int, positions: int) -> int:
     return 4 * positions * -(-rows // chunks)
 
 
-def logits_bytes(work: Pass, positions: int, *, gradients: bool, trains_weights: bool, entropy: bool = True) -> int:
+def logits_bytes(work: Pass, positions: int, *, gradients: bool, entropy: bool = True) -> int:
     """The most that is held at once for the logprobs of `positions` tokens; with `gradients`, of the pass back too.
 
-    `entropy`: as the update wants it. `trains_weights`: the output matrix has a gradient, of its own size.
+    `entropy`: as the update wants it. The output matrix has a gradient of its own size, unless it is frozen.
     """
     arch, tensor, element = work.architecture, work.layout.tensor, work.element_bytes
     rows = arch.padded_vocab(tensor) // tensor
@@ -39,7 +39,7 @@ def logits_bytes(work: Pass, positions: int, *, gradients: bool, trains_weights:
     if not gradients:
         return int(gathered + chosen + forward * chunk)
     backward = (4.0 if entropy else 2.0) if several else (2.0 if entropy else 1.0) + 0.5 * narrow
-    matrix = rows * arch.hidden * element if trains_weights else 0
+    matrix = 0 if work.adapters else rows * arch.hidden * element
     back = backward * chunk + matrix + hidden * 4 + hidden * element
     return int(gathered + chosen + max(forward * chunk, back))
 

@@ -218,6 +218,7 @@ class _Trainer:
             self.device,
             fused_layers(train, self.device),
             train.recompute,
+            train.lora is not None,
             Assumptions().expert_imbalance,
         )
 
@@ -271,14 +272,13 @@ class _Trainer:
         """Activations of all microbatches on the way, and the larger of logits and a layer's backward pass."""
         train = self.recipe.train
         work = self.of_tokens(train.tokens_per_microbatch)
-        trains = train.lora is None
         kept = stage_bytes(work, self.stage, self.microbatches)
-        layer = working_bytes(work, self.layers, trains_weights=trains)
+        layer = working_bytes(work, self.layers)
         logits = 0
         if self.is_last:
             kept += end_bytes(work)
             entropy = isinstance(self.recipe, Recipe)
-            logits = logits_bytes(work, work.tokens, gradients=True, trains_weights=trains, entropy=entropy)
+            logits = logits_bytes(work, work.tokens, gradients=True, entropy=entropy)
         lowered = () if train.recompute == "full" else ("train.recompute",)
         microbatch = ("train.tokens_per_microbatch",) if self._can_shrink else ()
         split = (*microbatch, "train.layout.context", "train.layout.tensor")
@@ -292,7 +292,7 @@ class _Trainer:
         layer = forward_bytes(work, self.layers)
         logits = 0
         if self.is_last:
-            logits = logits_bytes(work, work.tokens, gradients=False, trains_weights=False, entropy=False)
+            logits = logits_bytes(work, work.tokens, gradients=False, entropy=False)
             logits += work.hidden_bytes
         given = "train.logprob_tokens_per_microbatch" if train.logprob_tokens_per_microbatch else None
         lowered = (given or "train.tokens_per_microbatch", "train.layout.context", "train.layout.tensor")

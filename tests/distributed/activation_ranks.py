@@ -21,12 +21,14 @@ from megagrpo.megatron import process
 from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.forward_backward import forward, forward_backward, sum_gradients
 from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.lora import Adapters
 from megagrpo.megatron.model import build_chunks, unwrapped
 from megagrpo.megatron.optimizer import wrap_chunks
 from megagrpo.megatron.output_layer import output_weight
 from megagrpo.megatron.packed import PackedTensors, pack
 from megagrpo.recipe import schema
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides import megatron_local
 
 RUNS = 2
 """Of several ranks: what gloo's threads free is not recorded, so that too much may seem to be held, never less."""
@@ -47,6 +49,8 @@ def measure(arch: Architecture, train: schema.Train, dtype: str, lengths: Sequen
     where = rank_grid(layout)[dist.get_rank()]
     config = transformer_config(arch, train, getattr(torch, dtype), "cpu")
     chunks = build_chunks(arch, config, layout)
+    if train.lora is not None:
+        Adapters(chunks, arch, megatron_local.manifest(arch, layout, where, dtype), train.lora, seed=1)
     sum_gradients(config)
     wrapped = wrap_chunks(chunks, config, train.distributed_optimizer)
     columns = arch.padded_vocab(layout.tensor) // layout.tensor

@@ -61,12 +61,14 @@ class Case:
     dtype: str = "float32"
     lengths: tuple[int, ...] = (384, 384)
     microbatches: int = 1
+    lora: bool = False
 
     @property
     def train(self) -> schema.Train:
         layout: Any = schema.Layout(**self.layout)
         recompute: Any = self.recompute
-        return schema.Train(total_steps=1, layout=layout, recompute=recompute)
+        lora = schema.Lora(rank=8) if self.lora else None
+        return schema.Train(total_steps=1, layout=layout, recompute=recompute, lora=lora)
 
 
 CASES = [
@@ -76,12 +78,16 @@ CASES = [
     Case("experts", EXPERTS),
     Case("latent attention", LATENT),
     Case("tensor", DENSE, {"tensor": 2}),
-    Case("context", DENSE, {"context": 2}),
+    Case("context", DENSE, {"context": 2}, lengths=(768,)),
     Case("virtual pipeline", DENSE, {"pipeline": 2, "virtual_pipeline": 2}, microbatches=4),
 ]
 LONG = [
     Case("dense, selective", DENSE, recompute="selective"),
     Case("dense, bfloat16", DENSE, dtype="bfloat16"),
+    Case("dense, adapters", DENSE, lora=True),
+    Case("experts, adapters", EXPERTS, lora=True),
+    Case("logits, adapters", WIDE, lora=True),
+    Case("dense, adapters, full", DENSE, recompute="full", lora=True),
     Case("logits, float32", WIDE),
     Case("experts, selective", EXPERTS, recompute="selective"),
     Case("experts, full", EXPERTS, recompute="full"),
@@ -109,16 +115,17 @@ def planned(case: Case, stage: int) -> tuple[int, int]:
         device="cpu",
         transformer_engine=False,
         recompute=case.recompute,
+        adapters=case.lora,
     )
     chunks = range(layout.virtual_pipeline)
     layers = [layer for chunk in chunks for layer in layers_of_chunk(arch.layers, layout, stage, chunk)]
     kept, forward = stage_bytes(work, stage, case.microbatches), forward_bytes(work, layers)
-    working = working_bytes(work, layers, trains_weights=True)
+    working = working_bytes(work, layers)
     if stage == layout.pipeline - 1:
         kept += end_bytes(work)
         predicting = work.tokens - len(case.lengths) // layout.context
-        working = max(working, logits_bytes(work, predicting, gradients=True, trains_weights=True))
-        logits = logits_bytes(work, predicting, gradients=False, trains_weights=True, entropy=False)
+        working = max(working, logits_bytes(work, predicting, gradients=True))
+        logits = logits_bytes(work, predicting, gradients=False, entropy=False)
         forward = max(forward, work.hidden_bytes + logits)
     return kept + working, forward
 

@@ -131,7 +131,7 @@ def test_more_recomputation_keeps_less_and_more_tokens_more(
     ways = [replace(work, recompute=recompute) for recompute in ("none", "selective", "full")]
     held = [stage_bytes(each, 0, microbatches) for each in ways]
     assert held[0] >= held[1] > held[2]
-    again = [working_bytes(each, [3], trains_weights=True) for each in ways]
+    again = [working_bytes(each, [3]) for each in ways]
     assert again[2] > again[0]
     assert stage_bytes(replace(work, tokens=9000), 0, microbatches) > held[0]
     assert stage_bytes(work, 0, microbatches + 1) >= held[0]
@@ -152,10 +152,11 @@ def test_a_stage_holds_the_microbatches_that_its_schedule_runs_ahead() -> None:
 def test_logits_never_take_much_more_than_a_few_chunks() -> None:
     work = pass_of(replace(LLAMA, hidden=16), tokens=16384)
     whole = 4 * 16384 * LLAMA.vocab
-    held = logits_bytes(work, 16384, gradients=True, trains_weights=True)
+    held = logits_bytes(work, 16384, gradients=True)
     assert held < whole / 10
-    assert logits_bytes(work, 16384, gradients=True, trains_weights=False) == held - 2 * LLAMA.vocab * 16
-    assert logits_bytes(work, 16384, gradients=False, trains_weights=True, entropy=False) < held
+    frozen = replace(work, adapters=True)
+    assert logits_bytes(frozen, 16384, gradients=True) == held - 2 * LLAMA.vocab * 16
+    assert logits_bytes(work, 16384, gradients=False, entropy=False) < held
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
