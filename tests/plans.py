@@ -33,7 +33,7 @@ BASE: dict[str, Any] = {
     "train": {
         "layout": {"tensor": 8, "pipeline": 2, "data": 8},
         "total_steps": 500,
-        "tokens_per_microbatch": 10240,
+        "tokens_per_microbatch": 5120,
         "recompute": "selective",
         "offload": ["gradients", "optimizer"],
     },
@@ -43,7 +43,7 @@ BASE: dict[str, Any] = {
 
 ON_2048: dict[str, Any] = {
     "model.path": DEEPSEEK,
-    "cluster.gpu": "H200",
+    "cluster.gpu": "B200",
     "rollout.engines": 128,
     "rollout.layout": {"tensor": 16, "expert": 16},
     "rollout.prompts_per_step": 1024,

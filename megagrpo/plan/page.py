@@ -18,7 +18,7 @@ from megagrpo.recipe.load import dump
 KINDS_MAX = 12
 PALETTE = (
     "#4e79c4", "#e08a3c", "#58a55c", "#b55d9c", "#3fa7b5", "#c9605b", "#8f75c9", "#b59b3a", "#6b8e9e", "#d07a9a",
-    "#7aa344", "#a0785a",
+    "#7aa344", "#a0785a", "#5b6ab0", "#c77f6e", "#4f9e86", "#9a9a52",
 )  # fmt: skip
 STYLE = Path(__file__).with_name("page.css")
 
@@ -127,7 +127,7 @@ def _kind(kind: DeviceMemory) -> str:
 
 def _largest(kind: DeviceMemory) -> str:
     lines = "".join(
-        f"<tr><td>{escape(part.name)}</td><td class=number>{byte_text(part.bytes)}</td>"
+        f"<tr><td class=name>{escape(part.name)}</td><td class=number>{byte_text(part.bytes)}</td>"
         f"<td><code>{escape(', '.join(part.lowered_by))}</code></td></tr>"
         for part in sorted(kind.fullest.parts, key=lambda part: part.bytes, reverse=True)
         if part.bytes
@@ -147,9 +147,10 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _phase(phase: PhaseTime, whole: float, colour: int) -> str:
-    parts = ", ".join(f"{name} {second_text(seconds)}" for name, seconds in phase.parts if seconds > 0)
+    by_size = sorted((part for part in phase.parts if part[1] > 0), key=lambda part: part[1], reverse=True)
+    parts = ", ".join(f"{name} {second_text(seconds)}" for name, seconds in by_size)
     return (
-        f'<tr><td><span class="legend" style="margin:0"><span><i class="part{colour % PARTS}"></i>'
+        f'<tr><td class=name><span class="legend" style="margin:0"><span><i class="part{colour % PARTS}"></i>'
         f"{escape(phase.phase)}</span></span></td><td class=number>{second_text(phase.seconds)}</td>"
         f"<td class=number>{phase.seconds / whole:.0%}</td><td>{escape(parts)}</td></tr>"
     )

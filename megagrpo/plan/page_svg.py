@@ -14,7 +14,7 @@ WIDTH = 960
 LABEL = 46
 BAR_LABEL = 110
 BAR_HEIGHT = 18
-PARTS = 12  # colours of parts in the style, .part0 and so on
+PARTS = 16  # colours of parts in the style, .part0 and so on
 
 
 def stage_colour(stage: int, stages: int) -> str:
@@ -66,14 +66,14 @@ def _told(place: Place, stages: Sequence[Stage]) -> str:
 def memory_bars(phases: Iterable[PhaseMemory], colours: dict[str, int], card: int | None, scale: int) -> str:
     """A bar for each phase, cut into its parts; a line marks the card's memory."""
     drawn, y = [], 4
-    room = WIDTH - BAR_LABEL - 200
+    room = WIDTH - BAR_LABEL - 230
     for phase in phases:
         parts = [(part.name, part.bytes, byte_text(part.bytes), colours[part.name]) for part in phase.parts]
         drawn.append(_label(phase.phase, y))
         drawn += _stacked(parts, y, room / scale)
         over = card is not None and phase.bytes > card
         share = f" · {phase.bytes / card:.0%}" if card else ""
-        text = f"{byte_text(phase.bytes)}{share}" + (" · does not fit" if over else "")
+        text = f"{byte_text(phase.bytes)}{share}" + (" · too much" if over else "")
         x = BAR_LABEL + max(phase.bytes, card or 0) * room / scale + 10
         drawn.append(f'<text x="{x:.1f}" y="{y + 13}" class="label{" over" if over else ""}">{text}</text>')
         y += BAR_HEIGHT + 8

@@ -1,0 +1,160 @@
+"""Advice: each rule speaks where it should, with a remedy that silences it, and is silent elsewhere."""
+
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from megagrpo.errors import PreflightError
+from megagrpo.plan.disk import STATE_BYTES, checkpoint_bytes, disk_advice, disk_problems
+from megagrpo.plan.summary import parameters
+from megagrpo.recipe.load import load
+from megagrpo.trainer.preflight import preflight
+from tests.plans import LLAMA_8B, QWEN_30B, architecture, changed, plan, recipe
+from tests.tiny_run import make_run
+
+EXPERTS: dict[str, Any] = {
+    "model.path": QWEN_30B,
+    "train.layout": {"tensor": 4, "expert": 4, "data": 4},
+    "rollout.layout": {"tensor": 4},
+    "rollout.engines": 4,
+}
+ONE_NODE: dict[str, Any] = {"model.path": LLAMA_8B, "train.layout": {"tensor": 2, "data": 4}, "rollout.engines": 1}
+
+# what is unwise, where, and a remedy
+CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"train.layout": {"tensor": 16, "data": 8}}, "train.layout.tensor", {"train.layout": {"tensor": 8, "data": 16}}),
+    (
+        {**ONE_NODE, "train.layout": {"tensor": 2, "data": 6}, "rollout.engines": 1, "rollout.layout": {"tensor": 4}},
+        "cluster.gpus_per_node",
+        {"train.layout": {"tensor": 2, "data": 8}, "rollout.engines": 4},
+    ),
+    (
+        EXPERTS,
+        "train.layout.expert_tensor",
+        {"train.layout": {"tensor": 4, "expert": 4, "expert_tensor": 1, "data": 4}},
+    ),
+    (
+        {"algorithm.minibatches": 256, "train.layout": {"tensor": 8, "data": 16}},
+        "train.layout.data",
+        {"algorithm.minibatches": 2},
+    ),
+    (
+        {"train.tokens_per_microbatch": 200_000, "algorithm.minibatches": 16, "rollout.response_tokens_max": 2048},
+        "train.tokens_per_microbatch",
+        {"train.tokens_per_microbatch": 10240},
+    ),
+    (
+        {"train.layout": {"tensor": 8, "context": 2, "data": 8}},
+        "train.layout.context",
+        {"train.layout": {"tensor": 8, "data": 16}},
+    ),
+    ({**ONE_NODE, "train.recompute": "full", "cluster.gpu": "B300"}, "train.recompute", {"train.recompute": "none"}),
+    ({"train.distributed_optimizer": False}, "train.distributed_optimizer", {"train.distributed_optimizer": True}),
+    (
+        {"rollout.sglang": {"mem_fraction_static": 0.23, "enable_memory_saver": True}},
+        "rollout.layout.tensor",
+        {"rollout.sglang": {"mem_fraction_static": 0.7, "enable_memory_saver": True}},
+    ),
+    ({"rollout.engines": 4}, "rollout.engines", {"rollout.engines": 16}),
+    (
+        {**ONE_NODE, "rollout.layout": {"tensor": 1}, "rollout.engines": 8, "rollout.prompts_per_step": 4,
+         "rollout.samples_per_prompt": 1, "algorithm.advantage": {"name": "reinforce_plus_plus"}},
+        "rollout.engines",
+        {"rollout.prompts_per_step": 64},
+    ),
+    (
+        {"cluster.placement": "disaggregated", "train.offload": [], "rollout.engines": 2},
+        "cluster.placement",
+        {"rollout.engines": 32},
+    ),
+    ({"rollout.timeout_seconds": 30.0}, "rollout.timeout_seconds", {"rollout.timeout_seconds": 3600.0}),
+    ({"checkpoint": {"every_steps": 500}}, "checkpoint.every_steps", {"checkpoint": {"every_steps": 20}}),
+    ({"train.optimizer": {"lr": 1e-3}}, "train.optimizer.lr", {"train.optimizer": {"lr": 1e-6}}),
+    ({"cluster.gpu": "L40S"}, "train.layout.tensor", {"cluster.gpu": "H100"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "remedy"), CASES, ids=[f"{where} {i}" for i, (_, where, _) in enumerate(CASES)]
+)
+def test_what_is_unwise_is_told_until_it_is_remedied(
+    changes: dict[str, Any], where: str, remedy: dict[str, Any]
+) -> None:
+    told = [problem for problem in _unwise(changes) if problem.where == where]
+    assert told
+    assert all(problem.given and problem.needed and problem.fix for problem in told)
+    assert where not in [problem.where for problem in _unwise({**changes, **remedy})]
+
+
+def _unwise(changes: dict[str, Any]) -> Any:
+    return plan(**{path.replace(".", "__"): value for path, value in changes.items()}).unwise
+
+
+def test_a_good_recipe_gets_no_advice() -> None:
+    of = plan()
+    assert not of.unwise
+    assert not of.problems
+
+
+def test_the_bubble_is_told_with_its_share() -> None:
+    few = {
+        "train.layout": {"tensor": 8, "pipeline": 8, "data": 2},
+        "rollout.prompts_per_step": 2,
+        "rollout.engines": 16,
+    }
+    told = [problem for problem in _unwise(few) if problem.where == "train.layout.pipeline"]
+    assert "%" in told[0].given
+
+
+def test_engines_over_nodes_cannot_run() -> None:
+    of = plan(rollout__layout={"tensor": 16}, rollout__engines=8)
+    assert [problem.where for problem in of.problems] == ["rollout.layout.tensor"]
+
+
+def test_a_checkpoint_is_twelve_bytes_for_each_trained_parameter() -> None:
+    of = recipe(model__path=LLAMA_8B)
+    model = architecture(of)
+    whole = STATE_BYTES * parameters(model)
+    assert checkpoint_bytes(of, model) == whole
+    follows = recipe(
+        model__path=LLAMA_8B, algorithm={"kl": {"coefficient": 0.1}, "reference": {"update_every_steps": 10}}
+    )
+    assert checkpoint_bytes(follows, model) == whole + 4 * parameters(model)
+    adapters = recipe(model__path=LLAMA_8B, train__lora={"rank": 16})
+    assert 0 < checkpoint_bytes(adapters, model) < whole / 50
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def test_checkpoints_need_room_where_they_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    of = changed({"model.path": LLAMA_8B, "checkpoint.directory": str(tmp_path)})
+    model = architecture(of)
+    each = checkpoint_bytes(of, model)
+
+    def free(checkpoints: float) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(each * checkpoints)))
+
+    free(0.9)
+    (problem,) = disk_problems(of, model)
+    assert problem.where == "checkpoint.directory"
+    free(2.5)
+    assert not list(disk_problems(of, model))
+    (problem,) = disk_advice(of, model)
+    assert "2 checkpoints and the next" in problem.needed
+    (tmp_path / "step_000010").mkdir()  # takes its room already
+    assert not list(disk_advice(of, model))
+
+
+def test_a_run_that_could_not_save_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(make_run(tmp_path))
+    preflight(loaded)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 100))
+    with pytest.raises(PreflightError, match=r"for one checkpoint"):
+        preflight(loaded)
