@@ -140,6 +140,15 @@ def test_steps_are_about_as_long_as_published_ones(name):
     assert published / 2.2 < time.seconds < published * 1.5
 
 
+# Seconds of a whole sync, measured by others on H100: NeMo-RL's nccl-reshard-refit.md, miles' p2p-weight-transfer.md,
+# verl's checkpoint_engine, from the fastest to the slowest way.
+@pytest.mark.parametrize(("name", "fastest", "slowest"), [("Qwen3-30B-A3B", 0.74, 7.0), ("Qwen3-235B-A22B", 3.2, 10.8)])
+def test_weight_syncs_are_about_as_long_as_published_ones(name, fastest, slowest):
+    arch, layout, rollout, _ = PUBLISHED[name]
+    seconds = seconds_of(step_time(recipe(layout, **rollout), arch, H100, Assumptions()), "weight_sync")
+    assert fastest / 2 < seconds < slowest
+
+
 def test_training_alone_reaches_a_usual_share_of_the_peak():
     """Megatron-LM publishes 41 to 48 % for dense models with long microbatches on H100, and nobody more than 60 %."""
     train = Train(layout={"tensor": 8, "pipeline": 4, "data": 2}, total_steps=1, tokens_per_microbatch=8192)
