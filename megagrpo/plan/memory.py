@@ -152,8 +152,17 @@ def _engine_parts(device: _Device, phase: str, *, weights: bool, cache: bool) ->
         lowered = "rollout.sglang.chunked_prefill_size" if sglang else "rollout.requests_at_once"
         yield Part("engine graphs, activations", count * engine.working, (lowered,))
         yield Part("engine context, NCCL", count * (CONTEXT_BYTES + nccl))
-    if phase == "weight_sync" and recipe.weights.transfer != "disk":
-        yield Part("engine sync buckets", count * 2 * recipe.weights.bucket_bytes, ("weights.bucket_bytes",))
+    if phase == "weight_sync" and (buckets := _bucket_bytes(recipe)):
+        yield Part("engine sync buckets", count * buckets, ("weights.bucket_bytes",))
+
+
+def _bucket_bytes(recipe: AnyRecipe) -> int:
+    """At each end of a weight sync, two buckets (executors/flow.py). Files need none, and engines of others get files
+    unless the recipe says otherwise."""
+    if not isinstance(recipe, Recipe) or recipe.weights.transfer == "disk":
+        return 0
+    by_files = recipe.rollout.engine == "external" and recipe.weights.transfer == "auto"
+    return 0 if by_files else 2 * recipe.weights.bucket_bytes
 
 
 @dataclass(frozen=True)
@@ -254,10 +263,8 @@ class _Trainer:
     def weight_sync(self) -> Iterator[Part]:
         yield from self._models()
         yield from self._batch()
-        weights = self.recipe.weights if isinstance(self.recipe, Recipe) else None
-        used = 0
-        if weights and weights.transfer != "disk":
-            used = 2 * weights.bucket_bytes
+        used = _bucket_bytes(self.recipe)
+        if used:
             yield Part("sync buckets", used, ("weights.bucket_bytes",))
         if self.recipe.train.lora:
             # Copies of the matrices that adapters are added to: at most all that is not vocabulary.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.layout.stages import layers_of_chunk
 from megagrpo.plan import logits_memory
-from megagrpo.plan.activations import Pass, forward_bytes, stage_bytes, working_bytes
+from megagrpo.plan.activations import Pass, forward_bytes, passes_in_flight, stage_bytes, working_bytes
 from megagrpo.plan.logits_memory import end_bytes, logits_bytes
 from megagrpo.recipe import schema
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
@@ -143,6 +146,22 @@ def test_planned_bytes_are_those_that_ranks_allocate(case: Case) -> None:
         ranks = measured[stage * per_stage : (stage + 1) * per_stage]
         assert update == pytest.approx(min(rank.update for rank in ranks), rel=TOLERANCE), (stage, measured)
         assert forward == pytest.approx(min(rank.logprobs for rank in ranks), rel=TOLERANCE), (stage, measured)
+
+
+@pytest.mark.parametrize(("pipeline", "chunks"), [(2, 1), (4, 1), (2, 2), (2, 3), (4, 2), (8, 5)])
+def test_microbatches_in_flight_are_those_of_megatrons_schedules(pipeline: int, chunks: int) -> None:
+    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+
+    layout = ParallelLayout(pipeline=pipeline, virtual_pipeline=chunks)
+    for microbatches in (1, pipeline, pipeline + 1, 3 * pipeline + 2):
+        table = get_schedule_table(microbatches, chunks, pipeline)
+        for stage in range(pipeline):
+            group = SimpleNamespace(size=lambda: pipeline, rank=lambda stage=stage: stage)
+            size = chunks if chunks > 1 else None
+            schedule = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=size)
+            total, _, first, _ = get_pp_rank_microbatches(microbatches, chunks, pipeline, p2p_communicator=schedule)
+            passes = Counter(chunk for _, chunk in table[: min(first + 1, total)])
+            assert passes_in_flight(layout, stage, microbatches) == tuple(passes[chunk] for chunk in range(chunks))
 
 
 def test_logits_are_planned_in_the_chunks_that_they_are_made_in() -> None:

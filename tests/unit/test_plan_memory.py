@@ -293,6 +293,13 @@ def test_a_memory_saver_takes_the_engine_away_from_training() -> None:
     assert set(buckets.values()) == {2 * recipe_of().weights.bucket_bytes}
 
 
+def test_weights_that_travel_as_files_need_no_buckets() -> None:
+    elsewhere = {"engine": "external", "urls": ["http://somewhere:30000"]}
+    for sections in ({"weights": {"transfer": "disk"}}, {"rollout": elsewhere}):
+        held = phases(memory(recipe_of({"tensor": 8}, **sections), LLAMA, H100, "cuda")[0])
+        assert not [name for name in held["weight_sync"] if "buckets" in name]
+
+
 def test_torch_keeps_the_memory_of_passes_from_an_engine_on_the_same_card() -> None:
     held = phases(memory(recipe_of({"tensor": 8}), LLAMA, H100, "cuda")[0])
     passing = held["update"]["activations"] + held["update"]["logits"]
