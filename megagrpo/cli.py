@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo import __version__
-from megagrpo.errors import MegagrpoError, PreflightError
+from megagrpo.errors import MegagrpoError, PreflightError, Problem
 
 if TYPE_CHECKING:
     from megagrpo.convert.convert import Converted
@@ -88,7 +88,12 @@ def plan(asked: argparse.Namespace) -> int:
     if asked.html:
         from megagrpo.plan.page import page
 
-        asked.html.write_text(page(planned, found), encoding="utf-8")
+        try:
+            asked.html.write_text(page(planned, found), encoding="utf-8")
+        except OSError as error:
+            raise PreflightError(
+                Problem(f"--html {asked.html}", f"{error.strerror}".lower(), "a file that can be written")
+            ) from error
     if asked.json:
         from megagrpo.plan.as_json import plan_json
 

@@ -215,18 +215,18 @@ def _parts(phase: PhaseMemory, colours: dict[str, str], card: int | None) -> Ren
 
 
 def _time(plan: Plan, marks: _Marks) -> RenderableType | None:
-    if plan.device == "cpu":
-        return None
-    if plan.machines is None:
-        return Text("Bars against a card's memory, and seconds: add cluster.gpu=H100 (docs/plan.md lists the GPUs).")
     if plan.estimate is None:
-        return None
-    time, machines = plan.estimate.time, plan.machines
-    nodes = -(-time.gpus // machines.gpus_per_node)
-    where = f"{time.gpus} {machines.gpu.name}" + (f" in {nodes} nodes" if nodes > 1 else "")
+        if plan.device == "cpu":
+            return None
+        return Text("Bars against a card's memory, and seconds: add cluster.gpu=H100 (docs/plan.md lists the GPUs).")
+    time = plan.estimate.time
+    unit, where = "process", f"{time.gpus} process{'es' if time.gpus > 1 else ''}"
+    if plan.machines:
+        nodes = -(-time.gpus // plan.machines.gpus_per_node)
+        unit, where = "GPU", f"{time.gpus} {plan.machines.gpu.name}" + (f" in {nodes} nodes" if nodes > 1 else "")
     lines: list[RenderableType] = [_title(f"a step: {second_text(time.seconds)} on {where}")]
     lines += [_phase_time(phase, time.seconds, marks) for phase in time.phases]
-    rate = f"{time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
+    rate = f"{time.tokens_per_second_per_gpu:,.0f} tokens/s/{unit}"
     days = f"; {time.steps} steps take {second_text(time.days * 86400)}" if time.days is not None else ""
     lines.append(Text(rate + days, style="bold"))
     return Group(*lines)
@@ -264,14 +264,16 @@ def _assumptions(plan: Plan) -> RenderableType | None:
     for index in range(half):
         pair = shown[index::half]
         table.add_row(*(cell for assumed in pair for cell in _assumed(assumed)))
+    origins = sorted({assumed.origin for assumed in shown} - {"default"})
+    if origins:
+        table.add_row(f"* {' or '.join(origins)}")
     note = Text("--assume NAME=VALUE gives one, --calibrate RUN_DIRECTORY takes them from a run", style="dim")
     return Group(_title("assumptions (units and sources: docs/plan.md)"), table, note)
 
 
 def _assumed(assumed: Assumed) -> tuple[Text, Text]:
-    given = assumed.origin != "default"
-    style = "bold" if given else ""
-    name = f"{assumed.name}{f' ({assumed.origin})' if given else ''}"
+    changed = assumed.origin != "default"
+    name, style = f"{assumed.name}{' *' if changed else ''}", "bold" if changed else ""
     return Text(name, style=style), Text(f"{assumed.value:g}", style=style)
 
 

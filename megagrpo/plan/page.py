@@ -60,15 +60,14 @@ def _chips(plan: Plan) -> str:
     noun = "GPUs" if plan.device == "cuda" else "processes"
     fullest = max(kind.fullest.bytes for kind in plan.memory)
     chips = [(str(len(plan.places)), f"{plan.machines.gpu.name} {noun}" if plan.machines else noun)]
-    if plan.estimate and plan.machines:
-        time = plan.estimate.time
-        chips.append((byte_text(fullest), f"of {byte_text(plan.machines.gpu.memory_bytes)} at most in use"))
+    card = f"of {byte_text(plan.machines.gpu.memory_bytes)} at most in use" if plan.machines else "on the fullest"
+    chips.append((byte_text(fullest), card))
+    if plan.estimate:
+        time, unit = plan.estimate.time, "GPU" if plan.machines else "process"
         chips.append((second_text(time.seconds), "a step"))
-        chips.append((f"{time.tokens_per_second_per_gpu:,.0f}", "tokens/s/GPU"))
+        chips.append((f"{time.tokens_per_second_per_gpu:,.0f}", f"tokens/s/{unit}"))
         if time.days is not None:
             chips.append((second_text(time.days * 86400), f"{time.steps} steps"))
-    else:
-        chips.append((byte_text(fullest), "on the fullest"))
     shown = (f"<div class=chip><b>{number}</b><span>{escape(text)}</span></div>" for number, text in chips)
     return f"<div class=chips>{''.join(shown)}</div>"
 

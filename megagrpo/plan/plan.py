@@ -13,10 +13,11 @@ from megagrpo.plan.calibrate import calibrated
 from megagrpo.plan.disk import disk_advice
 from megagrpo.plan.estimate import estimate
 from megagrpo.plan.figures import DeviceMemory, Estimate
-from megagrpo.plan.machines import Machines, machines_of
+from megagrpo.plan.machines import A_CPU, Machines, machines_of
 from megagrpo.plan.memory import memory
 from megagrpo.plan.places import Place, Stage, places, stages
 from megagrpo.plan.summary import summary
+from megagrpo.plan.time import step_time
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.families.architecture import Architecture
 
@@ -46,7 +47,7 @@ class Assumed:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe's plan. Without `machines` there is no estimate of time; without GPUs neither."""
+    """A recipe's plan. Without `machines` there is no estimate of time, unless a run on CPUs calibrates it."""
 
     recipe: AnyRecipe
     architecture: Architecture
@@ -81,6 +82,8 @@ def plan_of(
     known = machines if device == "cuda" else None
     expected = estimate(recipe, architecture, known, assumptions) if known else None
     held = expected.memory if expected else memory(recipe, architecture, None, device)
+    if device == "cpu" and run_directory is not None:  # of CPUs nothing is known but what a run measured
+        expected = Estimate(held, step_time(recipe, architecture, A_CPU, assumptions), 0)
     return Plan(
         recipe=recipe,
         architecture=architecture,

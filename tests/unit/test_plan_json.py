@@ -75,6 +75,20 @@ def test_every_assumption_is_told_with_its_unit_and_origin(told: dict[str, Any])
     assert {a.name: a.value for a in given.assumed if a.origin == "given"} == {"response_tokens": 2000}
 
 
+def test_a_run_on_cpus_calibrates_its_own_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, run = make_run(tmp_path), tmp_path / "runs" / "tiny"
+    run.mkdir(parents=True)
+    seconds = {"rollout": 3.0, "reward": 0.5, "update": 2.0, "weight_sync": 0.25}
+    step = {f"seconds/{phase}": value for phase, value in seconds.items()} | {"seconds/step": 6.0}
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps({'step': number, **step})}\n" for number in (1, 2, 3)))
+    assert main(["plan", str(recipe), "cluster.device=cpu", "--calibrate", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    phases = {phase["phase"]: phase["seconds"] for phase in told["time"]["phases"]}
+    assert {phase: phases[phase] for phase in seconds} == pytest.approx(seconds)
+    assert "calibrated" in {assumed["origin"] for assumed in told["assumptions"]}
+    assert told["fits"] is None
+
+
 def test_the_command_prints_json_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_run(tmp_path)
     page = tmp_path / "plan.html"
