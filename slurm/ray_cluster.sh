@@ -61,20 +61,27 @@ address_of() { # NODE
 }
 
 start_ray() {
-    local node head code
-    head=$(address_of "${NODES[0]}")
+    local index node code address addresses=()
+    for node in "${NODES[@]}"; do
+        address=$(address_of "$node") || {
+            say "no address of node $node"
+            finish 3
+        }
+        addresses+=("$address")
+    done
     # shellcheck source=slurm/ports.sh
     source slurm/ports.sh
-    RAY_PORT=$(first_of_free_ports "$head")
-    export RAY_PORT RAY_ADDRESS=$head:$RAY_PORT RAY_LOGS=$LOGS
+    RAY_PORT=$(first_of_free_ports "${addresses[0]}") || finish 3
+    export RAY_PORT RAY_ADDRESS=${addresses[0]}:$RAY_PORT RAY_LOGS=$LOGS
     # Said outright: what Ray does by itself depends on files in the user's home. Who has no token stays out.
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$LOGS/token
     (umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
     # Short, because sockets lie in it, and the job's own: another job may be on the same node.
     export RAY_TEMP=$NODE_TMP/ray_$SLURM_JOB_ID RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
 
-    for node in "${NODES[@]}"; do
-        RAY_NODE_ADDRESS=$(address_of "$node") "${STEP[@]}" --nodelist="$node" bash slurm/ray_node.sh \
+    for index in "${!NODES[@]}"; do
+        node=${NODES[index]}
+        RAY_NODE_ADDRESS=${addresses[index]} "${STEP[@]}" --nodelist="$node" bash slurm/ray_node.sh \
             >"$LOGS/$node.log" 2>&1 &
         STEPS+=("$!")
     done
@@ -82,7 +89,7 @@ start_ray() {
     await "$!" 0 && code=0 || code=$?
     if [[ $code != 0 ]]; then
         say "Ray did not start"
-        tail -n 20 "$LOGS"/*.log
+        if [[ -z $LOST ]]; then tail -n 10 "$LOGS"/*.log; fi
         finish 3
     fi
     touch "$LOGS/ready"
@@ -99,7 +106,7 @@ await() { # PROCESS GRACE
                 LOST=${NODES[index]}
                 deadline=$((SECONDS + $2))
                 say "Ray on node $LOST ended; the last lines of $LOGS/$LOST.log:"
-                tail -n 10 "$LOGS/$LOST.log"
+                tail -n 20 "$LOGS/$LOST.log"
             fi
         done
         if [[ -n $LOST ]] && ((SECONDS >= deadline)); then
@@ -124,7 +131,7 @@ asked() { # SIGNAL
 }
 
 # Whether Slurm still means the job to run.
-is_running() { scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING '; }
+is_running() { [[ "$(scontrol --oneliner show job "$SLURM_JOB_ID")" == *" JobState=RUNNING "* ]]; }
 
 finish() { # EXIT_CODE
     local deadline=$((SECONDS + STOP_SECONDS))
@@ -154,6 +161,6 @@ signal_steps() { # SIGNAL
 
 may_requeue() {
     [[ $TOLD != TERM ]] && is_running &&
-        scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q ' Requeue=1 ' &&
+        [[ "$(scontrol --oneliner show job "$SLURM_JOB_ID")" == *" Requeue=1 "* ]] &&
         ((${SLURM_RESTART_COUNT:-0} < MAX_RESTARTS))
 }

@@ -21,14 +21,6 @@ else
     until (exec 3<>"/dev/tcp/${RAY_ADDRESS/:/\/}") 2>/dev/null; do sleep 0.5; done # whoever waits has a deadline
 fi
 
-# Collectives go through the interface that has Slurm's address, unless the job says otherwise.
-interface=$(python - "$RAY_NODE_ADDRESS" <<'PYTHON'
-import sys
-import psutil
-print(*(name for name, has in psutil.net_if_addrs().items() if sys.argv[1] in {entry.address for entry in has}))
-PYTHON
-)
-export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 ulimit -n "$(ulimit -Hn)"
 node=$SLURMD_NODENAME
 unset "${!SLURM_@}" "${!PMI@}" # what Ray starts is no task of Slurm's
@@ -43,7 +35,7 @@ stop() {
     fi
 }
 trap 'stop; exit 0' USR1
-echo "ray start ${options[*]}; collectives through $NCCL_SOCKET_IFNAME"
+echo "ray start ${options[*]}"
 # Ray gives up on agents that take more than seconds to start, as they do where all nodes read one file system at once.
 for attempt in 1 2 3 4 5; do
     ray start "${options[@]}" &

@@ -9,12 +9,12 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "slurm"
-EDIT = re.compile(r"^.*# EDIT (\d).*$", re.MULTILINE)
+EDIT = re.compile(r"^.*?( *# EDIT (\d).*)$", re.MULTILINE)
 
 
 def edited(script: Path, *lines: str) -> str:
-    """The script's text with each line marked EDIT replaced by one of `lines`."""
-    return EDIT.sub(lambda marked: lines[int(marked[1]) - 1], script.read_text())
+    """The script's text with one of `lines` on each line marked EDIT, before the mark."""
+    return EDIT.sub(lambda marked: lines[int(marked[2]) - 1] + marked[1], script.read_text())
 
 
 def overrides(recipe: dict[str, Any]) -> list[str]:

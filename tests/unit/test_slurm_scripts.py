@@ -26,7 +26,7 @@ def test_bash_reads_every_script(script: Path) -> None:
 @pytest.mark.parametrize("script", JOBS, ids=lambda path: path.name)
 def test_exactly_three_lines_are_to_be_edited(script: Path) -> None:
     text = script.read_text()
-    assert [marked[1] for marked in EDIT.finditer(text)] == ["1", "2", "3"]
+    assert [marked[2] for marked in EDIT.finditer(text)] == ["1", "2", "3"]
     changed = edited(script, "#SBATCH --partition=mine", "cd /mine", "source /mine/bin/activate")
     assert "YOUR" not in changed
     assert "/shared" not in changed
