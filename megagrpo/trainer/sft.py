@@ -150,7 +150,7 @@ def _run_steps(
             evaluation = _evaluate(run) if run.held_out and (last or done % recipe.eval.every_steps == 0) else {}
             tracker.log(done, unlogged | evaluation | run.clock.take())
             unlogged = None
-            if last or saved == done or done % recipe.checkpoint.every_steps == 0:
+            if last or done % recipe.checkpoint.every_steps == 0:
                 _save(run, done, unlogged, store, tracker)
                 saved = done
     except StopRequested:

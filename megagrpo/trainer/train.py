@@ -180,8 +180,8 @@ def _run_steps(
             reason = _reason_to_stop(progress, run.cursor)
             step, metrics = progress.step, progress.unlogged or {}
             tracker.log(step, metrics | _evaluation_metrics(progress) | run.clock.take())
-            was_stopped, progress = saved == step, replace(progress, unlogged=None)
-            due = last or reason or excess or was_stopped or step % recipe.checkpoint.every_steps == 0
+            progress = replace(progress, unlogged=None)
+            due = last or reason or excess or step % recipe.checkpoint.every_steps == 0
             if due or _is_new_best(recipe.checkpoint.keep_best, progress.evaluation, store):
                 _save(run, progress, store, tracker)
                 saved = step
