@@ -53,6 +53,7 @@ def ranks_work(process: subprocess.Popen[str]) -> bool:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_stopped_while_it_scores_updates_and_evaluates_it_continues_with_the_same_numbers(
     inputs: Path, finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +85,7 @@ def test_stopped_while_it_scores_updates_and_evaluates_it_continues_with_the_sam
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_fine_tuning_stopped_twice_continues_with_the_same_numbers(
     inputs: Path, finished_sft: Path, tmp_path: Path
 ) -> None:
