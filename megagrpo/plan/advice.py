@@ -1,20 +1,21 @@
-"""What is wrong or unwise in a recipe for its machines: every finding with where, given, needed and fix.
+"""What is unwise in a recipe for its machines: every finding with where, given, needed and fix.
 
-The rules of recipe/ refuse what is wrong anywhere; these need a plan's figures, or are matters of judgment.
+The rules of recipe/ refuse what is wrong anywhere, fitting.py what cannot run on the machines; these are matters of
+judgment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megagrpo.errors import Problem
 from megagrpo.plan.assumptions import Assumptions, lengths_of
-from megagrpo.plan.engine_memory import EngineMemory, engine_memory
-from megagrpo.plan.figures import DeviceMemory, Estimate, Part, PhaseMemory, StepTime
+from megagrpo.plan.figures import Estimate, StepTime
+from megagrpo.plan.fitting import engine_on
 from megagrpo.plan.machines import Machines
 from megagrpo.plan.places import axes
-from megagrpo.plan.units import byte_text, second_text
+from megagrpo.plan.units import second_text
 from megagrpo.recipe.defaults import engine_devices
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
@@ -43,53 +44,6 @@ class _Planned:
     machines: Machines | None
     estimate: Estimate | None
     assumptions: Assumptions
-
-
-def memory_problems(
-    recipe: AnyRecipe, architecture: Architecture, held: Sequence[DeviceMemory], machines: Machines | None
-) -> Iterator[Problem]:
-    """The fullest device, if it needs more than a card has: one problem, since one change moves all of them. And an
-    engine without room for a single response."""
-    if machines is None:
-        return
-    engine = _engine(recipe, architecture, machines)
-    if engine is not None and engine.sequences == 0:
-        yield Problem(
-            "rollout.layout.tensor",
-            given=f"weights of {byte_text(engine.weights)} on each GPU of an engine, and a cache of "
-            f"{engine.cache_tokens} tokens beside them on a {machines.gpu.name}",
-            needed=f"{engine.longest} tokens: the longest prompt and response",
-            fix="more tensor ranks in each engine, or shorter responses",
-        )
-    kind = max(held, key=lambda kind: kind.fullest.bytes)
-    fullest, card = kind.fullest, machines.gpu.memory_bytes
-    if fullest.bytes <= card:
-        return
-    largest = max(fullest.parts, key=lambda part: part.bytes)
-    lowered = next((part for part in _by_size(fullest) if part.lowered_by), largest)
-    more = "" if lowered is largest else f" ({lowered.name})"
-    yield Problem(
-        f"memory of {kind.name}, {fullest.phase}",
-        given=f"{byte_text(fullest.bytes)}, most of it {largest.name}: {byte_text(largest.bytes)}",
-        needed=f"at most {byte_text(card)}, a {machines.gpu.name}: {byte_text(fullest.bytes - card)} too much",
-        fix=f"change {', '.join(lowered.lowered_by)}{more}, or see what fits with --search",
-    )
-
-
-def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
-    """Engines on GPUs of two nodes: a server's ranks are processes of one node."""
-    if isinstance(recipe, SftRecipe) or recipe.cluster.device == "cpu":
-        return
-    per_node = recipe.cluster.gpus_per_node
-    for engine, devices in enumerate(plan_devices(recipe, "cuda").bundles_of_engine):
-        if len({device // per_node for device in devices}) > 1:
-            yield Problem(
-                "rollout.layout.tensor",
-                given=f"{len(devices)}, which puts engine {engine} on GPUs {devices[0]}-{devices[-1]}, over nodes",
-                needed=f"engines within nodes of {per_node} GPUs (cluster.gpus_per_node)",
-                fix=f"a divisor of {per_node}, and a number of engines and of training ranks that fills nodes",
-            )
-            return
 
 
 def advice(
@@ -249,7 +203,7 @@ def _whole_optimizer(planned: _Planned) -> Iterator[Problem]:
 
 
 def _key_value_cache(planned: _Planned) -> Iterator[Problem]:
-    recipe, engine = planned.recipe, _engine(planned.recipe, planned.architecture, planned.machines)
+    recipe, engine = planned.recipe, engine_on(planned.recipe, planned.architecture, planned.machines)
     if engine is not None and 0 < engine.sequences < KV_CACHE_SHARE_MIN * engine.asked and isinstance(recipe, Recipe):
         yield Problem(
             "rollout.layout.tensor",
@@ -361,17 +315,6 @@ def bubble(time: StepTime) -> float:
     """Share of the update in which pipeline stages wait for one another."""
     update = next(phase for phase in time.phases if phase.phase == "update")
     return dict(update.parts).get("pipeline bubble", 0.0) / update.seconds
-
-
-def _engine(recipe: AnyRecipe, architecture: Architecture, machines: Machines | None) -> EngineMemory | None:
-    """What a rank of an engine holds on a known card; None for recipes without engines of their own."""
-    if machines is None or isinstance(recipe, SftRecipe) or engine_devices(recipe) == 0:
-        return None
-    return engine_memory(recipe, architecture, machines.gpu.memory_bytes, "cuda")
-
-
-def _by_size(phase: PhaseMemory) -> list[Part]:
-    return sorted(phase.parts, key=lambda part: part.bytes, reverse=True)
 
 
 def _round_up(seconds: float) -> int:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megagrpo.errors import Problem
-from megagrpo.plan.advice import advice, memory_problems, node_problems
+from megagrpo.plan.advice import advice
 from megagrpo.plan.assumptions import Assumptions, assumptions_from
 from megagrpo.plan.calibrate import calibrated
 from megagrpo.plan.disk import disk_advice
 from megagrpo.plan.estimate import estimate
 from megagrpo.plan.figures import DeviceMemory, Estimate
+from megagrpo.plan.fitting import memory_problems, node_problems
 from megagrpo.plan.machines import A_CPU, Machines, machines_of
 from megagrpo.plan.memory import memory
 from megagrpo.plan.places import Place, Stage, places, stages

@@ -12,10 +12,11 @@ from math import prod
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.plan import space
-from megagrpo.plan.advice import bubble, node_problems
+from megagrpo.plan.advice import bubble
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.estimate import lacking_bytes
 from megagrpo.plan.figures import Estimate, StepTime
+from megagrpo.plan.fitting import node_problems
 from megagrpo.plan.machines import Machines
 from megagrpo.plan.memory import memory
 from megagrpo.plan.plan import Plan
