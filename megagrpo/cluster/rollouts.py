@@ -105,11 +105,14 @@ class Rollouts:
         requests = self._requests(prompts, per_prompt, evaluation_sampling(self._recipe), step=0)
         return groups_of(prompts, self._samples(requests), per_prompt)
 
-    def release_memory(self) -> None:
-        """Gives the engines' memory to training on the same devices, where they can; the next weights take it back."""
+    def release_memory(self) -> bool:
+        """Gives the engines' memory to training on the same devices; whether they can. The next weights take it back,
+        and without them the engines do not generate."""
         memory_saver = (self._recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
-        if self._recipe.rollout.engine == "sglang" and memory_saver and self._recipe.cluster.placement == "colocated":
+        can = self._recipe.rollout.engine == "sglang" and self._recipe.cluster.placement == "colocated" and memory_saver
+        if can and self.actors:
             self._call("release_memory")
+        return bool(can and self.actors)
 
     def close(self) -> None:
         """Ends the engines, and the servers that they started."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,7 +31,7 @@ class TrainRanks:
     def __init__(self, runtime: Runtime, recipe: AnyRecipe, model_directory: Path) -> None:
         self._timeout, self.watch = recipe.cluster.step_timeout_seconds, runtime.watch
         self._offload = list(recipe.train.offload)
-        self._released = False
+        self._away: set[str] = set()
         self._data_rank = {f"train rank {at.rank}": at.data for at in rank_grid(recipe.train.layout.parallel())}
         self._places = tuple(runtime.place_of_rank(rank) for rank in range(len(self._data_rank)))
         self.actors: dict[str, Any] = {
@@ -112,25 +112,41 @@ class TrainRanks:
             watch=self.watch,
         )
 
+    @property
+    def away(self) -> bool:
+        """Whether some parts are in host memory."""
+        return bool(self._away)
+
+    def release(self, keep: Collection[str] = ()) -> None:
+        """Moves the parts named in train.offload to host memory, but those to keep: engines on the same devices then
+        have room. They stay there until `restore`."""
+        self._release([part for part in self._offload if part not in keep])
+
+    def restore(self) -> None:
+        """Brings back whatever is in host memory."""
+        self._restore(list(self._away))
+
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Inside it, the parts named in train.offload are in host memory: engines on the same devices have room."""
-        self._released = True  # also if the wait for it is given up: it goes on, and is undone by a restore after it
-        self._move("release")
+        """Inside it, the parts named in train.offload are in host memory; afterwards nothing is."""
+        self.release()
         yield
-        self._move("restore")
-        self._released = False
+        self.restore()
 
     @contextmanager
-    def needed(self) -> Iterator[None]:
-        """Inside it, everything is where it can be used, also while `released`."""
-        released = self._released
-        if released:
-            self._move("restore")
+    def needed(self, parts: Collection[str] | None = None) -> Iterator[None]:
+        """Inside it, these parts (all of them, by default) are where they can be used; afterwards where they were."""
+        away = [part for part in self._away if parts is None or part in parts]
+        self._restore(away)
         yield
-        if released:
-            self._move("release")
+        self._release(away)
 
-    def _move(self, method: str) -> None:
-        if self._offload:
-            self.call(method, self._offload)
+    def _release(self, parts: Sequence[str]) -> None:
+        if parts:
+            self._away |= set(parts)  # also if the wait is given up: it goes on, and is undone by a restore after it
+            self.call("release", parts)
+
+    def _restore(self, parts: Sequence[str]) -> None:
+        if parts:
+            self.call("restore", parts)
+            self._away -= set(parts)

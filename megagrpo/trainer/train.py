@@ -191,8 +191,7 @@ def _run_steps(
         if progress.step > saved:
             run.weights.give_up()
             run.rollouts.give_up()  # they may hold memory that saving needs
-            with run.policy.needed():
-                _save(run, progress, store, tracker)
+            _save(run, progress, store, tracker)
         raise
     if reason:
         tracker.say(f"stopped after step {progress.step}: {reason}")
@@ -224,8 +223,12 @@ def _train_step(
 
 def _save(run: Run, progress: Progress, store: CheckpointStore, tracker: Tracker) -> None:
     with run.clock.phase("checkpoint"):
-        run.weights.check_replicas()
-        save(run.policy, store, _trainer_state(run, progress, tracker))
+        engines_gone = run.policy.away and run.rollouts.release_memory()
+        with run.policy.needed():
+            run.weights.check_replicas()
+            save(run.policy, store, _trainer_state(run, progress, tracker))
+        if engines_gone:
+            run.weights.sync(version=progress.step)
 
 
 def _is_new_best(metric: str | None, evaluation: Mapping[str, float] | None, store: CheckpointStore) -> bool:

@@ -99,6 +99,7 @@ class SglangEngine:
         """
         self._protocol.check_serving()
         check_prompts(requests, self._protocol.name)
+        self.resume_memory(["kv_cache"])
         return self._stream(requests)
 
     def _stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Sample]]:
@@ -217,9 +218,8 @@ class SglangEngine:
 
     def commit_update(self, version: int) -> None:
         self._protocol.check_commit(version)
-        self.resume_memory(["kv_cache"])
         self._client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        if self._pause != "in_place":
+        if self._pause != "in_place" and "kv_cache" not in self._released:
             self._client.post("/flush_cache", {})
         self._continue()
         self._protocol.commit(version)
@@ -273,7 +273,7 @@ class SglangEngine:
 
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
         """Gives device memory to others, where the server can; nothing may run. Without "weights" it has no policy: an
-        update must follow before it generates, and takes back what was released."""
+        update must follow before it generates, and takes them back; the cache comes back with the next requests."""
         wanted = [tag for tag in tags if tag not in self._released]
         if not self.can_release_memory or not wanted:
             return
