@@ -19,8 +19,6 @@ from megagrpo.rollout.generate import evaluation_sampling, greedy_sampling, grou
 from megagrpo.rollout.spread import assign
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.families import read_architecture
-from megagrpo.weights.sides.sglang import derives_weights
 from megagrpo.weights.topology import Place
 
 END_SECONDS = 30.0
@@ -46,13 +44,6 @@ class Rollouts:
     def external(self) -> bool:
         """Whether somebody else runs the engines."""
         return self._recipe.rollout.engine == "external"
-
-    @property
-    def derive_weights(self) -> bool:
-        """Whether the engines compute with more weights than are sent to them: those go through their own loader."""
-        if self._recipe.rollout.engine == "transformers":
-            return False
-        return derives_weights(read_architecture(self._directories[0]))
 
     def wait_until_ready(self) -> None:
         """Raises EngineError naming the engines that did not start in `cluster.start_timeout_seconds`."""

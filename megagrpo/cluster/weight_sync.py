@@ -41,7 +41,7 @@ class WeightSync:
         manifests = rollouts.manifests()
         topology = Topology(policy.places(), rollouts.places())
         self.plan = make_plan(sharing(policy.manifests()), sharing(list(chain(*manifests.values()))), topology)
-        self.way = choose_way(recipe.weights, topology, external=rollouts.external, derived=rollouts.derive_weights)
+        self.way = choose_way(recipe.weights, topology, external=rollouts.external)
         ends = [0]
         for of_engine in manifests.values():
             ends.append(ends[-1] + len(of_engine))
@@ -258,10 +258,8 @@ def sharing(manifests: Sequence[Manifest]) -> list[Manifest]:
     return shared
 
 
-def choose_way(settings: Weights, topology: Topology, *, external: bool, derived: bool = False) -> Way:
+def choose_way(settings: Weights, topology: Topology, *, external: bool) -> Way:
     """How weights travel where the recipe leaves it open; or what it says, if that can work here.
-
-    `derived`: the engines derive further weights from whole tensors that their own loaders get, from no others.
 
     Raises: RecipeError.
     """
@@ -269,8 +267,6 @@ def choose_way(settings: Weights, topology: Topology, *, external: bool, derived
     if settings.transfer == "auto":
         if external:
             return Way.DISK
-        if derived:
-            return Way.TENSORS if len(nodes) == 1 else Way.BROADCAST
         return Way.SHARED_MEMORY if len(nodes) == 1 else Way.PROCESS_GROUP
     way = Way(settings.transfer)
     if len(nodes) > 1 and way in (Way.SHARED_MEMORY, Way.DIRECT, Way.TENSORS):

@@ -118,14 +118,14 @@ def sync_seconds(
         "digests": found.held / assumed.digest_bytes_per_second,
     }
     way = recipe.weights.transfer
-    # As cluster/weight_sync.py chooses: weights derived from latent attention's go through the engines' own loaders.
     if external if way == "auto" else way == "disk":
         seconds["writing to disk"] = found.model / assumed.disk_bytes_per_second
         seconds["reading from disk"] = found.model * rollout.engines / assumed.disk_bytes_per_second
-    elif way == "broadcast" or (way == "auto" and arch.latent is not None and not one_node):
+    elif way == "broadcast":
         speed = (links.node if one_node else links.network) * assumed.sync_efficiency
         seconds["gathering on one rank"] = found.model / speed
-        seconds["broadcast"] = found.model / speed
+        # One rank sends all, to each engine in a group of its own.
+        seconds["broadcast"] = found.model * rollout.engines / speed
     else:
         network = found.network / (links.network * assumed.sync_efficiency)
         node = found.node / (links.node * assumed.sync_efficiency)

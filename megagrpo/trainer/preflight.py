@@ -33,7 +33,7 @@ from megagrpo.trainer.model_files import (
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.sides.checkpoint import manifests
-from megagrpo.weights.sides.sglang import split_problems, transfer_problems
+from megagrpo.weights.sides.sglang import split_problems
 
 PROBLEMS_OF_A_PART = 10
 Found = TypeVar("Found")
@@ -242,7 +242,6 @@ def _engine_problems(recipe: Recipe, architecture: Architecture | None, plan_onl
         for problem in split_problems(architecture, rollout.layout, device):
             fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1"
             yield replace(problem, where=f"rollout.layout: {problem.where}", fix=fix)
-        yield from transfer_problems(architecture, recipe.weights.transfer)
     if device == "cpu" and recipe.cluster.device == "auto" and rollout.layout.expert > 1:
         yield Problem(
             "rollout.layout.expert",

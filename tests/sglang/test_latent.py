@@ -14,7 +14,6 @@ from megagrpo.errors import WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.types import SamplingParams
 from megagrpo.weights.executors.ways import Way
-from megagrpo.weights.sides.sglang import EXACT_SHARDS
 from tests.rollout_engines import model_directory, request
 from tests.sglang.servers import Served
 from tests.sglang.test_shards import PROMPT, check_holds, check_logprobs
@@ -57,17 +56,4 @@ def test_it_samples_from_the_weights_that_came_and_derived_ones_that_stayed_old_
         stale = ["model.layers.1.self_attn.w_kc", "model.layers.1.self_attn.w_vc"]
         assert [problem.where for problem in caught.value.problems] == stale * 2  # on both ranks
         policy.sync(3, weights(3))
-        policy.close()
-
-
-def test_exact_shards_are_refused_by_the_server_and_it_lives(
-    latent_server: Served, weights: Callable[[int], Path]
-) -> None:
-    with latent_server.borrowed() as engine:
-        for way in EXACT_SHARDS:
-            with pytest.raises(WeightSyncError, match="DeepseekV3ForCausalLM") as caught:
-                StagedPolicy(engine, latent_server.directory, ParallelLayout(), Way(way))
-            assert "transfer: tensors, broadcast or disk" in str(caught.value)
-        policy = StagedPolicy(engine, latent_server.directory, ParallelLayout(), Way.TENSORS)
-        policy.sync(1, weights(1))
         policy.close()

@@ -27,12 +27,6 @@ def test_the_way_is_chosen_by_where_everyone_is(topology: Topology, external: bo
     assert choose_way(Weights(), topology, external=external) is way
 
 
-def test_engines_that_derive_weights_get_whole_tensors() -> None:
-    assert choose_way(Weights(), ONE_NODE, external=False, derived=True) is Way.TENSORS
-    assert choose_way(Weights(), TWO_NODES, external=False, derived=True) is Way.BROADCAST
-    assert choose_way(Weights(), TWO_NODES, external=True, derived=True) is Way.DISK
-
-
 def test_a_way_through_a_nodes_memory_is_refused_between_nodes() -> None:
     for transfer in ("shared_memory", "direct", "tensors"):
         with pytest.raises(RecipeError, match="between 2 nodes"):

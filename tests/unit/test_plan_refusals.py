@@ -60,7 +60,6 @@ IMPOSSIBLE: list[tuple[str, str, str, str, str]] = [
     (DEEPSEEK, "train.layout.last_stage_layers=null", "train.layout.pipeline", "61 layers", "last_stage_layers: 5"),
     (DEEPSEEK, "train.layout.last_stage_layers=6", "layout.last_stage_layers", "61 layers", "last_stage_layers: 5"),
     (DEEPSEEK, "train.layout.virtual_pipeline=2", "train.layout.last_stage_layers", "61 layers", "virtual_pipeline: 1"),
-    (DEEPSEEK, "weights.transfer=shared_memory", "weights.transfer", "shared_memory", "transfer: auto"),
     (DEEPSEEK, "train.lora.rank=16", "train.lora", "latent attention", "remove train.lora"),
     # against the machines
     (SMALL, "model.path=Qwen/Qwen3-8B", "memory of training", "optimizer", "train.lora"),

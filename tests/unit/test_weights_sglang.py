@@ -153,15 +153,6 @@ def test_a_model_with_latent_attention_has_the_parameters_that_servers_have() ->
     assert wide == ["model.layers.1.mlp.gate.e_score_correction_bias"]
 
 
-def test_only_whole_tensors_travel_where_the_engine_derives_further_weights() -> None:
-    for transfer in sglang.EXACT_SHARDS:
-        (problem,) = sglang.transfer_problems(latent_architecture(), transfer)
-        assert transfer in problem.given
-        assert not sglang.transfer_problems(moe_architecture(), transfer)
-    for transfer in ("auto", "tensors", "broadcast", "disk"):
-        assert not sglang.transfer_problems(latent_architecture(), transfer)
-
-
 def test_padding_lets_the_cpu_hold_mlps_that_do_not_divide_but_no_such_experts() -> None:
     sglang.manifest(architecture(ffn=27), EngineLayout(tensor=2), 0, "float32", "cpu")
     with pytest.raises(ModelError, match="expert ffn: 9"):  # SGLang would leave the last row out

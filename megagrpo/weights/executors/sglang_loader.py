@@ -26,7 +26,6 @@ from megagrpo.weights.executors import streams
 from megagrpo.weights.executors.meeting import Meeting, Member
 from megagrpo.weights.executors.ways import IN_PLACE, Receiver, Way, open_receiver
 from megagrpo.weights.plan import WeightPlan
-from megagrpo.weights.sides.sglang import EXACT_SHARDS
 from megagrpo.weights.verification import arrived_bucket_digests, sent_bucket_digests
 from megagrpo.weights.views import stored_tensors
 
@@ -94,21 +93,6 @@ def named_storages(model: torch.nn.Module, manifest: Manifest) -> dict[str, torc
     return found | {name: buffer for name, buffer in model.named_buffers() if name in manifest.storages}
 
 
-def check_loadable(model: torch.nn.Module, way: Way) -> None:
-    """Raises ModelError for exact shards into a model from whose weights SGLang derives others: they would stay old."""
-    if way not in EXACT_SHARDS:
-        return
-    if hasattr(model, "post_load_weights"):
-        raise ModelError(
-            Problem(
-                f"weights.transfer: {way} into {type(model).__name__}",
-                "SGLang derives further weights from these (its post_load_weights; latent attention's w_kc and w_vc)",
-                "a model whose parameters are all that it computes with",
-                "weights.transfer: tensors, broadcast or disk, which go through SGLang's own loader",
-            )
-        )
-
-
 def check_derived(model: torch.nn.Module) -> None:
     """Raises ModelError naming latent attention whose w_kc and w_vc are not, bit for bit, what its kv_b_proj says.
 
@@ -159,6 +143,8 @@ class _Loader:
                 return self._connected().receive(command["version"])
             case "digest":
                 connection = self._connected()
+                if connection.exact and hasattr(self.model, "post_load_weights"):
+                    self.model.post_load_weights()  # w_kc and w_vc: SGLang's own loader, which derives them, has not run
                 check_derived(self.model)
                 manifest = connection.plan.destinations[connection.destination]
                 return digests(connection.tensors, manifest.placements)
@@ -190,6 +176,8 @@ class _Connection:
     tensors: Mapping[str, torch.Tensor]
     bucket_bytes: int
     receiver: Receiver | None
+    exact: bool
+    """Whether exact shards come, past SGLang's own loader of the model."""
 
     def check_in_place(self, model: torch.nn.Module) -> None:
         """Raises ModelError if the model computes with other memory than what is written and digested here."""
@@ -222,7 +210,6 @@ class _Connection:
 
 def _connect(model: torch.nn.Module, meeting: Meeting, command: Mapping[str, Any]) -> _Connection:
     way = Way(command["way"])
-    check_loadable(model, way)
     plan = read_plan(base64.b64decode(command["plan"]))
     destination, bucket_bytes = command["destination"], command["bucket_bytes"]
     manifest = plan.destinations[destination]
@@ -230,7 +217,7 @@ def _connect(model: torch.nn.Module, meeting: Meeting, command: Mapping[str, Any
     receiver = None
     if way in IN_PLACE:
         receiver = open_receiver(way, plan, destination, tensors, meeting, bucket_bytes)
-    return _Connection(plan, destination, tensors, bucket_bytes, receiver)
+    return _Connection(plan, destination, tensors, bucket_bytes, receiver, exact=way in (*IN_PLACE, Way.DIRECT))
 
 
 class _PlanReader(pickle.Unpickler):

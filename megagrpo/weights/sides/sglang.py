@@ -8,7 +8,7 @@ the router too.
 
 Latent attention: what projects down is whole on every rank, queries' and keys' fused; what projects up is cut by heads.
 From kv_b_proj SGLang derives further weights (w_kc, w_vc) that it computes with; they are not parameters and are not
-described here (`derives_weights`). Shared experts are an MLP beside the others: servers are started so that they are
+described here; executors/sglang_loader.py sees to them. Shared experts are an MLP beside the others: servers are started so that they are
 not fused with them (rollout/sglang/arguments.py).
 """
 
@@ -27,8 +27,6 @@ from megagrpo.weights.sides.roles import LayerTensors, Roles, model_tensors
 VOCABULARY_MULTIPLE = 64
 CPU_FFN_MULTIPLE = 32
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
-EXACT_SHARDS = ("shared_memory", "process_group", "direct")
-"""Values of weights.transfer that write into a rank's parameters, past SGLang's own loader of the model."""
 
 
 class EngineSizes(Protocol):
@@ -91,26 +89,6 @@ def split_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     elif groups % tensor and tensor % groups:
         found.append(Problem(where, f"key-value heads: {groups}", f"a multiple or a divisor of {tensor}"))
     return found
-
-
-def derives_weights(arch: Architecture) -> bool:
-    """Whether SGLang computes with copies that it makes of some weights (w_kc and w_vc, of latent attention's
-    kv_b_proj) whenever its own loader has loaded them. Exact shards that are written in place do not reach those."""
-    return arch.latent is not None
-
-
-def transfer_problems(arch: Architecture, transfer: str) -> list[Problem]:
-    """Why weights cannot travel in this way (weights.transfer) into an engine that holds the model."""
-    if transfer not in EXACT_SHARDS or not derives_weights(arch):
-        return []
-    return [
-        Problem(
-            "weights.transfer",
-            f"{transfer}, into {arch.family} on SGLang",
-            "whole tensors through SGLang's own loader, which derives further weights from those of latent attention",
-            "transfer: auto, tensors, broadcast or disk",
-        )
-    ]
 
 
 def _mixtral_problems(arch: Architecture) -> list[Problem]:
