@@ -104,9 +104,10 @@ def plan(asked: argparse.Namespace) -> int:
         from megagrpo.plan.drawing import draw
 
         draw(planned, found, Console(highlight=False))
-    if planned.problems and not (found and found.choices):
-        raise PreflightError(map(loaded.places.located, planned.problems))
-    if not asked.json:
+    problems = found.problems if found else planned.problems
+    if problems:
+        raise PreflightError(map(loaded.places.located, problems))
+    if not asked.json and not planned.problems:
         print("OK")
     return 0
 

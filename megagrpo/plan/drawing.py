@@ -11,7 +11,7 @@ from rich.text import Text
 from megagrpo.plan.figures import DeviceMemory, PhaseMemory, PhaseTime
 from megagrpo.plan.places import Place, Stage, axes, rows, spans
 from megagrpo.plan.plan import Assumed, Plan
-from megagrpo.plan.search import Choice, Search
+from megagrpo.plan.search import SPARE, Choice, Search
 from megagrpo.plan.units import byte_text, second_text
 
 WIDTH_MAX = 120
@@ -284,7 +284,7 @@ def _search(search: Search) -> Iterator[Text]:
         yield _title(f"nothing fits on {search.gpus} GPUs ({counted})")
         if search.nearest:
             lacking = byte_text(search.nearest.estimate.lacking_bytes)
-            yield Text(f"nearest: {lacking} too much on the fullest GPU")
+            yield Text(f"nearest: {lacking} too much on the fullest GPU, {SPARE:.0%} of which are to stay free")
             yield from _choice(search.nearest)
         return
     yield _title(f"fastest on {search.gpus} GPUs ({counted})")

@@ -88,6 +88,17 @@ class Search:
     estimated: int
     nearest: Choice | None
 
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """That nothing fits, if so."""
+        if self.choices:
+            return ()
+        lacking = (
+            f"{byte_text(self.nearest.estimate.lacking_bytes)} too much at least" if self.nearest else "none legal"
+        )
+        fix = "more GPUs, larger ones, or shorter sequences"
+        return (Problem(f"--search on {self.gpus} GPUs", lacking, "a layout that fits", fix),)
+
 
 def search_for(plan: Plan, gpus: int | None) -> Search:
     """A search for what a plan is about, on as many GPUs as its recipe has, or on `gpus`. Raises RecipeError if the

@@ -109,6 +109,21 @@ def test_what_does_not_fit_is_told_and_exit_code_2(tmp_path: Path, capsys: pytes
     assert "fix: change" in printed.err
 
 
+def test_a_search_that_finds_nothing_is_exit_code_2_and_one_that_does_is_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_run(tmp_path)
+    big = ["model.path=meta-llama/Llama-3.1-8B-Instruct", "cluster.gpu=A100-40GB", "cluster.device=cuda", "--search"]
+    assert main(["plan", str(recipe), *big, "--json"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["search"]["choices"] == []
+    assert "--search on 1 GPUs" in printed.err
+    assert main(["plan", str(recipe), *big, "--gpus", "16"]) == 0
+    printed = capsys.readouterr()
+    assert "fastest on 16 GPUs" in printed.out
+    assert "OK" not in printed.out.splitlines()  # the recipe itself does not fit
+
+
 def test_flags_may_stand_before_overrides_and_gpus_are_for_searches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
