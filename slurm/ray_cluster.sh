@@ -121,7 +121,11 @@ asked() { # SIGNAL
     say "got SIG$1"
     if [[ $1 == TERM ]]; then
         TOLD=TERM
-        is_running || finish 143 # cancelled, or at its time limit: everything else got the signal, too
+        if ! is_running; then # cancelled, or at its time limit: everything else got the signal, too
+            trap - EXIT
+            rm -f "$LOGS"/{token,driver.pid,ready}
+            exit 143
+        fi
     fi
     if [[ -n $DRIVER && -s $LOGS/driver.pid ]]; then
         kill -USR1 "$(<"$LOGS/driver.pid")" || true
