@@ -127,7 +127,7 @@ def _phases(device: _Device) -> Iterator[PhaseMemory]:
     if trainer is None or trainer.passes_before_update:
         yield phase("logprobs", trainer.logprobs() if trainer else (), weights=False, cache=False)
     yield phase("update", trainer.update() if trainer else (), weights=False, cache=False)
-    yield phase("weight_sync", trainer.weight_sync() if trainer else (), weights=True, cache=False)
+    yield phase("weight_sync", trainer.weight_sync(in_turns) if trainer else (), weights=True, cache=False)
 
 
 def _engine_parts(device: _Device, phase: str, *, weights: bool, cache: bool) -> Iterator[Part]:
@@ -260,8 +260,10 @@ class _Trainer:
         yield from self.pass_with_gradients
         yield from self._overhead()
 
-    def weight_sync(self) -> Iterator[Part]:
-        yield from self._models()
+    def weight_sync(self, in_turns: bool) -> Iterator[Part]:
+        away = [part for part in self.recipe.train.offload if part != "parameters"]  # as cluster/weight_sync.py
+        can_move = "train.offload" if in_turns else None
+        yield from self._models(away, can_move, stay="parameters")
         yield from self._batch()
         used = _bucket_bytes(self.recipe)
         if used:
@@ -271,7 +273,8 @@ class _Trainer:
             merged = self.models.policy.parameters - self._vocabulary_bytes()
             used += merged
             yield Part("merged weights", merged, ("train.layout.tensor", "train.layout.pipeline"))
-        yield from self._cached(used, None)
+        if not away:
+            yield from self._cached(used, can_move)
         yield from self._overhead()
 
     @cached_property
@@ -319,10 +322,10 @@ class _Trainer:
     def _without_gradients(self) -> int:
         return sum(part.bytes for part in self.pass_without_gradients) if self.passes_before_update else 0
 
-    def _models(self, released: Collection[str] = (), can_move: str | None = None) -> Iterator[Part]:
+    def _models(self, released: Collection[str] = (), can_move: str | None = None, stay: str = "") -> Iterator[Part]:
         first = (can_move,) if can_move else ()
         for name, size in self.models.parts(released).items():
-            movable = first if name in LOWERED_BY else ()
+            movable = first if name in LOWERED_BY and name != stay else ()
             yield Part(name, size, movable + self._that_lower(name))
 
     def _that_lower(self, name: str) -> tuple[str, ...]:

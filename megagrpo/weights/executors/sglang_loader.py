@@ -144,7 +144,7 @@ class _Loader:
             case "digest":
                 connection = self._connected()
                 if connection.exact and hasattr(self.model, "post_load_weights"):
-                    self.model.post_load_weights()  # w_kc and w_vc: SGLang's own loader, which derives them, has not run
+                    self.model.post_load_weights()  # SGLang's own loader, which derives w_kc and w_vc, did not run
                 check_derived(self.model)
                 manifest = connection.plan.destinations[connection.destination]
                 return digests(connection.tensors, manifest.placements)

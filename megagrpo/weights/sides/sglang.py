@@ -8,8 +8,8 @@ the router too.
 
 Latent attention: what projects down is whole on every rank, queries' and keys' fused; what projects up is cut by heads.
 From kv_b_proj SGLang derives further weights (w_kc, w_vc) that it computes with; they are not parameters and are not
-described here; executors/sglang_loader.py sees to them. Shared experts are an MLP beside the others: servers are started so that they are
-not fused with them (rollout/sglang/arguments.py).
+described here; executors/sglang_loader.py sees to them. Shared experts are an MLP beside the others: servers are
+started so that they are not fused with them (rollout/sglang/arguments.py).
 """
 
 from __future__ import annotations
