@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megagrpo.errors import Problem, RecipeError
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.known_models import known_models
 from megagrpo.plan.machines import machines_of
@@ -41,9 +42,9 @@ class Size:
 
 SIZES = {
     "8B": Size("meta-llama/Llama-3.1-8B-Instruct", "H100", (8, 32, 128, 512, 2048, 4096)),
-    "70B": Size("meta-llama/Llama-3.1-70B-Instruct", "H100", (32, 128, 512, 2048, 4096)),
-    "235B-A22B": Size("Qwen/Qwen3-235B-A22B", "H100", (64, 128, 512, 2048, 4096)),
-    "671B": Size("deepseek-ai/DeepSeek-V3", "B300", (128, 256, 512, 2048, 4096)),
+    "70B": Size("meta-llama/Llama-3.1-70B-Instruct", "H100", (16, 32, 128, 512, 2048, 4096)),
+    "235B-A22B": Size("Qwen/Qwen3-235B-A22B", "H100", (128, 256, 512, 2048, 4096)),
+    "671B": Size("deepseek-ai/DeepSeek-V3", "B300", (64, 128, 256, 512, 2048, 4096)),
 }
 
 
@@ -67,7 +68,8 @@ class Row:
         for phase in ("rollout", "logprobs", "update"):
             yield f"{seconds.get(phase, 0.0) / time.seconds:.0%}"
         yield f"{seconds.get('weight_sync', 0.0):.1f}"
-        yield f"{seconds.get('driver', 0.0) + seconds.get('reward', 0.0):.1f}"
+        yield f"{seconds.get('reward', 0.0):.1f}"
+        yield f"{seconds.get('driver', 0.0):.1f}"
         yield f"{time.tokens * SAMPLE_BYTES_PER_TOKEN / 1e6:.0f}"
         yield f"{time.tokens_per_second_per_gpu:,.0f}"
         yield self.bottleneck()
@@ -83,13 +85,13 @@ class Row:
 
 
 HEADS = (
-    "GPUs", "layout", "responses", "step, s", "rollout", "logprobs", "update", "sync, s", "driver and reward, s",
-    "through the driver, MB", "tokens/s/GPU", "largest part",
+    "GPUs", "layout", "responses", "step, s", "rollout", "logprobs", "update", "sync, s", "reward, s",
+    "driver, s", "through the driver, MB", "tokens/s/GPU", "largest part",
 )  # fmt: skip
 
 
-def row(size: Size, gpus: int) -> Row:
-    """Raises RecipeError if no layout fits."""
+def row(size: Size, gpus: int) -> Row | str:
+    """Why not, if nothing fits."""
     responses = max(RESPONSES_MIN, min(RESPONSES_MAX, gpus * RESPONSES_PER_GPU))
     overrides = [
         f"model.path={size.model}", f"cluster.gpu={size.gpu}", "algorithm.minibatches=1", "rollout.layout.tensor=8",
@@ -102,7 +104,7 @@ def row(size: Size, gpus: int) -> Row:
         raise RecipeError(Problem("cluster.gpu", "none", "a kind of GPU"))
     found = search(recipe, architecture, machines, assumptions, gpus)
     if not found.choices:
-        raise RecipeError(Problem(size.model, f"{gpus} {size.gpu}", "more GPUs: no layout fits"))
+        return f"nothing fits; nearest: {found.nearest.reason}" if found.nearest else "no layout is legal"
     best = found.choices[0]
     return Row(gpus, responses, best, load(RECIPE, [*overrides, *best.overrides]).recipe)
 
@@ -110,7 +112,12 @@ def row(size: Size, gpus: int) -> Row:
 def _layout(recipe: Recipe) -> str:
     rollout = recipe.rollout
     engines = f"{rollout.engines} engines of {rollout.layout.tensor}, {recipe.cluster.placement}"
-    return f"{recipe.train.layout.parallel()}; {engines}"
+    experts = recipe.train.layout.expert_tensor is not None
+    return f"{recipe.train.layout.parallel() if experts else _dense(recipe)}; {engines}"
+
+
+def _dense(recipe: Recipe) -> ParallelLayout:
+    return replace(recipe.train.layout.parallel(), expert_tensor=1)
 
 
 def table(name: str, gpus: tuple[int, ...]) -> Iterator[str]:
@@ -118,7 +125,9 @@ def table(name: str, gpus: tuple[int, ...]) -> Iterator[str]:
     yield f"| {' | '.join(HEADS)} |"
     yield f"|{'---|' * len(HEADS)}"
     for count in gpus:
-        yield f"| {' | '.join(row(SIZES[name], count).cells())} |"
+        found = row(SIZES[name], count)
+        cells = [f"{count:,}", found] + [""] * (len(HEADS) - 2) if isinstance(found, str) else found.cells()
+        yield f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
