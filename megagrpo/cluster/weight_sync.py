@@ -62,10 +62,11 @@ class WeightSync:
         An engine that fails is restarted and brought up to date, `weights.attempts` times. No engine generates before
         its update is committed. Raises RankError if a training rank fails; WeightSyncError, naming tensors, buckets and
         engines, if an engine cannot be brought to this version. Of train.offload all but the parameters is in host
-        memory afterwards: engines on the same devices take their weights back before the cache.
+        memory meanwhile and afterwards: engines on the same devices take their weights back before the cache.
         """
         self._policy.release(keep=["parameters"])
-        self._bring(version, list(self._rollouts.actors))
+        with self._policy.needed(["parameters"]):
+            self._bring(version, list(self._rollouts.actors))
         self.version = version
         if self.way is Way.DISK:
             remove_older(sync_directory(self._recipe), version)

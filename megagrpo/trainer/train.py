@@ -117,7 +117,8 @@ def _train(checked: Preflight[Recipe], store: CheckpointStore, stopping: Stoppin
         run = Run(recipe, steps, cursor, rollouts, scorer, policy, weights, clock, work, stopping)
         step = _run_steps(run, progress, held_out.prompts if held_out else (), store, tracker, tokenizer.decode)
         if recipe.checkpoint.export_hugging_face:
-            with stopping.giving_up():
+            rollouts.release_memory()
+            with stopping.giving_up(), policy.needed(["parameters"]):
                 directory = export(policy, checked, tokenizer, step, dtype_name(recipe, ray.device))
             tracker.say(f"Hugging Face model: {directory}")
     return 0
@@ -227,7 +228,7 @@ def _save(run: Run, progress: Progress, store: CheckpointStore, tracker: Tracker
         with run.policy.needed():
             run.weights.check_replicas()
             save(run.policy, store, _trainer_state(run, progress, tracker))
-        if engines_gone:
+        if engines_gone and not run.stopping.requested:
             run.weights.sync(version=progress.step)
 
 
@@ -240,7 +241,8 @@ def _is_new_best(metric: str | None, evaluation: Mapping[str, float] | None, sto
 
 
 def _evaluate(run: Run, progress: Progress, held_out: Sequence[Prompt]) -> Progress:
-    with run.stopping.giving_up(), run.clock.phase("eval"), run.policy.released():
+    with run.stopping.giving_up(), run.clock.phase("eval"):
+        run.policy.release()  # until the next step's update: the engines keep their memory for its responses
         groups = run.rollouts.generate_for_evaluation(held_out)
         require_version(groups, run.weights.version)
         groups = run.scorer.score_unshaped(groups)

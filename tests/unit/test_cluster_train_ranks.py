@@ -1,0 +1,109 @@
+"""Which parts of training ranks are on the device, and which engines' memory is, at every moment of a run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+
+from megagrpo.cluster.policy import Policy
+from megagrpo.cluster.weight_sync import WeightSync
+from megagrpo.trainer import train
+from megagrpo.types import Group, Prompt
+from megagrpo.weights.executors.ways import Way
+from tests.step_fakes import FakePolicy, make_run
+
+PARTS: tuple[Literal["parameters"], Literal["gradients"], Literal["optimizer"]] = (
+    "parameters",
+    "gradients",
+    "optimizer",
+)
+
+
+class Device:
+    """A GPU with a training rank and an engine, too small for more than the engine and the parameters."""
+
+    def __init__(self) -> None:
+        self.policy: set[str] = set(PARTS)
+        self.engine: set[str] = set()
+
+    def move(self, method: str, parts: list[str]) -> None:
+        self.policy = self.policy - set(parts) if method == "release" else self.policy | set(parts)
+        assert "cache" not in self.engine or not self.policy
+        assert not self.engine or self.policy <= {"parameters"}
+
+
+class OnDevice(Policy):
+    """What the driver does with these ranks is real; they are a few lines."""
+
+    def __init__(self, device: Device) -> None:
+        self._offload, self._away, self.device = [*PARTS], set(), device
+        self.updates = FakePolicy()
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        if method in ("release", "restore"):
+            self.device.move(method, *arguments)
+        return []
+
+    def update(self, *arguments: Any) -> Any:
+        assert self.device.policy == set(PARTS)
+        return self.updates.update(*arguments)
+
+    def load_batch(self, batches: Any) -> None:
+        pass
+
+    compute_old_logprobs = compute_reference_logprobs = use_rollout_logprobs_as_old = lambda self: None
+
+
+class Sync(WeightSync):
+    def __init__(self, policy: OnDevice, run: Any) -> None:
+        self._policy, self._rollouts, self.version, self.way = policy, run.rollouts, 0, Way.SHARED_MEMORY
+        self._device = policy.device
+        run.rollouts.actors = {"engine 0": SimpleNamespace()}
+
+    def _bring(self, version: int, engines: list[str], lost: Any = ()) -> None:
+        assert "parameters" in self._device.policy
+        self._device.engine |= {"weights"}
+
+    def check_replicas(self) -> None:
+        assert "parameters" in self._device.policy
+
+
+def test_engines_and_training_never_need_more_than_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(
+        "train.total_steps=3", "eval.every_steps=1", "checkpoint.every_steps=2", scores=lambda _: [0, 1, 0, 1]
+    )
+    device = Device()
+    policy = OnDevice(device)
+    run.__dict__.update(policy=policy, weights=Sync(policy, run), total_steps=3)
+    generate = run.rollouts.generate
+    saved = []
+
+    def generate_on_device(prompts: list[Prompt], step: int) -> list[Group]:
+        assert "weights" in device.engine, "an engine that was released generates only after a sync"
+        device.engine.add("cache")
+        assert not device.policy
+        return generate(prompts, step)
+
+    def release_memory() -> bool:
+        device.engine.clear()
+        return True
+
+    def save(policy: Any, store: Any, state: Any) -> None:
+        assert device.policy == set(PARTS)
+        saved.append(state.step)
+
+    run.rollouts.generate, run.rollouts.release_memory = generate_on_device, release_memory
+    run.rollouts.generate_for_evaluation = lambda prompts: generate_on_device(prompts, 0)
+    run.scorer.score_unshaped = run.scorer.score
+    monkeypatch.setattr(train, "save", save)
+    monkeypatch.setattr(train, "report_mismatch", lambda *given: None)
+    monkeypatch.setattr("megagrpo.trainer.sampling.require_version", lambda *given: None)
+    monkeypatch.setattr(train, "require_version", lambda *given: None)
+    run.weights.sync(0)
+    progress = train._progress(run.recipe, run.cursor, None)
+    tracker: Any = SimpleNamespace(log=lambda *a: None, rollouts=lambda *a: None, say=lambda *a: None, run_ids={})
+    held_out = [Prompt("p0", (1, 2), "sums", "2")]
+    assert train._run_steps(run, progress, held_out, None, tracker, lambda tokens: "") == 3  # type: ignore[arg-type]
+    assert saved == [2, 3]
