@@ -105,8 +105,10 @@ def _interfaces() -> Iterator[Finding]:
     else:
         yield Finding("network", "ok", text)
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        chosen = os.environ.get(variable, "").lstrip("^=").split(",")[0]
-        if chosen and not any(name.startswith(chosen) for name in up):
+        chosen = os.environ.get(variable, "")
+        if chosen.startswith("^"):  # NCCL's way to say which not to use
+            continue
+        if chosen and not any(name.startswith(one) for name in up for one in chosen.lstrip("=").split(",")):
             given = f"{os.environ[variable]}, which is no interface that is up"
             yield Finding(variable, "wrong", given, f"unset it, or one of {', '.join(sorted(up))}")
 

@@ -60,8 +60,9 @@ def test_a_network_variable_that_names_no_interface_is_wrong(monkeypatch: pytest
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nonesuch0")
     found = {finding.part: finding for finding in machine.machine_findings()}
     assert found["NCCL_SOCKET_IFNAME"].state == "wrong"
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    assert "NCCL_SOCKET_IFNAME" not in {finding.part for finding in machine.machine_findings()}
+    for good in ("lo", "=lo", "nonesuch0,lo", "^nonesuch0"):
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", good)
+        assert "NCCL_SOCKET_IFNAME" not in {finding.part for finding in machine.machine_findings()}, good
 
 
 def test_the_command_prints_every_chapter_and_fails_if_something_is_wrong(
