@@ -193,6 +193,8 @@ def _run_steps(
             run.weights.give_up()
             run.rollouts.give_up()  # they may hold memory that saving needs
             _save(run, progress, store, tracker)
+        if excess:
+            raise MismatchError(excess) from None
         raise
     if reason:
         tracker.say(f"stopped after step {progress.step}: {reason}")

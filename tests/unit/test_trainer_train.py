@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.errors import MismatchError, Problem
 from megagrpo.trainer import train
 from megagrpo.trainer.stopping import StopRequested
 from megagrpo.types import Group, Prompt
@@ -102,6 +103,14 @@ def test_a_run_told_to_stop_saves_what_is_done_and_continues_as_if_it_had_not_be
     recorder.start(nothing)
     assert recorder.lines == undisturbed.lines
     assert recorder.saved[-1] == undisturbed.saved[-1]
+
+
+def test_a_run_told_to_stop_still_ends_with_the_mismatch_that_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    monkeypatch.setattr(train, "report_mismatch", lambda recipe, step, *given: Problem("far") if step == 2 else None)
+    with pytest.raises(MismatchError):
+        recorder.start(at_call("rollouts", "generate_for_evaluation", 2))
+    assert recorder.saved[-1].step == 2
 
 
 def test_a_run_told_to_stop_before_its_first_step_is_done_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
