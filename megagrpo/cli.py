@@ -223,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, command, text in (
         ("train", train, "check a recipe, then train; continues from the newest checkpoint of the run"),
         ("sft", sft, "the same for supervised fine-tuning on conversations: recipes of kind sft, see docs/sft.md"),
-        ("plan", plan, "check a recipe and print its sizes; starts nothing"),
+        ("plan", plan, "check a recipe and estimate its layout, memory and time, without GPUs; starts nothing"),
     ):
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file, see docs/recipes.md")

@@ -15,6 +15,7 @@ from megagrpo.plan.figures import Estimate, StepTime
 from megagrpo.plan.fitting import engine_on
 from megagrpo.plan.machines import Machines
 from megagrpo.plan.places import axes
+from megagrpo.plan.space import CONTEXT_TOKENS_MIN
 from megagrpo.plan.units import second_text
 from megagrpo.recipe.defaults import engine_devices
 from megagrpo.recipe.devices import plan_devices
@@ -23,7 +24,6 @@ from megagrpo.weights.families.architecture import Architecture
 
 BUBBLE_MAX = 0.3
 CONTEXT_PADDING_MAX = 0.05
-CONTEXT_TOKENS_MIN = 8192
 EXPERTS_MANY = 16
 FREE_SHARE_MIN = 0.5
 IDLE_MAX = 0.6
@@ -167,11 +167,11 @@ def _short_sequences_over_context(planned: _Planned) -> Iterator[Problem]:
     lengths = lengths_of(recipe, planned.assumptions)
     longest = lengths.prompt + lengths.longest
     padding = context / lengths.sequence  # half of a multiple of 2 x context, on the mean
-    if longest / context < CONTEXT_TOKENS_MIN / 2 or padding > CONTEXT_PADDING_MAX:
+    if longest / context < CONTEXT_TOKENS_MIN or padding > CONTEXT_PADDING_MAX:
         yield Problem(
             "train.layout.context",
             given=f"{context}, for sequences of up to {longest:.0f} tokens, {lengths.sequence:.0f} on the mean",
-            needed=f"at least {CONTEXT_TOKENS_MIN // 2} tokens on each rank: keys and values travel for every layer",
+            needed=f"at least {CONTEXT_TOKENS_MIN} tokens on each rank: keys and values travel for every layer",
             fix="context: 1, and data in its place",
         )
 

@@ -12,7 +12,7 @@ from megagrpo.plan.figures import DeviceMemory, Estimate, StepTime
 from megagrpo.plan.places import Place, axes
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.search import Search
-from megagrpo.plan.summary import parameters
+from megagrpo.plan.shards import total_parameters
 
 FORMAT = 1
 
@@ -23,7 +23,7 @@ def plan_json(plan: Plan, search: Search | None = None) -> str:
         "format": FORMAT,
         "name": plan.recipe.name,
         "kind": plan.recipe.kind,
-        "model": {"family": plan.architecture.family, "parameters": parameters(plan.architecture)},
+        "model": {"family": plan.architecture.family, "parameters": total_parameters(plan.architecture)},
         "summary": dict(plan.summary),
         "device": plan.device,
         "machines": asdict(plan.machines) if plan.machines else None,

@@ -36,8 +36,8 @@ def calibrated(
     `recipe`: each of its phases takes as many times what is predicted as the run's did. Without that file the run is
     taken to be of `recipe`. Where the run's recipe does not name its GPUs, they are `machines`; None: CPUs (A_CPU).
 
-    Raises ReportError if the directory has no metrics of steps, or is of a model that is not there, and RecipeError if
-    its recipe is not one of this version.
+    Raises ReportError if the directory has no metrics of steps, or is of another kind or of a model that is not there,
+    and RecipeError if its recipe is not one of this version.
     """
     steps = read_steps(run_directory)
     metrics = OF_SFT if isinstance(recipe, SftRecipe) else OF_GRPO
@@ -69,6 +69,10 @@ def _predicted(
     path = run_directory / RECIPE_FILE
     if path.exists():
         own = load_any(path).recipe
+        if own.kind != recipe.kind:
+            raise ReportError(
+                Problem(str(path), f"a run of kind {own.kind}", f"one of kind {recipe.kind}, as the recipe")
+            )
         if own.model.path != recipe.model.path:
             architecture = _architecture(own, path)
         recipe, machines = own, machines_of(own, assumptions) or machines

@@ -8,10 +8,10 @@ from math import prod
 from pathlib import Path
 
 from megagrpo.errors import Problem
+from megagrpo.plan.shards import total_parameters
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.defaults import checkpoint_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe
-from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, critic_of
 
 STATE_BYTES = 12  # float32: the main weight and Adam's two moments (megatron/state.py)
@@ -20,7 +20,7 @@ STATE_BYTES = 12  # float32: the main weight and Adam's two moments (megatron/st
 def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture) -> int:
     """One checkpoint: what is trained, with its optimizer; a reference that follows; a critic. Files' headers apart."""
     lora = recipe.train.lora
-    trained = _elements(architecture)
+    trained = total_parameters(architecture)
     if lora is not None:
         from megagrpo.weights.adapters import adapted_matrices, adapter_tensors  # imports torch: a second
 
@@ -31,7 +31,7 @@ def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture) -> int:
         if algorithm.kl.coefficient and algorithm.reference.update_every_steps is not None:
             total += 4 * trained
         if algorithm.critic is not None:
-            total += STATE_BYTES * _elements(critic_of(architecture))
+            total += STATE_BYTES * total_parameters(critic_of(architecture))
     return total
 
 
@@ -75,7 +75,3 @@ def free_bytes(recipe: AnyRecipe) -> int:
     """Free space of the file system that checkpoints go to."""
     directory = checkpoint_directory(recipe).absolute()
     return shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free
-
-
-def _elements(architecture: Architecture) -> int:
-    return sum(prod(tensor.shape) for tensor in tensors_of(architecture))

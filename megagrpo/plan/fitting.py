@@ -27,7 +27,7 @@ def memory_problems(
         yield Problem(
             "rollout.layout.tensor",
             given=f"weights of {byte_text(engine.weights)} on each GPU of an engine, and a cache of "
-            f"{engine.cache_tokens} tokens beside them on a {machines.gpu.name}",
+            f"{engine.cache_tokens} tokens beside them on one {machines.gpu.name}",
             needed=f"{engine.longest} tokens: the longest prompt and response",
             fix="more tensor ranks in each engine, or shorter responses",
         )
@@ -41,7 +41,7 @@ def memory_problems(
     yield Problem(
         f"memory of {kind.name}, {fullest.phase}",
         given=f"{byte_text(fullest.bytes)}, most of it {largest.name}: {byte_text(largest.bytes)}",
-        needed=f"at most {byte_text(card)}, a {machines.gpu.name}: {byte_text(fullest.bytes - card)} too much",
+        needed=f"at most {byte_text(card)} of one {machines.gpu.name}: {byte_text(fullest.bytes - card)} too much",
         fix=f"change {', '.join(lowered.lowered_by)}{more}, or see what fits with --search",
     )
 

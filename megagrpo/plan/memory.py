@@ -22,7 +22,7 @@ from megagrpo.plan.model_memory import ModelMemory, model_memory
 from megagrpo.plan.shards import fused_layers
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.devices import DevicePlan, plan_devices
-from megagrpo.recipe.passes import needs_old_logprobs
+from megagrpo.recipe.passes import computes_old_logprobs
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.families.architecture import Architecture
 
@@ -135,34 +135,35 @@ def _engine_parts(device: _Device, phase: str, *, weights: bool, cache: bool) ->
     if engine is None or not count or not isinstance(recipe, Recipe):
         return
     sglang = recipe.rollout.engine == "sglang"
+    fewer = ("rollout.engines",) if count > 1 else ()
     idle = device.stage is not None and phase != "rollout"
     saver = ("rollout.sglang.enable_memory_saver",) if idle and sglang else ()
     if weights:
         smaller = ("rollout.layout.tensor",) if sglang else ("rollout.engine",)
-        yield Part("engine weights", count * engine.weights, saver + smaller)
+        yield Part("engine weights", count * engine.weights, saver + fewer + smaller)
     on_cuda = device.device == "cuda"
     if sglang and cache:
         lowered = "rollout.sglang.mem_fraction_static" if on_cuda else "rollout.sglang.max_total_tokens"
-        yield Part("engine cache", count * engine.cache, (*saver, lowered))
+        yield Part("engine cache", count * engine.cache, (*saver, *fewer, lowered))
     elif not sglang and (on_cuda or phase == "rollout"):  # on GPUs torch's allocator keeps what was freed
         lowered = "rollout.requests_at_once"
-        yield Part("engine cache", count * engine.cache, (lowered, "rollout.response_tokens_max"))
+        yield Part("engine cache", count * engine.cache, (*fewer, lowered, "rollout.response_tokens_max"))
     if on_cuda:
         nccl = ENGINE_NCCL_BYTES if sglang and recipe.rollout.layout.tensor > 1 else 0
         lowered = "rollout.sglang.chunked_prefill_size" if sglang else "rollout.requests_at_once"
         yield Part("engine graphs, activations", count * engine.working, (lowered,))
         yield Part("engine context, NCCL", count * (CONTEXT_BYTES + nccl))
-    if phase == "weight_sync" and (buckets := _bucket_bytes(recipe)):
+    if phase == "weight_sync" and (buckets := _bucket_bytes(recipe, engine.weights)):
         yield Part("engine sync buckets", count * buckets, ("weights.bucket_bytes",))
 
 
-def _bucket_bytes(recipe: AnyRecipe) -> int:
-    """At each end of a weight sync, two buckets (executors/flow.py). Files need none, and engines of others get files
-    unless the recipe says otherwise."""
+def _bucket_bytes(recipe: AnyRecipe, weights: int) -> int:
+    """At each end of a weight sync, two buckets (executors/flow.py), none larger than the `weights` there. Files need
+    none, and engines of others get files unless the recipe says otherwise."""
     if not isinstance(recipe, Recipe) or recipe.weights.transfer == "disk":
         return 0
     by_files = recipe.rollout.engine == "external" and recipe.weights.transfer == "auto"
-    return 0 if by_files else 2 * recipe.weights.bucket_bytes
+    return 0 if by_files else 2 * min(recipe.weights.bucket_bytes, weights)
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ class _Trainer:
         if not isinstance(self.recipe, Recipe):
             return False
         algorithm = self.recipe.algorithm
-        return needs_old_logprobs(algorithm) or algorithm.kl.coefficient > 0 or algorithm.critic is not None
+        return computes_old_logprobs(algorithm) or algorithm.kl.coefficient > 0 or algorithm.critic is not None
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -265,7 +266,7 @@ class _Trainer:
         can_move = "train.offload" if in_turns else None
         yield from self._models(away, can_move, stay="parameters")
         yield from self._batch()
-        used = _bucket_bytes(self.recipe)
+        used = _bucket_bytes(self.recipe, self.models.policy.parameters)
         if used:
             yield Part("sync buckets", used, ("weights.bucket_bytes",))
         if self.recipe.train.lora:
@@ -334,7 +335,7 @@ class _Trainer:
         if fields and self.architecture.experts is not None:
             fields.insert(0, "train.layout.expert")
         if name == "optimizer" and not train.distributed_optimizer:
-            fields[0] = "train.distributed_optimizer"
+            fields[fields.index("train.layout.data")] = "train.distributed_optimizer"
         return tuple(field for field in fields if field != "train.lora" or train.lora is None)
 
     def _batch(self) -> Iterator[Part]:

@@ -20,8 +20,8 @@ from megagrpo.plan.fitting import node_problems
 from megagrpo.plan.machines import Machines
 from megagrpo.plan.memory import memory
 from megagrpo.plan.plan import Plan
+from megagrpo.plan.shards import total_parameters
 from megagrpo.plan.space import Values
-from megagrpo.plan.summary import parameters
 from megagrpo.plan.time import step_time
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.checks import recipe_problems
@@ -104,8 +104,10 @@ def search_for(plan: Plan, gpus: int | None) -> Search:
     """A search for what a plan is about, on as many GPUs as its recipe has, or on `gpus`. Raises RecipeError if the
     plan does not know their kind."""
     if plan.machines is None:
-        given = "none" if plan.device == "cuda" else "CPUs (cluster.device: cpu)"
-        raise RecipeError(Problem("cluster.gpu", given, "the kind of GPU that a search is for", "cluster.gpu=H100"))
+        field, given, fix = "cluster.gpu", "none", "cluster.gpu=H100"
+        if plan.device == "cpu":
+            field, given, fix = "cluster.device", "cpu", "cluster.device=cuda cluster.gpu=H100"
+        raise RecipeError(Problem(field, given, "the kind of GPU that a search is for", fix))
     return search(plan.recipe, plan.architecture, plan.machines, plan.assumptions, gpus or len(plan.places))
 
 
@@ -186,7 +188,7 @@ def _first_engine(case: _Case) -> Values:
         if not _split_problems(space.changed(case.recipe, values), case.architecture)
     ]
     for values in options:
-        weights = 2 * parameters(case.architecture) / values.get("rollout.layout.tensor", 1)
+        weights = 2 * total_parameters(case.architecture) / values.get("rollout.layout.tensor", 1)
         if weights < ENGINE_WEIGHTS_SHARE * case.machines.gpu.memory_bytes:
             return values
     return options[-1] if options else {}

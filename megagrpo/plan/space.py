@@ -14,7 +14,7 @@ Values = Mapping[str, Any]
 """Values of recipe fields by their paths, such as train.layout.tensor."""
 
 CHUNKS = (1, 2, 4)
-CONTEXT_TOKENS_MIN = 2048
+CONTEXT_TOKENS_MIN = 4096
 ENGINE_SHARES = ((1, 4), (1, 2), (3, 4))
 OFFLOAD = ("parameters", "gradients", "optimizer", "reference", "critic")
 SGLANG = "rollout.sglang"

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 
 from megagrpo.layout.stages import layers_of_stages
+from megagrpo.plan.shards import active_parameters, total_parameters
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory
 from megagrpo.recipe.schema import AnyRecipe, DataFile, Recipe, SftRecipe
-from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 
 
 def summary(recipe: AnyRecipe, architecture: Architecture) -> list[tuple[str, str]]:
     return [
         ("run", f"{recipe.name}, seed {recipe.seed}, in {run_directory(recipe)}"),
-        ("model", f"{architecture.family} of {_count(parameters(architecture))} parameters, from {recipe.model.path}"),
+        ("model", f"{architecture.family} of {_parameters(architecture)}, from {recipe.model.path}"),
         ("ranks", _ranks(recipe, architecture)),
         ("layers", _layers(recipe, architecture)),
         ("vocabulary", _vocabulary(recipe, architecture)),
@@ -56,9 +55,9 @@ def _paths(files: Sequence[DataFile]) -> str:
     return ", ".join(file.path for file in files)
 
 
-def parameters(architecture: Architecture) -> int:
-    """Elements of all tensors of the checkpoint; a tied embedding counts once."""
-    return sum(prod(tensor.shape) for tensor in tensors_of(architecture))
+def _parameters(architecture: Architecture) -> str:
+    active = f", {_count(active_parameters(architecture))} of them active" if architecture.experts else ""
+    return f"{_count(total_parameters(architecture))} parameters{active}"
 
 
 def _count(number: int) -> str:

@@ -18,7 +18,7 @@ from megagrpo.plan.sync_time import sync_seconds
 from megagrpo.plan.training_time import Batch, Seconds, TrainingRanks, added
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.devices import plan_devices
-from megagrpo.recipe.passes import needs_old_logprobs, reads_batch
+from megagrpo.recipe.passes import computes_old_logprobs, reads_batch
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture, critic_of
@@ -128,7 +128,7 @@ def _logprobs(recipe: Recipe, arch: Architecture, machines: Machines, assumed: A
     algorithm = recipe.algorithm
     ranks = TrainingRanks(arch, recipe.train, machines, assumed, _item_bytes(recipe, machines))
     seconds = {"sending the batch": batch.sequences * assumed.send_seconds_per_response}
-    if needs_old_logprobs(algorithm) and not algorithm.rollout_logprobs_as_old:
+    if computes_old_logprobs(algorithm):
         seconds |= _of("old", ranks.forward_seconds(batch))
     if algorithm.kl.coefficient > 0:
         seconds |= _of("reference", ranks.forward_seconds(batch))

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from math import ceil
 
 from megagrpo.batching.rank_batches import MICROBATCHES_PER_STAGE
-from megagrpo.batching.work import head_work, layer_work
 from megagrpo.layout.stages import layers_of_chunk
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.communication import (
@@ -26,6 +25,7 @@ from megagrpo.plan.communication import (
 )
 from megagrpo.plan.flops import FORWARD, Pass, adapter_work, head_flops, layers_flops, training_pass
 from megagrpo.plan.machines import Machines
+from megagrpo.plan.shards import rank_parameters
 from megagrpo.recipe.schema import Train
 from megagrpo.weights.families.architecture import Architecture
 
@@ -150,30 +150,20 @@ class TrainingRanks:
             return {kinds[0]: total}
         return {kinds[0]: total - with_experts, kinds[1]: with_experts}
 
-    def trained_elements(self, stage: int) -> tuple[float, float]:
-        """Of one rank of a stage: in dense matrices, and in experts. Norms and biases are left out."""
-        layout = self.train.layout.parallel()
-        arch, experts, lora = self.arch, self.arch.experts, self.train.lora
-        copies = 1.0 if experts is None else experts.count / experts.per_token
-        dense = routed = 0.0
-        for kind, count in self._layers_by_kind(stage).items():
-            if lora is not None:
-                dense += count * adapter_work(arch, lora, kind) / 2
-                continue
-            work = layer_work(arch, kind)
-            dense += count * (work.projections + work.mlp) / 2
-            routed += count * work.experts / 2 * copies
-        if lora is None:
-            dense += arch.hidden * arch.vocab if stage == 0 else 0.0
-            ends_apart = layout.pipeline > 1 or not arch.tied_embeddings
-            dense += head_work(arch) / 2 if stage == layout.pipeline - 1 and ends_apart else 0.0
-        return dense / layout.tensor, routed / (layout.expert * layout.expert_tensor)
+    def _trained_elements(self, stage: int) -> tuple[float, float]:
+        """Of one rank of a stage: outside of experts, and in them."""
+        layout, lora = self.train.layout.parallel(), self.train.lora
+        if lora is not None:
+            layers = self._layers_by_kind(stage).items()
+            return sum(count * adapter_work(self.arch, lora, kind) / 2 for kind, count in layers) / layout.tensor, 0.0
+        held = rank_parameters(self.arch, layout, stage, fused=True)
+        return held.total - held.experts, held.experts
 
     def _step_seconds(self) -> Seconds:
         """Gradients summed, Adam, and new weights back to all replicas."""
         layout, machines, assumed = self.train.layout.parallel(), self.machines, self.assumptions
         groups, links = Groups.of(layout, machines.gpus_per_node), Links.of(machines, assumed)
-        stages = (self.trained_elements(stage) for stage in range(layout.pipeline))
+        stages = (self._trained_elements(stage) for stage in range(layout.pipeline))
         dense, routed = max(stages, key=sum)
         found = replica_collectives(dense, routed, self.train, groups, self.item_bytes, links)
         seconds = {name: value * (1 - assumed.overlap) for name, value in _named(found).items()}

@@ -9,7 +9,7 @@ from megagrpo.recipe.correction_checks import CORRECTION_RULES
 from megagrpo.recipe.defaults import engine_devices
 from megagrpo.recipe.engine_checks import ENGINE_RULES
 from megagrpo.recipe.fields import nearest
-from megagrpo.recipe.passes import needs_old_logprobs
+from megagrpo.recipe.passes import computes_old_logprobs
 from megagrpo.recipe.rank_checks import RANK_RULES, longest_fits
 from megagrpo.recipe.rule_problem import RuleProblem, broken
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
@@ -106,7 +106,7 @@ def _logprob_microbatches(recipe: Recipe) -> Iterator[RuleProblem]:
             needed=f"a multiple of {trained}: whole microbatches pass together",
             fix=f"{max(2, tokens // trained) * trained}, or remove it",
         )
-    old = needs_old_logprobs(algorithm) and not algorithm.rollout_logprobs_as_old
+    old = computes_old_logprobs(algorithm)
     if not old and algorithm.kl.coefficient == 0 and algorithm.critic is None:
         yield broken(
             "train.logprob_tokens_per_microbatch",

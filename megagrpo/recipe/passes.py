@@ -37,6 +37,11 @@ def needs_old_logprobs(algorithm: Algorithm) -> bool:
     )
 
 
+def computes_old_logprobs(algorithm: Algorithm) -> bool:
+    """Whether the ranks pass over the batch for them: not if the engine's are taken for the old ones."""
+    return needs_old_logprobs(algorithm) and not algorithm.rollout_logprobs_as_old
+
+
 def policy_learns(algorithm: Algorithm, step: int) -> bool:
     """Whether the critic's warm-up, if there is one, is over at `step`."""
     return algorithm.critic is None or step > algorithm.critic.warmup_steps

@@ -8,7 +8,7 @@ import pytest
 
 from megagrpo.errors import PreflightError
 from megagrpo.plan.disk import STATE_BYTES, checkpoint_bytes, disk_advice, disk_problems
-from megagrpo.plan.summary import parameters
+from megagrpo.plan.shards import total_parameters
 from megagrpo.recipe.load import load
 from megagrpo.trainer.preflight import preflight
 from tests.plans import LLAMA_8B, QWEN_30B, architecture, changed, plan, recipe
@@ -116,12 +116,12 @@ def test_engines_over_nodes_cannot_run() -> None:
 def test_a_checkpoint_is_twelve_bytes_for_each_trained_parameter() -> None:
     of = recipe(model__path=LLAMA_8B)
     model = architecture(of)
-    whole = STATE_BYTES * parameters(model)
+    whole = STATE_BYTES * total_parameters(model)
     assert checkpoint_bytes(of, model) == whole
     follows = recipe(
         model__path=LLAMA_8B, algorithm={"kl": {"coefficient": 0.1}, "reference": {"update_every_steps": 10}}
     )
-    assert checkpoint_bytes(follows, model) == whole + 4 * parameters(model)
+    assert checkpoint_bytes(follows, model) == whole + 4 * total_parameters(model)
     adapters = recipe(model__path=LLAMA_8B, train__lora={"rank": 16})
     assert 0 < checkpoint_bytes(adapters, model) < whole / 50
 

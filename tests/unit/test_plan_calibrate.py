@@ -139,6 +139,23 @@ def test_a_run_of_a_model_that_is_not_there_is_refused(planned, tmp_path):
         calibrated(Assumptions(), recipe, arch, H100, tmp_path)
 
 
+def test_a_run_of_fine_tuning_says_nothing_of_grpo(planned, tmp_path):
+    recipe, arch = planned
+    own = SftRecipe.model_validate(
+        {
+            "kind": "sft",
+            "name": "other",
+            "model": {"path": recipe.model.path},
+            "data": {"train": [{"path": "unused"}], "examples_per_step": 8},
+            "train": {"total_steps": 1},
+        }
+    )
+    (tmp_path / "recipe.yaml").write_text(dump(own))
+    write(tmp_path, {"seconds/update": 1.0, "seconds/step": 1.0})
+    with pytest.raises(ReportError, match="kind sft"):
+        calibrated(Assumptions(), recipe, arch, H100, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

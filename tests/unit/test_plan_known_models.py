@@ -9,7 +9,7 @@ import pytest
 from megagrpo.cli import main
 from megagrpo.errors import PreflightError
 from megagrpo.plan.known_models import known_models
-from megagrpo.plan.summary import parameters
+from megagrpo.plan.shards import total_parameters
 from megagrpo.recipe.load import load
 from megagrpo.trainer.preflight import preflight
 from megagrpo.weights.families import read_architecture
@@ -30,7 +30,7 @@ KNOWN = "model.path=Qwen/Qwen3-8B"
 
 
 def test_known_models_have_the_published_numbers_of_parameters() -> None:
-    found = {name: parameters(read_architecture(directory)) for name, directory in known_models().items()}
+    found = {name: total_parameters(read_architecture(directory)) for name, directory in known_models().items()}
     assert found == PARAMETERS
 
 

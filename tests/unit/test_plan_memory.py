@@ -318,6 +318,30 @@ def test_passes_before_the_update_are_there_if_the_recipe_has_any() -> None:
     assert names() == ["rollout", "update", "weight_sync"]
     for algorithm in ({"minibatches": 4}, {"kl": {"coefficient": 0.1}}):
         assert names(**algorithm) == ["rollout", "logprobs", "update", "weight_sync"]
+    assert names(minibatches=4, rollout_logprobs_as_old=True) == ["rollout", "update", "weight_sync"]
+
+
+def test_a_part_is_lowered_by_what_makes_it_large() -> None:
+    def lowered(name: str, recipe: Recipe, arch: Architecture) -> tuple[str, ...]:
+        phase = memory(recipe, arch, H100, "cuda")[0].phases[0]
+        return next(part.lowered_by for part in phase.parts if part.name == name)
+
+    crowded = recipe_of({"tensor": 8}, rollout={"layout": {"tensor": 8}, "engines": 2})
+    alone = recipe_of({"tensor": 8}, rollout={"layout": {"tensor": 8}})
+    for part in ("engine weights", "engine cache"):
+        assert "rollout.engines" in lowered(part, crowded, LLAMA)
+        assert "rollout.engines" not in lowered(part, alone, LLAMA)
+    whole = recipe_of({"expert": 8, "data": 8}, train={"distributed_optimizer": False})
+    fields = lowered("optimizer", whole, EXPERTS)
+    assert {"train.distributed_optimizer", "train.layout.expert"} <= set(fields)
+    assert "train.layout.data" not in fields
+
+
+def test_a_bucket_is_no_larger_than_the_weights(tiny: dict[str, Path]) -> None:
+    arch = read_architecture(tiny["qwen2"])
+    held = phases(memory(recipe_of({}), arch, None, "cpu")[0])["weight_sync"]
+    assert held["sync buckets"] == 2 * held["parameters"]
+    assert held["engine sync buckets"] == 2 * held["engine weights"]
 
 
 def test_fine_tuning_only_updates() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from math import ceil, lcm
+from math import ceil, lcm, prod
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from megagrpo.plan.gradient_buffers import Bucket, Run, reversed_runs
 from megagrpo.plan.known_models import known_models
 from megagrpo.plan.model_memory import ModelMemory, TrainedMemory, model_memory
 from megagrpo.plan.shards import active_parameters, fused_layers, model_shard, rank_parameters, total_parameters
-from megagrpo.plan.summary import parameters
 from megagrpo.recipe.schema import Recipe, SftRecipe
-from megagrpo.weights.families import read_architecture
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families import read_architecture, tensors_of
+from megagrpo.weights.families.architecture import Architecture, critic_of
 from tests.weights_oracle import ARCHITECTURES
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "te_manifest.json").read_text())["cases"]
@@ -69,7 +68,7 @@ def test_shares_are_those_of_a_list_of_all_parameters(sizes: list[tuple[list[int
 
 def test_an_8b_model_on_one_gpu_costs_eighteen_bytes_for_each_parameter() -> None:
     arch = architecture("Qwen/Qwen3-8B")
-    count = parameters(arch)
+    count = total_parameters(arch)
     recipe = recipe_of({}, train={"distributed_optimizer": False}, model={"path": "unused", "dtype": "bfloat16"})
     found = model_memory(arch, recipe, rank_grid(ParallelLayout())[0], "cpu")
     assert found == ModelMemory(TrainedMemory(2 * count, 4 * count, 4 * count, 8 * count, 0), 0, None)
@@ -85,7 +84,7 @@ def test_the_distributed_optimizer_shares_what_an_optimizer_needs() -> None:
     assert {memory.main_parameters for memory in of_stage} == {4 * shard // 4}
     whole = sum(rank_parameters(arch, layout, stage, fused=True).total for stage in range(4))
     norms = (2 * 80 + 1) * arch.hidden * 7  # on each tensor rank
-    assert whole * 8 == parameters(arch) + norms
+    assert whole * 8 == total_parameters(arch) + norms
 
 
 def test_sft_and_recipes_without_a_penalty_have_no_reference() -> None:
@@ -94,7 +93,7 @@ def test_sft_and_recipes_without_a_penalty_have_no_reference() -> None:
     sft = model_memory(arch, recipe_of({}, SftRecipe), where, "cuda")
     assert (sft.reference, sft.critic) == (0, None)
     penalty = model_memory(arch, recipe_of({}, algorithm={"kl": {"coefficient": 0.001}}), where, "cuda")
-    assert penalty.reference == 2 * parameters(arch)
+    assert penalty.reference == 2 * total_parameters(arch)
     assert penalty.policy == sft.policy
 
 
@@ -120,7 +119,8 @@ def test_active_parameters_are_those_of_the_models_names(model: str, active: flo
 
 @pytest.mark.parametrize("model", known_models())
 def test_total_parameters_are_those_of_the_checkpoint(model: str) -> None:
-    assert total_parameters(architecture(model)) == parameters(architecture(model))
+    for arch in (architecture(model), critic_of(architecture(model))):
+        assert total_parameters(arch) == sum(prod(tensor.shape) for tensor in tensors_of(arch))
 
 
 def test_every_kind_of_rank_of_671b_on_2048_gpus_is_counted_in_well_under_a_second() -> None:

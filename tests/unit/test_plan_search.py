@@ -128,6 +128,8 @@ def test_what_lacks_least_is_told_if_nothing_fits() -> None:
 def test_searches_need_a_kind_of_gpu() -> None:
     with pytest.raises(RecipeError, match=r"cluster.gpu=H100"):
         search_for(plan(cluster__gpu=None), None)
+    with pytest.raises(RecipeError, match=r"cluster.device=cuda"):
+        search_for(plan(cluster__device="cpu"), None)
 
 
 def test_engines_apart_have_whole_nodes_and_no_offload() -> None:
