@@ -34,5 +34,6 @@ COPY setup.py README.md /opt/src/
 COPY megagrpo /opt/src/megagrpo
 RUN pip install --no-deps --no-build-isolation /opt/src
 COPY yaml_recipes /workspace/yaml_recipes
+COPY slurm /workspace/slurm
 COPY tools /workspace/tools
 WORKDIR /workspace
