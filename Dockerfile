@@ -20,7 +20,7 @@ ENV PATH=/opt/megagrpo/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHEC
 COPY requirements/gpu.txt /tmp/gpu.txt
 # torch first: what is compiled afterwards is compiled against it, so without isolation.
 RUN python3 -m venv /opt/megagrpo \
-    && pip install setuptools wheel pybind11 $(grep '^torch==' /tmp/gpu.txt) \
+    && pip install $(grep -E '^(setuptools|wheel|pybind11|torch)==' /tmp/gpu.txt) \
     && TORCH_CUDA_ARCH_LIST="$ARCHITECTURES" NVTE_FRAMEWORK=pytorch \
         pip install --no-build-isolation --no-deps -r /tmp/gpu.txt
 

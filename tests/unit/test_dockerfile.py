@@ -31,6 +31,16 @@ def test_the_pins_are_those_versions_that_fit_the_packages_tested_here() -> None
     assert [finding for finding in found if finding.state != "ok"] == []
 
 
+def test_transformer_engine_is_there_for_one_cuda_only() -> None:
+    # Those for CUDA 12 and 13 install the same files: the last one would win.
+    assert [name for name in PINS if name.startswith("transformer-engine-cu")] == ["transformer-engine-cu13"]
+
+
+def test_what_the_dockerfile_installs_first_is_pinned() -> None:
+    [first] = re.findall(r"pip install \$\(grep -E '\^\((.+)\)=='", (ROOT / "Dockerfile").read_text())
+    assert set(first.split("|")) <= PINS.keys()
+
+
 def test_the_dockerfile_copies_what_is_there() -> None:
     text = (ROOT / "Dockerfile").read_text()
     copied = [path for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for path in line.split()[:-1]]
