@@ -1,15 +1,24 @@
-"""docs/plan.md lists every GPU and every assumption, with the figures that plans use."""
+"""docs/plan.md lists every GPU and every assumption, with the figures that plans use, and shows what is printed."""
 
+import io
 import re
 from dataclasses import fields
 from pathlib import Path
 
+from rich.console import Console
+
 from megagrpo.cli import parse
 from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.drawing import draw
+from megagrpo.plan.known_models import known_models
 from megagrpo.plan.machines import GPUS
-from megagrpo.plan.plan import unit_of
+from megagrpo.plan.plan import plan_of, unit_of
+from megagrpo.plan.search import search_for
+from megagrpo.recipe.load import load
+from megagrpo.weights.families import read_architecture
 
-DOCS = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+DOCS = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
 
 
 def rows(section: str) -> dict[str, list[str]]:
@@ -49,3 +58,15 @@ def test_every_flag_is_listed() -> None:
     asked = vars(parse(["plan", "recipe.yaml"]))
     flags = {name for name in asked if name not in ("command", "recipe", "overrides")}
     assert {re.match(r"--(\w+)", text).group(1) for text in rows("Flags")} == flags  # type: ignore[union-attr]
+
+
+def test_examples_show_what_is_printed() -> None:
+    recipe = load(ROOT / "yaml_recipes" / "grpo_70b.yaml").recipe
+    planned = plan_of(recipe, read_architecture(known_models()[recipe.model.path]))
+    printed = io.StringIO()
+    draw(planned, search_for(planned, None), Console(file=printed, width=80, highlight=False))
+    text = re.sub(r" +$", "", printed.getvalue(), flags=re.MULTILINE)
+    examples = re.findall(r"```console\n\$ megagrpo plan yaml_recipes/grpo_70b.yaml.*\n…\n([^…]+)…\n```", DOCS)
+    assert len(examples) == 2
+    for example in examples:
+        assert example in text
