@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -20,6 +20,9 @@ from megagrpo.rollout.spread import assign
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.topology import Place
+
+if TYPE_CHECKING:
+    from megagrpo.rollout.sglang.engine import MemoryTag
 
 END_SECONDS = 30.0
 CLOSE_SECONDS = 5.0  # for an engine that is to be killed and may not answer: its server's files should go with it
@@ -96,13 +99,13 @@ class Rollouts:
         requests = self._requests(prompts, per_prompt, evaluation_sampling(self._recipe), step=0)
         return groups_of(prompts, self._samples(requests), per_prompt)
 
-    def release_memory(self) -> bool:
-        """Gives the engines' memory to training on the same devices; whether they can. The next weights take it back,
-        and without them the engines do not generate."""
+    def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
+        """Gives the engines' memory to training on the same devices; whether they can. The next weights take theirs
+        back, and without them the engines do not generate; the cache comes back with the next requests."""
         memory_saver = (self._recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
         can = self._recipe.rollout.engine == "sglang" and self._recipe.cluster.placement == "colocated" and memory_saver
         if can and self.actors:
-            self._call("release_memory")
+            self._call("release_memory", tags)
         return bool(can and self.actors)
 
     def close(self) -> None:
@@ -189,10 +192,10 @@ class Rollouts:
             api_key=os.environ.get(self._recipe.rollout.api_key_variable or ""),
         )
 
-    def _call(self, method: str) -> dict[str, Any]:
+    def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
         return call_all(
             self.actors,
-            lambda actor: actor.call.remote(method),
+            lambda actor: actor.call.remote(method, *arguments),
             doing=method,
             timeout_seconds=self._recipe.cluster.start_timeout_seconds,
             error=EngineError,

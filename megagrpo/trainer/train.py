@@ -100,18 +100,21 @@ def _train(checked: Preflight[Recipe], store: CheckpointStore, stopping: Stoppin
             written = (run_directory(recipe), checkpoint_directory(recipe))
             check_files(ray, written, (model, tokenizer_directory, critic), recipe.cluster.start_timeout_seconds)
             placed = with_absolute_directories(recipe)
-            rollouts = Rollouts(ray, placed, model, tokenizer_directory)
-            closing.callback(rollouts.close)
             policy = Policy(ray, placed, model, critic)
-            rollouts.wait_until_ready()
-            scorer = Scorer(recipe.reward, recipe.rollout.response_tokens_max, stopping.check)
-            closing.callback(scorer.close)
             if resumed:
                 policy.call("load", resumed.rank_directory)
+            policy.release()  # engines that start take what is free on their devices
+            rollouts = Rollouts(ray, placed, model, tokenizer_directory)
+            closing.callback(rollouts.close)
+            rollouts.wait_until_ready()
+            rollouts.release_memory(["kv_cache"])  # not beside the parameters that a sync needs
+            scorer = Scorer(recipe.reward, recipe.rollout.response_tokens_max, stopping.check)
+            closing.callback(scorer.close)
             weights = WeightSync(policy, rollouts, placed, tracker.say)
             closing.callback(weights.close)
-            weights.check_replicas()
-            weights.sync(version=progress.step)
+            with policy.needed(["parameters"]):
+                weights.check_replicas()
+                weights.sync(version=progress.step)
 
         clock, work = PhaseClock(), work_of(checked.architecture)
         run = Run(recipe, steps, cursor, rollouts, scorer, policy, weights, clock, work, stopping)
