@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Ray on one node of a job: the head on the node of RAY_ADDRESS, a worker elsewhere. Ends when Ray does, or on SIGUSR1,
-# and leaves Ray's logs in RAY_LOGS. Started by ray_cluster.sh, whose variables it reads.
+# Ray on one node of a job: the head on the node of RAY_ADDRESS, a worker elsewhere. Ends when Ray does, on SIGUSR1, or on
+# the SIGTERM of a cancelled job, and leaves Ray's logs in RAY_LOGS and nothing on the node. Started by ray_cluster.sh, whose variables it reads.
 set -euo pipefail
 # shellcheck source=slurm/ports.sh
 source slurm/ports.sh
@@ -26,7 +26,7 @@ node=$SLURMD_NODENAME
 unset "${!SLURM_@}" "${!PMI@}" # what Ray starts is no task of Slurm's
 
 stop() {
-    trap '' USR1
+    trap '' USR1 TERM
     kill -KILL "$ray" 2>/dev/null || true
     if [[ -d $RAY_TEMP ]]; then
         mkdir -p "$RAY_LOGS/$node"
@@ -35,6 +35,7 @@ stop() {
     fi
 }
 trap 'stop; exit 0' USR1
+trap 'stop; exit 143' TERM
 echo "ray start ${options[*]}"
 # Ray gives up on agents that take more than seconds to start, as they do where all nodes read one file system at once.
 for attempt in 1 2 3 4 5; do

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,3 +65,34 @@ def test_jobs_have_ports_of_their_own() -> None:
 def test_a_port_that_is_taken_moves_the_job_to_others() -> None:
     first = first_of_free_ports(1000)
     assert first_of_free_ports(1000, listening=[first + 3]) not in range(first - 7, first + 4)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 143)])
+def test_a_node_that_is_told_to_stop_saves_the_logs_of_its_ray_and_leaves_nothing(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    logs, disk, programs = tmp_path / "logs", tmp_path / "disk", tmp_path / "bin"
+    for directory in (logs, programs):
+        directory.mkdir()
+    ray = programs / "ray"
+    ray.write_text(f"#!/bin/sh\nmkdir -p {disk}/session_2/logs\ntouch {disk}/session_2/logs/gcs.out\nexec sleep 60\n")
+    ray.chmod(0o755)
+    variables = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "1000",
+        "SLURMD_NODENAME": "n1",
+        "RAY_NODE_ADDRESS": "127.0.0.1",
+        "RAY_ADDRESS": "127.0.0.1:20000",
+        "RAY_PORT": "20000",
+        "RAY_LOGS": str(logs),
+        "RAY_TEMP": str(disk),
+    }
+    with subprocess.Popen(["bash", "slurm/ray_node.sh"], cwd=REPOSITORY, env=os.environ | variables) as node:
+        deadline = time.monotonic() + 30
+        while not (disk / "session_2" / "logs" / "gcs.out").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        node.send_signal(number)
+        assert node.wait(30) == code
+    assert (logs / "n1" / "gcs.out").exists()
+    assert not disk.exists()
