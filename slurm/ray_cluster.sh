@@ -164,7 +164,9 @@ signal_steps() { # SIGNAL
 }
 
 may_requeue() {
-    [[ $TOLD != TERM ]] && is_running &&
-        [[ "$(scontrol --oneliner show job "$SLURM_JOB_ID")" == *" Requeue=1 "* ]] &&
+    local job
+    job=$(scontrol --oneliner show job "$SLURM_JOB_ID")
+    # SIGTERM by hand means the end; Slurm sends it, too, when it takes the nodes for another job.
+    [[ $TOLD != TERM || $job =~ \ PreemptTime=[0-9] ]] && [[ $job == *" JobState=RUNNING "* && $job == *" Requeue=1 "* ]] &&
         ((${SLURM_RESTART_COUNT:-0} < MAX_RESTARTS))
 }

@@ -96,3 +96,24 @@ def test_a_node_that_is_told_to_stop_saves_the_logs_of_its_ray_and_leaves_nothin
         assert node.wait(30) == code
     assert (logs / "n1" / "gcs.out").exists()
     assert not disk.exists()
+
+
+RUNNING = "JobId=7 Requeue=1 Restarts=0 JobState=RUNNING Reason=None PreemptTime=None End"
+
+
+@pytest.mark.parametrize(
+    ("told", "restarts", "job", "may"),
+    [
+        ("USR1", 0, RUNNING, True),
+        ("TERM", 0, RUNNING, False),
+        ("TERM", 0, RUNNING.replace("PreemptTime=None", "PreemptTime=2026-01-01T00:00:00"), True),
+        ("USR1", 20, RUNNING, False),
+        ("USR1", 0, RUNNING.replace("Requeue=1", "Requeue=0"), False),
+        ("USR1", 0, RUNNING.replace("RUNNING", "CANCELLED"), False),
+    ],
+)
+def test_a_job_goes_back_to_the_queue_if_it_was_not_to_end(told: str, restarts: int, job: str, may: bool) -> None:
+    command = f"source slurm/ray_cluster.sh; scontrol() {{ echo '{job}'; }}; TOLD={told}; may_requeue"
+    variables = os.environ | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+    done = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, env=variables, timeout=30)
+    assert (done.returncode == 0) == may
