@@ -76,6 +76,7 @@ def plan(asked: argparse.Namespace) -> int:
     ready = preflight(loaded, plan_only=True)
     from megagrpo.plan.plan import plan_of
     from megagrpo.plan.search import search_for
+    from megagrpo.weights.families import read_architecture
 
     planned = plan_of(
         ready.recipe,
@@ -83,6 +84,7 @@ def plan(asked: argparse.Namespace) -> int:
         given=asked.assume,
         run_directory=asked.calibrate,
         unchecked=ready.unchecked,
+        critic=read_architecture(ready.critic_directory) if ready.critic_directory else None,
     )
     found = search_for(planned, asked.gpus) if asked.search else None
     if asked.html:

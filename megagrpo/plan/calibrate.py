@@ -29,6 +29,7 @@ def calibrated(
     architecture: Architecture,
     machines: Machines | None,
     run_directory: Path,
+    critic: Architecture | None = None,
 ) -> Assumptions:
     """Lengths, balance and phases as in a run's metrics.jsonl: medians over its steps, but for the first one.
 
@@ -46,7 +47,7 @@ def calibrated(
         known["imbalance"] = 1 + uneven
     assumptions = replace(assumptions, **known, **dict.fromkeys(FACTORS, 1.0))
 
-    predicted = _predicted(assumptions, recipe, architecture, machines, run_directory)
+    predicted = _predicted(assumptions, recipe, architecture, machines, run_directory, critic)
     phases = {phase.phase: phase.seconds for phase in predicted.phases}
     measured = {phase: _median(steps, f"seconds/{phase}") for phase in phases if phase != "driver"}
     measured["driver"] = median(_between_phases(step) for step in steps)
@@ -64,6 +65,7 @@ def _predicted(
     architecture: Architecture,
     machines: Machines | None,
     run_directory: Path,
+    critic: Architecture | None,
 ) -> StepTime:
     """For the run's own recipe and model, on its own machines."""
     path = run_directory / RECIPE_FILE
@@ -78,7 +80,7 @@ def _predicted(
         recipe, machines = own, machines_of(own, assumptions) or machines
     if machines is None or recipe.cluster.device == "cpu":
         machines = A_CPU
-    return step_time(recipe, architecture, machines, assumptions)
+    return step_time(recipe, architecture, machines, assumptions, critic)
 
 
 def _architecture(recipe: AnyRecipe, path: Path) -> Architecture:

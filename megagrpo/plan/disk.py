@@ -17,7 +17,7 @@ from megagrpo.weights.families.architecture import Architecture, critic_of
 STATE_BYTES = 12  # float32: the main weight and Adam's two moments (megatron/state.py)
 
 
-def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture) -> int:
+def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> int:
     """One checkpoint: what is trained, with its optimizer; a reference that follows; a critic. Files' headers apart."""
     lora = recipe.train.lora
     trained = total_parameters(architecture)
@@ -31,7 +31,7 @@ def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture) -> int:
         if algorithm.kl.coefficient and algorithm.reference.update_every_steps is not None:
             total += 4 * trained
         if algorithm.critic is not None:
-            total += STATE_BYTES * total_parameters(critic_of(architecture))
+            total += STATE_BYTES * total_parameters(critic_of(critic or architecture))
     return total
 
 
@@ -52,12 +52,12 @@ def disk_problems(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Pro
         )
 
 
-def disk_advice(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
+def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> Iterator[Problem]:
     """Not all of the checkpoints that are kept fit; the new one is written before the oldest is deleted."""
     if not runs_here(recipe) and not Path(recipe.checkpoint.directory or "no such directory").is_dir():
         return
     keep, best = recipe.checkpoint.keep_last, recipe.checkpoint.keep_best is not None
-    each, free = checkpoint_bytes(recipe, architecture), free_bytes(recipe)
+    each, free = checkpoint_bytes(recipe, architecture, critic), free_bytes(recipe)
     directory = checkpoint_directory(recipe)
     saved = len(list(directory.glob("step_*"))) if directory.is_dir() else 0
     needed = max(1, keep + best + 1 - saved) * each

@@ -11,10 +11,16 @@ from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.families.architecture import Architecture
 
 
-def estimate(recipe: AnyRecipe, architecture: Architecture, machines: Machines, assumptions: Assumptions) -> Estimate:
+def estimate(
+    recipe: AnyRecipe,
+    architecture: Architecture,
+    machines: Machines,
+    assumptions: Assumptions,
+    critic: Architecture | None = None,
+) -> Estimate:
     """What the recipe needs, and how long its steps take, on these GPUs. Its rules must hold (trainer/preflight.py)."""
-    held = memory(recipe, architecture, machines, "cuda")
-    time = step_time(recipe, architecture, machines, assumptions)
+    held = memory(recipe, architecture, machines, "cuda", critic)
+    time = step_time(recipe, architecture, machines, assumptions, critic)
     return Estimate(held, time, lacking_bytes(held, machines))
 
 

@@ -49,10 +49,15 @@ LOWERED_BY: Mapping[str, tuple[str, ...]] = {
 
 
 def memory(
-    recipe: AnyRecipe, architecture: Architecture, machines: Machines | None, device: str
+    recipe: AnyRecipe,
+    architecture: Architecture,
+    machines: Machines | None,
+    device: str,
+    critic: Architecture | None = None,
 ) -> tuple[DeviceMemory, ...]:
     """One entry for each kind of device, in their order. `device` is cpu or cuda; without `machines` an engine's cache
-    is as large as the recipe could use. All sequences are taken to be as long as the recipe allows.
+    is as large as the recipe could use. All sequences are taken to be as long as the recipe allows. `critic` is the
+    model of algorithm.critic.path, if it is another.
     """
     places = plan_devices(recipe, device)
     card = machines.gpu.memory_bytes if machines and device == "cuda" else None
@@ -62,7 +67,7 @@ def memory(
     return tuple(
         DeviceMemory(_name(recipe, stage, engines), tuple(devices), tuple(phases))
         for (stage, engines), devices in _kinds(recipe, places).items()
-        if (phases := list(_phases(_Device(recipe, architecture, device, stage, engines, engine))))
+        if (phases := list(_phases(_Device(recipe, architecture, device, stage, engines, engine, critic))))
     )
 
 
@@ -101,10 +106,13 @@ class _Device:
     stage: int | None
     engines: int
     engine: EngineMemory | None
+    critic: Architecture | None
 
     @cached_property
     def trainer(self) -> _Trainer | None:
-        return None if self.stage is None else _Trainer(self.recipe, self.architecture, self.device, self.stage)
+        if self.stage is None:
+            return None
+        return _Trainer(self.recipe, self.architecture, self.device, self.stage, self.critic)
 
 
 def _phases(device: _Device) -> Iterator[PhaseMemory]:
@@ -174,6 +182,7 @@ class _Trainer:
     architecture: Architecture
     device: str
     stage: int
+    critic: Architecture | None
 
     @cached_property
     def layout(self) -> ParallelLayout:
@@ -183,7 +192,7 @@ class _Trainer:
     def models(self) -> ModelMemory:
         rank = self.stage * (self.layout.ranks // self.layout.pipeline)
         where = RankCoordinates(rank, 0, self.stage, 0, 0, 0, 0, 0)
-        return model_memory(self.architecture, self.recipe, where, self.device)
+        return model_memory(self.architecture, self.recipe, where, self.device, self.critic)
 
     @cached_property
     def is_last(self) -> bool:

@@ -90,11 +90,11 @@ def model_memory(
     recipe: AnyRecipe,
     where: RankCoordinates,
     device: str,
-    critic_architecture: Architecture | None = None,
+    critic: Architecture | None = None,
 ) -> ModelMemory:
     """What the rank at `where` holds on `device` (cpu or cuda). `architecture` is the policy's.
 
-    `critic_architecture` is that of algorithm.critic.path, if it is another. Ranks of one pipeline stage hold equally
+    `critic` is that of algorithm.critic.path, if it is another. Ranks of one pipeline stage hold equally
     much, but for their shares of the optimizer's state with the distributed optimizer: the last of them have less, as
     the padding is theirs. The first rank of a stage has as much as any, but for what aligns parameters (less than 64
     elements each). Raises ModelError if the layout does not divide the model.
@@ -118,10 +118,10 @@ def model_memory(
     if algorithm.kl.coefficient > 0:
         average = algorithm.reference.update_every_steps is not None and algorithm.reference.share < 1
         reference = _reference(architecture, kind, adapters, average)
-    critic = None
+    values = None
     if algorithm.critic is not None:
-        critic = _trained(critic_of(critic_architecture or architecture), kind, None)
-    return ModelMemory(policy, reference, critic)
+        values = _trained(critic_of(critic or architecture), kind, None)
+    return ModelMemory(policy, reference, values)
 
 
 @dataclass(frozen=True)

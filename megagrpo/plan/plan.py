@@ -52,6 +52,7 @@ class Plan:
 
     recipe: AnyRecipe
     architecture: Architecture
+    critic: Architecture | None  # of algorithm.critic.path; None: no critic, or one like the policy
     summary: tuple[tuple[str, str], ...]
     device: str  # "cuda" or "cpu": what is planned for
     places: tuple[Place, ...]
@@ -73,21 +74,24 @@ def plan_of(
     given: Collection[str] = (),
     run_directory: Path | None = None,
     unchecked: Collection[str] = (),
+    critic: Architecture | None = None,
 ) -> Plan:
-    """The plan of a recipe whose rules hold. `given` are assumptions as NAME=VALUE; `run_directory` calibrates them.
+    """The plan of a recipe whose rules hold. `given` are assumptions as NAME=VALUE; `run_directory` calibrates them;
+    `critic` is the model of algorithm.critic.path, if it is another.
 
     Raises RecipeError for an unknown GPU or a wrong assumption, ReportError for a run without measurements.
     """
-    assumptions, assumed, machines = _assumptions(recipe, architecture, given, run_directory)
+    assumptions, assumed, machines = _assumptions(recipe, architecture, given, run_directory, critic)
     device = planned_device(recipe)
     known = machines if device == "cuda" else None
-    expected = estimate(recipe, architecture, known, assumptions) if known else None
-    held = expected.memory if expected else memory(recipe, architecture, None, device)
+    expected = estimate(recipe, architecture, known, assumptions, critic) if known else None
+    held = expected.memory if expected else memory(recipe, architecture, None, device, critic)
     if device == "cpu" and run_directory is not None:  # of CPUs nothing is known but what a run measured
-        expected = Estimate(held, step_time(recipe, architecture, A_CPU, assumptions), 0)
+        expected = Estimate(held, step_time(recipe, architecture, A_CPU, assumptions, critic), 0)
     return Plan(
         recipe=recipe,
         architecture=architecture,
+        critic=critic,
         summary=tuple(summary(recipe, architecture)),
         device=device,
         places=places(recipe, device),
@@ -98,7 +102,10 @@ def plan_of(
         assumptions=assumptions,
         assumed=assumed,
         problems=(*node_problems(recipe), *memory_problems(recipe, architecture, held, known)),
-        unwise=(*advice(recipe, architecture, known, expected, assumptions), *disk_advice(recipe, architecture)),
+        unwise=(
+            *advice(recipe, architecture, known, expected, assumptions),
+            *disk_advice(recipe, architecture, critic),
+        ),
         unchecked=tuple(unchecked),
     )
 
@@ -109,14 +116,18 @@ def planned_device(recipe: AnyRecipe) -> str:
 
 
 def _assumptions(
-    recipe: AnyRecipe, architecture: Architecture, given: Collection[str], run_directory: Path | None
+    recipe: AnyRecipe,
+    architecture: Architecture,
+    given: Collection[str],
+    run_directory: Path | None,
+    critic: Architecture | None,
 ) -> tuple[Assumptions, tuple[Assumed, ...], Machines | None]:
     assumptions = assumptions_from(given)
     origins = dict.fromkeys((text.partition("=")[0].strip() for text in given), "given")
     machines = machines_of(recipe, assumptions)
     if run_directory is not None:
         before = assumptions
-        assumptions = calibrated(assumptions, recipe, architecture, machines, run_directory)
+        assumptions = calibrated(assumptions, recipe, architecture, machines, run_directory, critic)
         changed = [f.name for f in fields(before) if getattr(before, f.name) != getattr(assumptions, f.name)]
         kept = {name: getattr(before, name) for name in origins}  # what was given counts more than what was measured
         assumptions = replace(assumptions, **kept)

@@ -26,7 +26,7 @@ from megagrpo.plan.time import step_time
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.devices import plan_devices
-from megagrpo.recipe.model_checks import model_problems
+from megagrpo.recipe.model_checks import critic_problems, model_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
@@ -50,6 +50,7 @@ class _Case:
     machines: Machines
     assumptions: Assumptions
     gpus: int
+    critic: Architecture | None
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,21 @@ def search_for(plan: Plan, gpus: int | None) -> Search:
         if plan.device == "cpu":
             field, given, fix = "cluster.device", "cpu", "cluster.device=cuda cluster.gpu=H100"
         raise RecipeError(Problem(field, given, "the kind of GPU that a search is for", fix))
-    return search(plan.recipe, plan.architecture, plan.machines, plan.assumptions, gpus or len(plan.places))
+    return search(
+        plan.recipe, plan.architecture, plan.machines, plan.assumptions, gpus or len(plan.places), plan.critic
+    )
 
 
 def search(
-    recipe: AnyRecipe, architecture: Architecture, machines: Machines, assumptions: Assumptions, gpus: int
+    recipe: AnyRecipe,
+    architecture: Architecture,
+    machines: Machines,
+    assumptions: Assumptions,
+    gpus: int,
+    critic: Architecture | None = None,
 ) -> Search:
     """Layouts for `gpus` GPUs, ranked by estimated seconds of a step."""
-    case = _Case(recipe, architecture, machines, assumptions, gpus)
+    case = _Case(recipe, architecture, machines, assumptions, gpus, critic)
     tally = _Tally()
     sparing = list(_candidates(case, _sparing_layouts(case), tally))
     tally.legal = len(sparing)
@@ -200,11 +208,12 @@ def _candidates(case: _Case, options: Iterable[Values], tally: _Tally) -> Iterat
     for values in options:
         key = tuple(str(values[path]) for path in sorted(values))
         recipe = space.changed(case.recipe, values)
-        if key in seen or not legal(recipe, case.architecture):
+        if key in seen or not legal(recipe, case.architecture, case.critic):
             continue
         seen.add(key)
         tally.estimated += 1
-        yield _Candidate(values, recipe, step_time(recipe, case.architecture, case.machines, case.assumptions))
+        time = step_time(recipe, case.architecture, case.machines, case.assumptions, case.critic)
+        yield _Candidate(values, recipe, time)
 
 
 def _fitting(
@@ -219,7 +228,7 @@ def _fitting(
         key = tuple(candidate.values[path] for path in apart) if apart else len(found)
         if key in found:
             continue
-        held = memory(candidate.recipe, case.architecture, case.machines, "cuda")
+        held = memory(candidate.recipe, case.architecture, case.machines, "cuda", case.critic)
         lacking = lacking_bytes(held, case.machines, spare=SPARE)
         one = _Found(candidate.values, candidate.recipe, Estimate(held, candidate.time, lacking))
         if lacking == 0:
@@ -231,12 +240,13 @@ def _fitting(
     return list(found.values())
 
 
-def legal(recipe: AnyRecipe, architecture: Architecture) -> bool:
+def legal(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> bool:
     """Whether every rule that a plan checks holds for the layout and the engines."""
     return not (
         recipe_problems(recipe)
         or model_problems(recipe, architecture)
         or _split_problems(recipe, architecture)
+        or (critic is not None and critic_problems(recipe, critic))
         or any(node_problems(recipe))
     )
 

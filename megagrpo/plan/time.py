@@ -29,32 +29,41 @@ ON_DRIVER = ("gsm8k",)
 FIRST_RANK = RankCoordinates(rank=0, tensor=0, pipeline=0, context=0, data=0, expert=0, expert_tensor=0, expert_data=0)
 
 
-def step_time(recipe: AnyRecipe, architecture: Architecture, machines: Machines, assumptions: Assumptions) -> StepTime:
+def step_time(
+    recipe: AnyRecipe,
+    architecture: Architecture,
+    machines: Machines,
+    assumptions: Assumptions,
+    critic: Architecture | None = None,
+) -> StepTime:
     """Expected seconds of one step, by phase. A sixth phase, driver, is what metrics have between the others.
 
     For a recipe on CPUs pass `A_CPU`, and believe the result only with calibrated assumptions. Evaluation and
-    checkpoints are not in it.
+    checkpoints are not in it. `critic` is the model of algorithm.critic.path, if it is another.
     """
     if isinstance(recipe, SftRecipe):
         return _sft_step(recipe, architecture, machines, assumptions)
-    return _grpo_step(recipe, architecture, machines, assumptions)
+    return _grpo_step(recipe, architecture, machines, assumptions, critic or architecture)
 
 
-def _grpo_step(recipe: Recipe, arch: Architecture, machines: Machines, assumed: Assumptions) -> StepTime:
+def _grpo_step(
+    recipe: Recipe, arch: Architecture, machines: Machines, assumed: Assumptions, critic: Architecture
+) -> StepTime:
     lengths = lengths_of(recipe, assumed)
     rounds = list(prompts_of_rounds(recipe, assumed.signal_share))
     responses = sum(rounds) * recipe.rollout.samples_per_prompt
     batch = trained_batch(recipe, assumed, sum(rounds))
     item_bytes = _item_bytes(recipe, machines)
+    ranks = TrainingRanks(arch, recipe.train, machines, assumed, item_bytes)
     engine = Engine(arch, _engine_tensor(recipe), machines, assumed, item_bytes)
     cache_tokens = _cache_tokens(recipe, arch, machines)
     phases = {
         "rollout": added(*(rollout_seconds(engine, recipe, lengths, prompts, cache_tokens) for prompts in rounds)),
         "reward": _reward(recipe, assumed, responses),
-        "logprobs": _logprobs(recipe, arch, machines, assumed, batch),
-        "update": _update(recipe, arch, machines, assumed, batch),
+        "logprobs": _logprobs(recipe, ranks, critic, batch),
+        "update": _update(recipe, ranks, critic, batch),
         "weight_sync": sync_seconds(recipe, arch, machines, assumed, item_bytes),
-        "driver": _driver(recipe, arch, assumed, responses),
+        "driver": _driver(recipe, arch, assumed, responses, critic),
     }
     return _step(recipe, phases, assumed, responses * lengths.sequence)
 
@@ -124,44 +133,44 @@ def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
     }
 
 
-def _logprobs(recipe: Recipe, arch: Architecture, machines: Machines, assumed: Assumptions, batch: Batch) -> Seconds:
+def _logprobs(recipe: Recipe, ranks: TrainingRanks, critic: Architecture, batch: Batch) -> Seconds:
     algorithm = recipe.algorithm
-    ranks = TrainingRanks(arch, recipe.train, machines, assumed, _item_bytes(recipe, machines))
-    seconds = {"sending the batch": batch.sequences * assumed.send_seconds_per_response}
+    seconds = {"sending the batch": batch.sequences * ranks.assumptions.send_seconds_per_response}
     if computes_old_logprobs(algorithm):
         seconds |= _of("old", ranks.forward_seconds(batch))
     if algorithm.kl.coefficient > 0:
         seconds |= _of("reference", ranks.forward_seconds(batch))
     if algorithm.critic is not None:
-        seconds |= _of("values", _critic_ranks(ranks).forward_seconds(batch))
+        seconds |= _of("values", _critic_ranks(ranks, critic).forward_seconds(batch))
     return seconds
 
 
-def _update(recipe: Recipe, arch: Architecture, machines: Machines, assumed: Assumptions, batch: Batch) -> Seconds:
+def _update(recipe: Recipe, ranks: TrainingRanks, critic: Architecture, batch: Batch) -> Seconds:
     algorithm = recipe.algorithm
-    ranks = TrainingRanks(arch, recipe.train, machines, assumed, _item_bytes(recipe, machines))
     minibatch = batch.share(1 / algorithm.minibatches)
     times = algorithm.minibatches * algorithm.epochs
     seconds = {name: spent * times for name, spent in ranks.update_seconds(minibatch).items()}
     if algorithm.critic is not None:
-        of_critic = _critic_ranks(ranks).update_seconds(minibatch)
+        of_critic = _critic_ranks(ranks, critic).update_seconds(minibatch)
         seconds |= _of("critic", {name: spent * times for name, spent in of_critic.items()})
     return seconds
 
 
-def _critic_ranks(ranks: TrainingRanks) -> TrainingRanks:
+def _critic_ranks(ranks: TrainingRanks, critic: Architecture) -> TrainingRanks:
     """The same ranks with the critic's model, which is never trained by adapters."""
-    return replace(ranks, arch=critic_of(ranks.arch), train=ranks.train.model_copy(update={"lora": None}))
+    return replace(ranks, arch=critic_of(critic), train=ranks.train.model_copy(update={"lora": None}))
 
 
 def _of(what: str, seconds: Seconds) -> Seconds:
     return {f"{what}: {name}": spent for name, spent in seconds.items()}
 
 
-def _driver(recipe: AnyRecipe, arch: Architecture, assumed: Assumptions, responses: float) -> Seconds:
+def _driver(
+    recipe: AnyRecipe, arch: Architecture, assumed: Assumptions, responses: float, critic: Architecture | None = None
+) -> Seconds:
     seconds = {"bookkeeping": assumed.driver_seconds + responses * assumed.driver_seconds_per_response}
     if isinstance(recipe, Recipe) and recipe.train.offload:
-        held = model_memory(arch, recipe, FIRST_RANK, "cuda").parts()
+        held = model_memory(arch, recipe, FIRST_RANK, "cuda", critic).parts()
         # Gradients are not copied: they come back as zeros.
         moved = sum(size for name, size in held.items() if name in recipe.train.offload and name != "gradients")
         seconds["to the host and back"] = 2 * moved / assumed.host_bytes_per_second

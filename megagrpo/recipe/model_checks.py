@@ -26,6 +26,12 @@ def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[RulePr
     ]
 
 
+def critic_problems(recipe: AnyRecipe, critic: Architecture) -> list[RuleProblem]:
+    """The same for the model of algorithm.critic.path, which never has adapters."""
+    whole = recipe.train.model_copy(update={"lora": None})
+    return model_problems(recipe.model_copy(update={"train": whole}), critic)
+
+
 def _pipeline(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProblem]:
     layout, layers = recipe.train.layout.parallel(), architecture.layers
     if layout.problems() or not (problems := stage_problems(layers, layout)):  # the former: rank_checks.py

@@ -18,7 +18,7 @@ from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.load import Kind, LoadedRecipe
-from megagrpo.recipe.model_checks import divisors, either, model_problems
+from megagrpo.recipe.model_checks import critic_problems, divisors, either, model_problems
 from megagrpo.recipe.schema import AnyRecipe, EngineLayout, Recipe, SftRecipe
 from megagrpo.reward.functions import reward_problems
 from megagrpo.rollout.sglang.arguments import sglang_problems
@@ -133,9 +133,8 @@ def _critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: bo
     architecture = critic_of(read_architecture(directory))
     if not plan_only or Path(critic.path).is_dir():
         manifests(directory, architecture)
-    whole = recipe.model_copy(update={"train": recipe.train.model_copy(update={"lora": None})})  # adapters: policy's
     problems: list[Problem] = [
-        replace(problem, given=f"{problem.given} (the critic's)") for problem in model_problems(whole, architecture)
+        replace(problem, given=f"{problem.given} (the critic's)") for problem in critic_problems(recipe, architecture)
     ]
     if policy and architecture.vocab < policy.vocab:
         given, needed = f"a vocabulary of {architecture.vocab}", f"the policy's, of {policy.vocab}"

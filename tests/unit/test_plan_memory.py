@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan import engine_memory as engines
 from megagrpo.plan.activations import Pass, layer_bytes, passes_in_flight, stage_bytes, working_bytes
+from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.disk import checkpoint_bytes
 from megagrpo.plan.engine_memory import (
     cache_bytes_per_token,
     default_fraction,
@@ -26,6 +28,7 @@ from megagrpo.plan.known_models import known_models
 from megagrpo.plan.logits_memory import logits_bytes
 from megagrpo.plan.machines import GPUS, Machines
 from megagrpo.plan.memory import memory
+from megagrpo.plan.time import step_time
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.schema import EngineLayout, Recipe, SftRecipe
 from megagrpo.rollout.sglang import arguments
@@ -342,6 +345,23 @@ def test_a_bucket_is_no_larger_than_the_weights(tiny: dict[str, Path]) -> None:
     held = phases(memory(recipe_of({}), arch, None, "cpu")[0])["weight_sync"]
     assert held["sync buckets"] == 2 * held["parameters"]
     assert held["engine sync buckets"] == 2 * held["engine weights"]
+
+
+def test_a_critic_is_as_large_as_its_own_model() -> None:
+    recipe = recipe_of({"tensor": 8}, algorithm={"advantage": {"name": "gae"}, "critic": {"path": "unused"}})
+    small = replace(LLAMA, layers=LLAMA.layers // 4)
+    held = [
+        phases(memory(recipe, LLAMA, H100, "cuda", critic)[0])["update"]["critic"] for critic in (None, LLAMA, small)
+    ]
+    assert held[0] == held[1]
+    assert held[0] / 4 < held[2] < held[0] / 3  # the embedding stays
+    seconds = [
+        {phase.phase: phase.seconds for phase in step_time(recipe, LLAMA, H100, Assumptions(), critic).phases}
+        for critic in (LLAMA, small)
+    ]
+    for phase in ("logprobs", "update"):
+        assert seconds[1][phase] < 0.8 * seconds[0][phase]
+    assert checkpoint_bytes(recipe, LLAMA, small) < 0.7 * checkpoint_bytes(recipe, LLAMA)
 
 
 def test_fine_tuning_only_updates() -> None:

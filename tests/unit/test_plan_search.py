@@ -12,6 +12,7 @@ from megagrpo.errors import RecipeError
 from megagrpo.plan import space
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.estimate import estimate, lacking_bytes
+from megagrpo.plan.known_models import known_models
 from megagrpo.plan.machines import machines_of
 from megagrpo.plan.search import SPARE, Search, legal, search, search_for
 from megagrpo.recipe.checks import recipe_problems
@@ -20,6 +21,7 @@ from megagrpo.recipe.model_checks import model_problems
 from megagrpo.recipe.overrides import apply_overrides
 from megagrpo.recipe.places import Places
 from megagrpo.recipe.schema import Recipe
+from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides.sglang import split_problems
 from tests.plans import BASE, LLAMA_8B, ON_2048, QWEN_30B, architecture, changed, plan, recipe
 
@@ -123,6 +125,18 @@ def test_what_lacks_least_is_told_if_nothing_fits() -> None:
     one = searched(recipe(cluster__gpu="RTX-4090"), 16)
     assert one.nearest is not None
     assert one.nearest.estimate.lacking_bytes < found.nearest.estimate.lacking_bytes
+
+
+def test_layouts_fit_a_critic_of_its_own() -> None:
+    of = recipe(train__layout={"tensor": 4}, algorithm__critic={"path": "unused"}, algorithm__advantage={"name": "gae"})
+    critic = read_architecture(known_models()["Qwen/Qwen2.5-0.5B-Instruct"])  # 14 heads
+    machines = machines_of(of, Assumptions())
+    assert machines is not None
+    assert not legal(of, architecture(of), critic)
+    found = search(of, architecture(of), machines, Assumptions(), 64, critic)
+    assert found.choices
+    for choice in found.choices:
+        assert "train.layout.tensor=2" in choice.overrides or "train.layout.tensor=1" in choice.overrides
 
 
 def test_searches_need_a_kind_of_gpu() -> None:
