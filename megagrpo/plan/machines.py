@@ -82,7 +82,9 @@ def gpu(name: str) -> Gpu:
     if name in GPUS:
         return GPUS[name]
     by_lower = {known.lower(): known for known in GPUS}
-    near = get_close_matches(name.lower().replace(" ", "-"), by_lower, n=1)
+    written = name.lower().replace(" ", "-")
+    longer = sorted((known for known in by_lower if written in known), key=len)  # A100, 4090
+    near = longer or get_close_matches(written, by_lower, n=1, cutoff=0.8)
     raise RecipeError(
         Problem(
             "cluster.gpu",

@@ -29,11 +29,21 @@ def test_consumer_cards_count_products_that_are_summed_in_float32():
     assert gpu("RTX-4090").flops == pytest.approx(165.2e12)
 
 
-@pytest.mark.parametrize(("written", "meant"), [("h100", "H100"), ("A100-80", "A100-80GB"), ("RTX 4090", "RTX-4090")])
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("h100", "H100"), ("H1000", "H100"), ("A100", "A100-80GB"), ("A10", "A10G"), ("RTX 4090", "RTX-4090")],
+)
 def test_an_unknown_gpu_is_refused_with_the_nearest_name(written, meant):
     with pytest.raises(RecipeError, match=f"did you mean {meant}\\?") as refused:
         gpu(written)
     assert refused.value.problems[0].where == "cluster.gpu"
+
+
+@pytest.mark.parametrize("written", ["MI300X", "V100"])
+def test_a_gpu_that_is_like_no_other_is_not_taken_for_one(written):
+    with pytest.raises(RecipeError) as refused:
+        gpu(written)
+    assert refused.value.problems[0].fix == ""
 
 
 def test_machines_come_from_the_cluster_and_the_assumed_network(tmp_path):
