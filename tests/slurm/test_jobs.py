@@ -161,3 +161,4 @@ def test_a_cancelled_job_leaves_nothing_behind(nodes: Slurm, place: Path) -> Non
     ended = nodes.wait_for_state(job, "CANCELLED")
     assert (ended["Restarts"], ended["Requeue"]) == ("0", "1")
     nodes.wait(lambda: all(nothing_left(nodes, node) for node in ("n1", "n2")), "an end of all processes")
+    assert not list((place / "state").glob("disk-*/*"))
