@@ -15,6 +15,8 @@ MIB, GIB = 2**20, 2**30
 CPU_CACHE_TOKENS = 65536
 """As in megagrpo/rollout/sglang/arguments.py."""
 CPU_FFN_MULTIPLE = 32
+WHOLE_PREFILL_TOKENS = 16384
+"""SGLang's max_prefill_tokens: what prompts that are not cut into chunks (chunked_prefill_size -1) take at once."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ def _sizes(options: dict[str, Any], card_bytes: int | None, tensor: int) -> tupl
     """Tokens of a prefill, and requests in the largest graph."""
     prefill, requests = _sizes_for(card_bytes, tensor)
     running = options.get("max_running_requests") or requests
-    return options.get("chunked_prefill_size") or prefill, min(requests, running)
+    chunk = options.get("chunked_prefill_size") or prefill
+    return chunk if chunk > 0 else WHOLE_PREFILL_TOKENS, min(requests, running)
 
 
 def _sizes_for(card_bytes: int | None, tensor: int) -> tuple[int, int]:

@@ -57,6 +57,24 @@ def _engine_settings(recipe: Recipe) -> Iterator[RuleProblem]:
         )
 
 
+def _sglang_numbers(recipe: Recipe) -> Iterator[RuleProblem]:
+    """Of the arguments that plans calculate with; SGLang itself judges all of them before a run."""
+    options = recipe.rollout.sglang.model_extra or {}
+    share = options.get("mem_fraction_static")
+    if share is not None and not (isinstance(share, float) and 0 < share < 1):
+        yield broken(
+            "rollout.sglang.mem_fraction_static",
+            given=f"{share}",
+            needed="a share of a GPU's memory, above 0 and below 1",
+            fix="mem_fraction_static: 0.5",
+        )
+    for name in ("max_running_requests", "max_total_tokens", "chunked_prefill_size"):
+        value = options.get(name)
+        whole = value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+        if not whole and not (name == "chunked_prefill_size" and value == -1):
+            yield broken(f"rollout.sglang.{name}", given=f"{value}", needed="a whole number above 0", fix="remove it")
+
+
 def _engine_layout(recipe: Recipe) -> Iterator[RuleProblem]:
     rollout, layout = recipe.rollout, recipe.rollout.layout
     if rollout.engine == "transformers":
@@ -112,6 +130,7 @@ def _transfer(recipe: Recipe) -> Iterator[RuleProblem]:
 ENGINE_RULES: tuple[Callable[[Recipe], Iterator[RuleProblem]], ...] = (
     _urls,
     _engine_settings,
+    _sglang_numbers,
     _engine_layout,
     _transfer,
 )
