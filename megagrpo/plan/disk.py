@@ -40,9 +40,11 @@ def runs_here(recipe: AnyRecipe) -> bool:
     return recipe.cluster.gpu is None and Path(recipe.model.path).is_dir()
 
 
-def disk_problems(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
+def disk_problems(
+    recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None
+) -> Iterator[Problem]:
     """Not even one checkpoint fits where they go, on this machine."""
-    each, free = checkpoint_bytes(recipe, architecture), free_bytes(recipe)
+    each, free = checkpoint_bytes(recipe, architecture, critic), free_bytes(recipe)
     if each > free:
         yield Problem(
             "checkpoint.directory",

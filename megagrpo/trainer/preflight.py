@@ -66,8 +66,6 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
     architecture = _attempt(problems, lambda: read_architecture(model)) if model else None
     if architecture:
         problems += model_problems(recipe, architecture)
-        if not plan_only or runs_here(recipe):
-            problems += disk_problems(recipe, architecture)
     if model and architecture and (not plan_only or Path(recipe.model.path).is_dir()):
         _attempt(problems, lambda: manifests(model))
     tokenizer = _attempt(problems, lambda: _tokenizer_directory(recipe, model))
@@ -86,6 +84,8 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
         critic = _attempt(problems, lambda: _critic_directory(grpo, architecture, plan_only))
         problems += _attempt(problems, lambda: list(_metric_problems(grpo))) or []
         problems += reward_problems(recipe.reward)
+    if architecture and (not plan_only or runs_here(recipe)):
+        problems += disk_problems(recipe, architecture, read_architecture(critic) if critic else None)
     if not plan_only:
         problems += _device_problems(recipe)
     problems += _package_problems(recipe)
