@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megagrpo.cluster.nodes import NodeWatch, node_names
 from megagrpo.cluster.placement import nodes_of_devices
 from megagrpo.cluster.waiting import SLICE_SECONDS
-from megagrpo.errors import Problem, RankError, RecipeError
+from megagrpo.errors import Problem, RankError
 from megagrpo.recipe.devices import DevicePlan, plan_devices
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.topology import Place
@@ -69,8 +69,7 @@ def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None) -> R
     """Joins `cluster.address` (or RAY_ADDRESS), or starts Ray on this machine, and reserves the run's devices.
 
     `check_stop` is called a few times a second in every wait for actors; what it raises ends the wait.
-    Raises RankError if there is no such cluster, or if the devices cannot be had in `cluster.start_timeout_seconds`;
-    RecipeError for an address that a run cannot use.
+    Raises RankError if there is no such cluster, or if the devices cannot be had in `cluster.start_timeout_seconds`.
     """
     address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
@@ -78,7 +77,6 @@ def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None) -> R
         bundles = plan_devices(recipe, device).bundles
         _connect(address, {"num_cpus": max(bundles, os.cpu_count() or 1), "include_dashboard": False})
     else:
-        require_usable(address)
         _connect(address, {})
         device = _device_of(ray.cluster_resources(), recipe)
     devices = plan_devices(recipe, device)
@@ -87,23 +85,6 @@ def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None) -> R
     gpus = _gpus(group, devices.bundles, recipe.cluster.start_timeout_seconds) if device == "cuda" else {}
     places = tuple(Place(node, gpus.get(index)) for index, node in enumerate(nodes))
     return Runtime(device, devices, group, places, NodeWatch({node: names[node] for node in nodes}, check_stop))
-
-
-def require_usable(address: str) -> None:
-    """Raises RecipeError for an address of another kind of Ray's, such as of a server for clients or for jobs."""
-    scheme, found, rest = address.partition("://")
-    if not found:
-        return
-    host = rest.partition("/")[0].rpartition(":")[0] or "HOST"
-    raise RecipeError(
-        Problem(
-            where="cluster.address, or RAY_ADDRESS",
-            given=f"{scheme}://, from where a run can be started but not driven",
-            needed="auto or HOST:PORT, on a node of the cluster: training ranks and engines meet at the driver, and "
-            "it shares directories with them",
-            fix=f"on any machine: ray job submit --address http://{host}:8265 -- megagrpo train RECIPE",
-        )
-    )
 
 
 def _reserve(

@@ -15,6 +15,7 @@ from megagrpo.errors import MegagrpoError, PreflightError, Problem
 from megagrpo.plan.disk import disk_problems, runs_here
 from megagrpo.plan.known_models import known_models
 from megagrpo.recipe.checks import recipe_problems
+from megagrpo.recipe.cluster_address import address_problem
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.load import Kind, LoadedRecipe
@@ -91,6 +92,7 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
     problems += _package_problems(recipe)
     if isinstance(recipe, Recipe):
         problems += _engine_problems(recipe, architecture, plan_only)
+    problems += _address_problems(recipe, plan_only)
     problems += _directory_problems(recipe)
     problems += _megatron_problems(recipe, None if problems else architecture)
     if problems or not (model and architecture and tokenizer):
@@ -276,6 +278,16 @@ def _device_problems(recipe: AnyRecipe) -> Iterator[Problem]:
             needed=f"{needed} for train.layout{engines}",
             fix=f"{smaller}, or a Ray cluster that has them: cluster.address or RAY_ADDRESS",
         )
+
+
+def _address_problems(recipe: AnyRecipe, plan_only: bool) -> Iterator[Problem]:
+    """The cluster to join. What RAY_ADDRESS says here is of no matter to a plan."""
+    if recipe.cluster.address is not None:
+        found = address_problem(recipe.cluster.address, "cluster.address")
+    else:
+        found = None if plan_only else address_problem(os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS")
+    if found:
+        yield found
 
 
 def _package_problems(recipe: AnyRecipe) -> Iterator[Problem]:

@@ -18,8 +18,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Directory of a run that was not interrupted, and what it printed."""
+    """Directory of a run that was not interrupted, tracked by MLflow, and what it printed."""
     output = tmp_path_factory.mktemp("finished")
     values = small_run.recipe(inputs, output)
+    values["track"]["mlflow"] = {}
     printed = small_run.train(small_run.write(values, output))
     return output / values["name"], printed

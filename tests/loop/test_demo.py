@@ -41,6 +41,7 @@ def run(
             str(RECIPE),
             f"model.path={model}",
             f"track.directory={output}",
+            "track.mlflow=null",
             *overrides,
         ],
         check=True,
@@ -53,7 +54,8 @@ def run(
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "data"])
 def test_two_ranks_of_any_kind_learn_to_carry(adder: Path, axis: str, tmp_path: Path) -> None:
-    metrics, seconds = run(adder, tmp_path, "train.layout.tensor=1", f"train.layout.{axis}=2")
+    steps = ["train.total_steps=40"] if axis != "tensor" else []  # as the recipe says for its own layout
+    metrics, seconds = run(adder, tmp_path, "train.layout.tensor=1", f"train.layout.{axis}=2", *steps)
     first, last = metrics[0]["eval/mean@1"], metrics[max(metrics)]["eval/mean@1"]
     assert 0.4 <= first <= 0.62
     assert last >= 0.9
@@ -66,6 +68,7 @@ def test_without_advantages_nothing_is_learnt(adder: Path, tmp_path: Path) -> No
         adder,
         tmp_path,
         "algorithm.skip_groups_without_signal=false",
+        "train.total_steps=40",
         module="tests.loop.without_advantages",
     )
     first, last = metrics[0]["eval/mean@1"], metrics[max(metrics)]["eval/mean@1"]

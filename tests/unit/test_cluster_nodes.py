@@ -12,8 +12,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from megagrpo.cluster import nodes
 from megagrpo.cluster.interfaces import interface_of
 from megagrpo.cluster.nodes import NodeWatch, node_names
-from megagrpo.cluster.runtime import require_usable
-from megagrpo.errors import NodeLostError, RecipeError
+from megagrpo.errors import NodeLostError
+from megagrpo.recipe.cluster_address import address_problem
 
 
 @pytest.fixture
@@ -63,10 +63,11 @@ def test_a_stop_ends_a_wait_too() -> None:
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265"])
 def test_addresses_from_where_a_run_cannot_be_driven_are_refused_with_the_way_that_works(address: str) -> None:
-    with pytest.raises(RecipeError, match=r"ray job submit --address http://head:8265"):
-        require_usable(address)
-    for usable in ("auto", "head:6379"):
-        require_usable(usable)
+    problem = address_problem(address, "cluster.address")
+    assert problem is not None
+    assert "ray job submit --address http://head:8265" in problem.fix
+    for usable in ("auto", "head:6379", "local"):
+        assert address_problem(usable, "cluster.address") is None
 
 
 def test_the_interface_is_the_one_that_has_the_address() -> None:
