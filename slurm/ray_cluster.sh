@@ -4,9 +4,10 @@
 #
 #   run_recipe RECIPE [KEY=VALUE ...]
 #
-# The job's exit code: 0 done, 2 the recipe or what it names is wrong (nothing was started), 3 the run or the start of
-# Ray failed, 4 a node was lost, 75 stopped by a signal with a checkpoint saved, 143 cancelled. After 4 and 75 the job
-# goes back to the queue by itself if it may (--requeue, fewer restarts than MAX_RESTARTS), and the run continues.
+# The job's exit code: 0 done, 1 an unexpected error, 2 the recipe or what it names is wrong (nothing was started), 3 the
+# run or the start of Ray failed, 4 a node was lost, 75 stopped by a signal with a checkpoint saved, 143 cancelled. After
+# 4 and 75 the job goes back to the queue by itself if it may (--requeue, fewer restarts than MAX_RESTARTS), and the run
+# continues.
 
 CONTAINER=("${CONTAINER[@]}")                  # options of srun: --container-image=... --container-mounts=...
 MAX_RESTARTS=${MAX_RESTARTS:-20}               # times that a job goes back to the queue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -28,13 +28,18 @@ APEX = "pip uninstall apex, then build NVIDIA's from https://github.com/NVIDIA/a
 
 
 def package_findings(
-    requirements: list[str] | None = None, version_of: Callable[[str], str | None] | None = None
+    requirements: list[str] | None = None,
+    version_of: Callable[[str], str | None] | None = None,
+    extras: Collection[str] = tuple(WITHOUT),
 ) -> Iterator[Finding]:
-    """Each requirement of megagrpo, then what the larger packages ask of one another."""
+    """Each requirement of megagrpo, those of these extras included."""
     version_of = version_of or installed_version
-    for text in requirements if requirements is not None else metadata.requires("megagrpo") or []:
+    if requirements is None and installed_version("megagrpo") is None:
+        yield Finding("megagrpo", "doubtful", "not installed, so nothing says what it requires", "pip install .")
+        return
+    for text in requirements if requirements is not None else _requirements("megagrpo"):
         requirement = Requirement(text)
-        extra = next((name for name in WITHOUT if _is_of(requirement, name)), None)
+        extra = next((name for name in extras if _is_of(requirement, name)), None)
         if requirement.marker is None or extra is not None:
             yield _required(requirement, version_of(requirement.name), extra)
 

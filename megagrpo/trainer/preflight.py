@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from megagrpo.trainer.model_files import (
     template_file_problems,
     tokenizer_problems,
 )
+from megagrpo.trainer.package_checks import package_problems
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.sides.checkpoint import manifests
@@ -89,7 +89,7 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
         problems += disk_problems(recipe, architecture, read_architecture(critic) if critic else None)
     if not plan_only:
         problems += _device_problems(recipe)
-    problems += _package_problems(recipe)
+    problems += package_problems(recipe)
     if isinstance(recipe, Recipe):
         problems += _engine_problems(recipe, architecture, plan_only)
     problems += _address_problems(recipe, plan_only)
@@ -288,21 +288,6 @@ def _address_problems(recipe: AnyRecipe, plan_only: bool) -> Iterator[Problem]:
         found = None if plan_only else address_problem(os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS")
     if found:
         yield found
-
-
-def _package_problems(recipe: AnyRecipe) -> Iterator[Problem]:
-    chosen = {
-        "track.wandb": ("wandb", recipe.track.wandb is not None, "pip install megagrpo[wandb]"),
-        "track.tensorboard": ("tensorboard", recipe.track.tensorboard, "pip install megagrpo[tensorboard]"),
-        "train.layer_spec": (
-            "transformer_engine",
-            recipe.train.layer_spec == "transformer_engine",
-            "pip install megagrpo[te], or layer_spec: auto",
-        ),
-    }
-    for field, (package, needed, fix) in chosen.items():
-        if needed and importlib.util.find_spec(package) is None:
-            yield Problem(field, given="switched on", needed=f"the package {package}, which is not installed", fix=fix)
 
 
 def _directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:

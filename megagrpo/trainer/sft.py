@@ -57,7 +57,7 @@ def sft(checked: Preflight[SftRecipe]) -> int:
     with Stopping() as stopping:
         try:
             return _sft(checked, store, stopping)
-        except (StopRequested, SystemExit):  # SystemExit: SIGTERM while Ray starts, which has a handler of its own
+        except StopRequested:
             raise stopping.error(store.newest()) from None
 
 
@@ -89,9 +89,9 @@ def _sft(checked: Preflight[SftRecipe], store: CheckpointStore, stopping: Stoppi
                 return 0
 
         with stopping.giving_up():
-            ray = runtime.start(recipe, stopping.check)
+            with stopping.while_ray_starts():
+                ray = runtime.start(recipe, stopping.check)
             closing.callback(runtime.stop, ray)
-            stopping.handle_signals()
             model, written = checked.model_directory.absolute(), (run_directory(recipe), checkpoint_directory(recipe))
             check_files(ray, written, (model,), recipe.cluster.start_timeout_seconds)
             ranks = SftRanks(ray, recipe, model)

@@ -45,6 +45,15 @@ class Stopping:
         finally:
             self._may_give_up = False
 
+    @contextmanager
+    def while_ray_starts(self) -> Iterator[None]:
+        """Around ray.init, which has a handler of its own that exits at SIGTERM. Afterwards signals are ours again."""
+        try:
+            yield
+        except SystemExit:
+            raise StopRequested from None
+        self._handle_signals()
+
     def stop_here(self) -> None:
         """Raises StopRequested if the run was told to stop."""
         if self.requested:
@@ -67,14 +76,13 @@ class Stopping:
             )
         )
 
-    def handle_signals(self) -> None:
-        """Again after ray.init, which sets handlers of its own."""
+    def _handle_signals(self) -> None:
         for number in SIGNALS:
             signal.signal(number, self._note)
 
     def __enter__(self) -> Stopping:
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
-        self.handle_signals()
+        self._handle_signals()
         return self
 
     def __exit__(

@@ -58,7 +58,7 @@ def train(checked: Preflight[Recipe]) -> int:
     with Stopping() as stopping:
         try:
             return _train(checked, store, stopping)
-        except (StopRequested, SystemExit):  # SystemExit: SIGTERM while Ray starts, which has a handler of its own
+        except StopRequested:
             raise stopping.error(store.newest()) from None
 
 
@@ -92,9 +92,9 @@ def _train(checked: Preflight[Recipe], store: CheckpointStore, stopping: Stoppin
                 return 0
 
         with stopping.giving_up():
-            ray = runtime.start(recipe, stopping.check)
+            with stopping.while_ray_starts():
+                ray = runtime.start(recipe, stopping.check)
             closing.callback(runtime.stop, ray)
-            stopping.handle_signals()
             model, tokenizer_directory = checked.model_directory.absolute(), checked.tokenizer_directory.absolute()
             critic = checked.critic_directory.absolute() if checked.critic_directory else model
             written = (run_directory(recipe), checkpoint_directory(recipe))
