@@ -1,4 +1,4 @@
-"""A run over two nodes, one of which is lost, continues on a repaired cluster with the same numbers."""
+"""Runs over two nodes: the demo learns, and a run that loses a node continues on a repaired cluster."""
 
 from __future__ import annotations
 
@@ -10,11 +10,28 @@ import pytest
 from megagrpo.errors import EXIT_NODE_LOST
 from tests.cluster.two_nodes import WORKER, TwoNodes
 from tests.loop import small_run
+from tests.loop.warm_model import REPOSITORY, warm_model
 
 OVERRIDES = ["track.mlflow=null", "checkpoint.every_steps=1"]
 RUN_SECONDS = 240.0
 LOSS_SECONDS = 60.0
 """From the death of a node to the end of the run: Ray's own verdict on the node, and the end of what is left."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_demo_learns_to_carry_over_two_nodes(tmp_path: Path) -> None:
+    recipe_file = REPOSITORY / "yaml_recipes" / "adder_cpu.yaml"
+    model, output = f"model.path={warm_model()}", f"track.directory={tmp_path}"
+    with TwoNodes() as cluster:
+        process = cluster.start("train", str(recipe_file), model, output, "track.mlflow=null", "train.total_steps=40")
+        try:
+            printed, _ = process.communicate(timeout=2 * RUN_SECONDS)
+        finally:
+            process.kill()
+    assert process.returncode == 0, printed
+    metrics = small_run.metrics(tmp_path / recipe_file.stem)
+    assert metrics[max(metrics)]["eval/mean@1"] >= 0.9
 
 
 @pytest.mark.long
