@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Ray on one node of a job: the head on the node of RAY_ADDRESS, a worker elsewhere. Ends when Ray does, on SIGUSR1, or on
-# the SIGTERM of a cancelled job, and leaves Ray's logs in RAY_LOGS and nothing on the node. Started by ray_cluster.sh, whose variables it reads.
+# the SIGTERM of a cancelled job, and leaves Ray's logs in RAY_LOGS and nothing on the node; unless Slurm kills a cancelled
+# job first (KillWait), whose files in RAY_TEMP then stay. Started by ray_cluster.sh, whose variables it reads.
 set -euo pipefail
 # shellcheck source=slurm/ports.sh
 source slurm/ports.sh
