@@ -97,6 +97,7 @@ def test_the_70b_script_trains_on_both_nodes(nodes: Slurm, place: Path) -> None:
         assert any("RankActor" in path.read_text() for path in (logs / node).glob("worker-*")), f"no rank on {node}"
     assert not (logs / "token").exists()
     nodes.wait(lambda: all(nothing_left(nodes, node) for node in ("n1", "n2")), "an end of all processes")
+    assert not list((place / "state").glob("disk-*/*"))
 
 
 def test_a_wrong_recipe_ends_the_job_before_ray_starts(nodes: Slurm, place: Path) -> None:
@@ -160,4 +161,3 @@ def test_a_cancelled_job_leaves_no_process_behind(nodes: Slurm, place: Path) -> 
     ended = nodes.wait_for_state(job, "CANCELLED")
     assert (ended["Restarts"], ended["Requeue"]) == ("0", "1")
     nodes.wait(lambda: all(nothing_left(nodes, node) for node in ("n1", "n2")), "an end of all processes")
-    assert not list((place / "state").glob("disk-*/*"))
