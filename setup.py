@@ -13,7 +13,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megagrpo", "megagrpo.*"]),
-    package_data={"megagrpo.plan": ["configs/*/*/config.json", "page.css"]},
+    package_data={"megagrpo.plan": ["configs/*/*/config.json"], "megagrpo.plan.show": ["page.css"]},
     install_requires=[
         "torch>=2.9",
         "megatron-core>=0.16.1,<0.17",

@@ -75,7 +75,7 @@ def plan(asked: argparse.Namespace) -> int:
     loaded = load_any(asked.recipe, asked.overrides)
     ready = preflight(loaded, plan_only=True)
     from megagrpo.plan.plan import plan_of
-    from megagrpo.plan.search import search_for
+    from megagrpo.plan.search.search import search_for
     from megagrpo.weights.families import read_architecture
 
     planned = plan_of(
@@ -88,7 +88,7 @@ def plan(asked: argparse.Namespace) -> int:
     )
     found = search_for(planned, asked.gpus) if asked.search else None
     if asked.html:
-        from megagrpo.plan.page import page
+        from megagrpo.plan.show.page import page
 
         try:
             asked.html.write_text(page(planned, found), encoding="utf-8")
@@ -97,13 +97,13 @@ def plan(asked: argparse.Namespace) -> int:
                 Problem(f"--html {asked.html}", f"{error.strerror}".lower(), "a file that can be written")
             ) from error
     if asked.json:
-        from megagrpo.plan.as_json import plan_json
+        from megagrpo.plan.show.as_json import plan_json
 
         print(plan_json(planned, found))
     else:
         from rich.console import Console
 
-        from megagrpo.plan.drawing import draw
+        from megagrpo.plan.show.terminal import draw
 
         draw(planned, found, Console(highlight=False))
     problems = found.problems if found else planned.problems

@@ -10,10 +10,10 @@ from statistics import median
 
 from megagrpo.errors import Problem, ReportError
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.figures import StepTime
 from megagrpo.plan.known_models import known_models
 from megagrpo.plan.machines import A_CPU, Machines, machines_of
-from megagrpo.plan.time import step_time
+from megagrpo.plan.time.seconds import StepTime
+from megagrpo.plan.time.step_time import step_time
 from megagrpo.recipe.load import load_any
 from megagrpo.recipe.schema import AnyRecipe, SftRecipe
 from megagrpo.weights.families import read_architecture

@@ -1,14 +1,33 @@
-"""Memory and time of a recipe on some machines, in one figure of each: what a search compares."""
+"""Memory and time of a recipe on some machines: what a plan shows and a search compares."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.figures import DeviceMemory, Estimate
 from megagrpo.plan.machines import Machines
-from megagrpo.plan.memory import memory
-from megagrpo.plan.time import step_time
+from megagrpo.plan.memory.device_memory import memory
+from megagrpo.plan.memory.parts import DeviceMemory
+from megagrpo.plan.time.seconds import StepTime
+from megagrpo.plan.time.step_time import step_time
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.families.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a recipe needs and how long its steps take on some machines. `memory` has one entry for each kind of device.
+
+    `lacking_bytes`: how much the fullest device has too little; 0 if everything fits.
+    """
+
+    memory: tuple[DeviceMemory, ...]
+    time: StepTime
+    lacking_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.lacking_bytes == 0
 
 
 def estimate(

@@ -7,18 +7,18 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megagrpo.errors import Problem
-from megagrpo.plan.advice import advice
 from megagrpo.plan.assumptions import Assumptions, assumptions_from
 from megagrpo.plan.calibrate import calibrated
-from megagrpo.plan.disk import disk_advice
-from megagrpo.plan.estimate import estimate
-from megagrpo.plan.figures import DeviceMemory, Estimate
-from megagrpo.plan.fitting import memory_problems, node_problems
+from megagrpo.plan.checks.disk import disk_advice
+from megagrpo.plan.checks.impossible import memory_problems, node_problems
+from megagrpo.plan.checks.unwise import advice
+from megagrpo.plan.device_map import MappedDevice, Stage, device_map, stages
+from megagrpo.plan.estimate import Estimate, estimate
 from megagrpo.plan.machines import A_CPU, Machines, machines_of
-from megagrpo.plan.memory import memory
-from megagrpo.plan.places import Place, Stage, places, stages
-from megagrpo.plan.summary import summary
-from megagrpo.plan.time import step_time
+from megagrpo.plan.memory.device_memory import memory
+from megagrpo.plan.memory.parts import DeviceMemory
+from megagrpo.plan.show.summary import summary
+from megagrpo.plan.time.step_time import step_time
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.families.architecture import Architecture
 
@@ -55,7 +55,7 @@ class Plan:
     critic: Architecture | None  # of algorithm.critic.path; None: no critic, or one like the policy
     summary: tuple[tuple[str, str], ...]
     device: str  # "cuda" or "cpu": what is planned for
-    places: tuple[Place, ...]
+    device_map: tuple[MappedDevice, ...]
     stages: tuple[Stage, ...]
     machines: Machines | None
     memory: tuple[DeviceMemory, ...]
@@ -94,7 +94,7 @@ def plan_of(
         critic=critic,
         summary=tuple(summary(recipe, architecture)),
         device=device,
-        places=places(recipe, device),
+        device_map=device_map(recipe, device),
         stages=stages(architecture, recipe.train.layout.parallel()),
         machines=known,
         memory=held,

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from megagrpo.data.files import near_file, records
 from megagrpo.data.rows import file_problems
 from megagrpo.errors import MegagrpoError, PreflightError, Problem
-from megagrpo.plan.disk import disk_problems, runs_here
+from megagrpo.plan.checks.disk import disk_problems, runs_here
 from megagrpo.plan.known_models import known_models
 from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.cluster_address import address_problem

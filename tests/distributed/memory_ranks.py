@@ -14,7 +14,7 @@ from megagrpo.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes. The fields are those of megagrpo.plan.model_memory.TrainedMemory."""
+    """Bytes. The fields are those of megagrpo.plan.memory.models.TrainedMemory."""
 
     parameters: int
     gradients: int

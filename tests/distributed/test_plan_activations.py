@@ -11,9 +11,9 @@ import pytest
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.layout.stages import layers_of_chunk
-from megagrpo.plan import logits_memory
-from megagrpo.plan.activations import Pass, forward_bytes, passes_in_flight, stage_bytes, working_bytes
-from megagrpo.plan.logits_memory import end_bytes, logits_bytes
+from megagrpo.plan.memory import logits as logits_memory
+from megagrpo.plan.memory.activations import Pass, forward_bytes, passes_in_flight, stage_bytes, working_bytes
+from megagrpo.plan.memory.logits import end_bytes, logits_bytes
 from megagrpo.recipe import schema
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
 from tests.rank_group import run_ranks

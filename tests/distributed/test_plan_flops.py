@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megagrpo.plan.flops import FORWARD, head_flops, layers_flops, training_pass
+from megagrpo.plan.time.flops import FORWARD, head_flops, layers_flops, training_pass
 from megagrpo.recipe.schema import Train
 from megagrpo.weights.families import read_architecture
 from tests.rank_group import run_ranks

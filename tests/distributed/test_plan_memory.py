@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.plan.model_memory import model_memory
-from megagrpo.plan.shards import model_shard
+from megagrpo.plan.memory.models import model_memory
+from megagrpo.plan.parameters import model_shard
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from tests.distributed.grpo_case import make_recipe

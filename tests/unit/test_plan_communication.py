@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.plan.communication import (
+from megagrpo.plan.time.communication import (
     Collective,
     Directions,
     Exchanged,
@@ -21,7 +21,7 @@ from megagrpo.plan.communication import (
     replica_collectives,
     stage_sends,
 )
-from megagrpo.plan.sync_time import sync_bytes
+from megagrpo.plan.time.weight_sync import sync_bytes
 from megagrpo.recipe.schema import EngineLayout, Train
 from megagrpo.weights.families import architecture_of
 from megagrpo.weights.plan import make_plan

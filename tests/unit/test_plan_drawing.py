@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan.drawing import draw
-from megagrpo.plan.places import Place, axes, places, rows, spans, stages
+from megagrpo.plan.device_map import MappedDevice, axes, device_map, rows, spans, stages
 from megagrpo.plan.plan import Plan, plan_of
+from megagrpo.plan.show.terminal import draw
 from megagrpo.plan.units import byte_text, second_text
 from tests.plans import ON_2048, architecture, changed, plan, recipe
 
@@ -46,7 +46,7 @@ def test_layers_embedding_and_head_are_where_the_stages_are(of_70b: Plan) -> Non
 
 
 def test_two_thousand_gpus_take_few_lines(of_671b: Plan) -> None:
-    assert len(of_671b.places) == 2048
+    assert len(of_671b.device_map) == 2048
     text = drawn(of_671b)
     assert len(section(text, "where")) < 40
     assert len(text.splitlines()) < 120
@@ -102,17 +102,17 @@ def test_cpu_recipes_have_processes_and_no_time() -> None:
 def test_every_place_is_in_one_row() -> None:
     for count in (1, 2, 16, 17, 64):
         of = recipe(train__layout={"tensor": 1, "data": count}, rollout__layout={"tensor": 1}, rollout__engines=count)
-        every = places(of, "cuda")
-        assert [place for row in rows(every) for place in row] == list(every)
+        every = device_map(of, "cuda")
+        assert [mapped for row in rows(every) for mapped in row] == list(every)
 
 
 def test_engines_of_their_own_lie_behind_the_ranks() -> None:
     of = recipe(cluster__placement="disaggregated", train__offload=[], rollout__engines=4)
-    every = places(of, "cuda")
-    alone = [place for place in every if place.rank is None]
-    assert [place.device for place in alone] == list(range(128, 160))
-    assert [place.engines for place in alone[::8]] == [(0,), (1,), (2,), (3,)]
-    assert [place.engine_rank for place in alone[:8]] == list(range(8))
+    every = device_map(of, "cuda")
+    alone = [mapped for mapped in every if mapped.rank is None]
+    assert [mapped.device for mapped in alone] == list(range(128, 160))
+    assert [mapped.engines for mapped in alone[::8]] == [(0,), (1,), (2,), (3,)]
+    assert [mapped.engine_rank for mapped in alone[:8]] == list(range(8))
     assert rows(every)[-1][0].stage == -1
 
 
@@ -146,4 +146,4 @@ def test_spans_and_units() -> None:
 
 
 def test_a_place_without_a_rank_has_no_stage() -> None:
-    assert Place(0, 0, 0, None, (), None).stage == -1
+    assert MappedDevice(0, 0, 0, None, (), None).stage == -1

@@ -6,7 +6,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
-from megagrpo.plan.flops import FORWARD, head_flops, layers_flops, sequence_flops, training_pass
+from megagrpo.plan.time.flops import FORWARD, head_flops, layers_flops, sequence_flops, training_pass
 from megagrpo.recipe.schema import Lora, Train
 from megagrpo.weights.families import architecture_of
 from tests.tiny_models import DIMENSIONS, FAMILIES

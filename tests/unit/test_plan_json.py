@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megagrpo.cli import main
-from megagrpo.plan.as_json import plan_json
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.plan import plan_of, unit_of
-from megagrpo.plan.search import search_for
+from megagrpo.plan.search.search import search_for
+from megagrpo.plan.show.as_json import plan_json
 from tests.plans import ON_2048, architecture, changed, plan
 from tests.tiny_run import make_run
 
@@ -139,6 +139,6 @@ def test_flags_may_stand_before_overrides_and_gpus_are_for_searches(
 def test_a_plan_of_2048_gpus_is_soon_made() -> None:
     of = changed(ON_2048)
     model = architecture(of)
-    before = time.process_time()
+    before = time.thread_time()
     plan_json(plan_of(of, model))
-    assert time.process_time() - before < 4  # 0.3 on an idle core
+    assert time.thread_time() - before < 6  # 0.2 on an idle core

@@ -9,7 +9,7 @@ import pytest
 from megagrpo.cli import main
 from megagrpo.errors import PreflightError
 from megagrpo.plan.known_models import known_models
-from megagrpo.plan.shards import total_parameters
+from megagrpo.plan.parameters import total_parameters
 from megagrpo.recipe.load import load
 from megagrpo.trainer.preflight import preflight
 from megagrpo.weights.families import read_architecture

@@ -13,22 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan import engine_memory as engines
-from megagrpo.plan.activations import Pass, layer_bytes, passes_in_flight, stage_bytes, working_bytes
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.disk import checkpoint_bytes
-from megagrpo.plan.engine_memory import (
+from megagrpo.plan.checks.disk import checkpoint_bytes
+from megagrpo.plan.known_models import known_models
+from megagrpo.plan.machines import GPUS, Machines
+from megagrpo.plan.memory import engine as engines
+from megagrpo.plan.memory.activations import Pass, layer_bytes, passes_in_flight, stage_bytes, working_bytes
+from megagrpo.plan.memory.device_memory import memory
+from megagrpo.plan.memory.engine import (
     cache_bytes_per_token,
     default_fraction,
     engine_memory,
     weight_elements,
 )
-from megagrpo.plan.figures import DeviceMemory, PhaseMemory
-from megagrpo.plan.known_models import known_models
-from megagrpo.plan.logits_memory import logits_bytes
-from megagrpo.plan.machines import GPUS, Machines
-from megagrpo.plan.memory import memory
-from megagrpo.plan.time import step_time
+from megagrpo.plan.memory.logits import logits_bytes
+from megagrpo.plan.memory.parts import DeviceMemory, PhaseMemory
+from megagrpo.plan.time.step_time import step_time
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.schema import EngineLayout, Recipe, SftRecipe
 from megagrpo.rollout.sglang import arguments

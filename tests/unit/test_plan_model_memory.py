@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.plan.gradient_buffers import Bucket, Run, reversed_runs
 from megagrpo.plan.known_models import known_models
-from megagrpo.plan.model_memory import ModelMemory, TrainedMemory, model_memory
-from megagrpo.plan.shards import active_parameters, fused_layers, model_shard, rank_parameters, total_parameters
+from megagrpo.plan.memory.gradient_buffers import Bucket, Run, reversed_runs
+from megagrpo.plan.memory.models import ModelMemory, TrainedMemory, model_memory
+from megagrpo.plan.parameters import active_parameters, fused_layers, model_shard, rank_parameters, total_parameters
 from megagrpo.recipe.schema import Recipe, SftRecipe
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture, critic_of

@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megagrpo.plan.page import page
-from megagrpo.plan.page_svg import stage_colour
 from megagrpo.plan.plan import Plan, plan_of
-from megagrpo.plan.search import search_for
+from megagrpo.plan.search.search import search_for
+from megagrpo.plan.show.page import page
+from megagrpo.plan.show.page_svg import stage_colour
 from tests.plans import ON_2048, architecture, changed, plan
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from megagrpo.plan.assumptions import Assumptions, Lengths
 from megagrpo.plan.machines import A_CPU, GPUS, Machines
-from megagrpo.plan.rollout_time import Engine, rollout_seconds
-from megagrpo.plan.time import ON_DRIVER, prompts_of_rounds, step_time
-from megagrpo.plan.training_time import Batch, TrainingRanks
+from megagrpo.plan.time.rollout import Engine, rollout_seconds
+from megagrpo.plan.time.step_time import ON_DRIVER, prompts_of_rounds, step_time
+from megagrpo.plan.time.training import Batch, TrainingRanks
 from megagrpo.recipe.schema import Layout, Recipe, SftRecipe, Train
 from megagrpo.reward.functions import INLINE
 from megagrpo.trainer.sampling import prompts_of_round

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
-from megagrpo.plan.figures import PhaseMemory
-from megagrpo.plan.places import Place, Stage
+from megagrpo.plan.device_map import MappedDevice, Stage
+from megagrpo.plan.memory.parts import PhaseMemory
 from megagrpo.plan.units import byte_text
 
 WIDTH = 960
@@ -23,11 +23,11 @@ def stage_colour(stage: int, stages: int) -> str:
     return f"hsl({hue:.0f} 45% {52 if stage % 2 else 60}%)"
 
 
-def device_grid(places: Sequence[Place], stages: Sequence[Stage], per_node: int) -> str:
+def device_grid(devices: Sequence[MappedDevice], stages: Sequence[Stage], per_node: int) -> str:
     """One square for each device, a node to a line. A dot marks where an engine begins; its other GPUs have a bar."""
-    nodes = [list(group) for _, group in groupby(places, lambda place: place.node)]
+    nodes = [list(group) for _, group in groupby(devices, lambda mapped: mapped.node)]
     cell = 26 if len(nodes) <= 16 else 14
-    step, across = cell + 3, min(per_node, len(places))
+    step, across = cell + 3, min(per_node, len(devices))
     block = LABEL + across * step + 14
     columns = max(1, min(WIDTH // block, len(nodes)))
     lines = -(-len(nodes) // columns)
@@ -37,29 +37,29 @@ def device_grid(places: Sequence[Place], stages: Sequence[Stage], per_node: int)
         drawn.append(
             f'<text x="{left + LABEL - 8}" y="{top + cell * 0.72:.1f}" class="label end">{node[0].node}</text>'
         )
-        drawn += [_square(place, stages, left + LABEL + place.gpu * step, top, cell) for place in node]
+        drawn += [_square(mapped, stages, left + LABEL + mapped.gpu * step, top, cell) for mapped in node]
     return _svg(WIDTH, lines * step, drawn, "devices: a line for each node, a square for each GPU")
 
 
-def _square(place: Place, stages: Sequence[Stage], x: float, y: float, cell: int) -> str:
-    fill = f'fill="{stage_colour(place.stage, len(stages))}"' if place.rank else 'class="engines-only"'
+def _square(mapped: MappedDevice, stages: Sequence[Stage], x: float, y: float, cell: int) -> str:
+    fill = f'fill="{stage_colour(mapped.stage, len(stages))}"' if mapped.rank else 'class="engines-only"'
     shapes = [f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" rx="3" {fill}/>']
-    if place.engines and place.engine_rank == 0:
+    if mapped.engines and mapped.engine_rank == 0:
         shapes.append(f'<circle cx="{x + cell / 2}" cy="{y + cell - 5}" r="2.6" class="engine"/>')
-    elif place.engines:
+    elif mapped.engines:
         shapes.append(f'<rect x="{x}" y="{y + cell - 6}" width="{cell}" height="2" class="engine"/>')
-    return f"<g><title>{escape(_told(place, stages))}</title>{''.join(shapes)}</g>"
+    return f"<g><title>{escape(_told(mapped, stages))}</title>{''.join(shapes)}</g>"
 
 
-def _told(place: Place, stages: Sequence[Stage]) -> str:
-    lines = [f"node {place.node}, GPU {place.gpu}"]
-    if place.rank:
-        rank = place.rank
+def _told(mapped: MappedDevice, stages: Sequence[Stage]) -> str:
+    lines = [f"node {mapped.node}, GPU {mapped.gpu}"]
+    if mapped.rank:
+        rank = mapped.rank
         lines.append(f"rank {rank.rank}: tensor {rank.tensor}, context {rank.context}, data {rank.data}")
         lines.append(f"pipeline stage {rank.pipeline}: {stages[rank.pipeline].text}")
         lines.append(f"expert {rank.expert}, expert_tensor {rank.expert_tensor}, expert_data {rank.expert_data}")
-    if place.engines:
-        lines.append(f"engine {', '.join(map(str, place.engines))}, its tensor rank {place.engine_rank}")
+    if mapped.engines:
+        lines.append(f"engine {', '.join(map(str, mapped.engines))}, its tensor rank {mapped.engine_rank}")
     return "\n".join(lines)
 
 

@@ -14,9 +14,9 @@ from math import ceil, lcm
 from megagrpo.batching.work import head_work, layer_work
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.communication import Links
 from megagrpo.plan.machines import Machines
-from megagrpo.plan.training_time import Seconds
+from megagrpo.plan.time.communication import Links
+from megagrpo.plan.time.seconds import Seconds
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.schema import EngineLayout, Recipe
 from megagrpo.weights.families.architecture import Architecture

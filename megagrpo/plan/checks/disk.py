@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 
 from megagrpo.errors import Problem
-from megagrpo.plan.shards import total_parameters
+from megagrpo.plan.parameters import total_parameters
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.defaults import checkpoint_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from math import prod
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.plan import space
-from megagrpo.plan.advice import bubble
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.estimate import lacking_bytes
-from megagrpo.plan.figures import Estimate, StepTime
-from megagrpo.plan.fitting import node_problems
+from megagrpo.plan.checks.impossible import node_problems
+from megagrpo.plan.checks.unwise import bubble
+from megagrpo.plan.estimate import Estimate, lacking_bytes
 from megagrpo.plan.machines import Machines
-from megagrpo.plan.memory import memory
+from megagrpo.plan.memory.device_memory import memory
+from megagrpo.plan.parameters import total_parameters
 from megagrpo.plan.plan import Plan
-from megagrpo.plan.shards import total_parameters
-from megagrpo.plan.space import Values
-from megagrpo.plan.time import step_time
+from megagrpo.plan.search import options
+from megagrpo.plan.search.options import Values
+from megagrpo.plan.time.seconds import StepTime
+from megagrpo.plan.time.step_time import step_time
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.devices import plan_devices
@@ -110,7 +110,7 @@ def search_for(plan: Plan, gpus: int | None) -> Search:
             field, given, fix = "cluster.device", "cpu", "cluster.device=cuda cluster.gpu=H100"
         raise RecipeError(Problem(field, given, "the kind of GPU that a search is for", fix))
     return search(
-        plan.recipe, plan.architecture, plan.machines, plan.assumptions, gpus or len(plan.places), plan.critic
+        plan.recipe, plan.architecture, plan.machines, plan.assumptions, gpus or len(plan.device_map), plan.critic
     )
 
 
@@ -150,16 +150,16 @@ def _sparing_layouts(case: _Case) -> Iterator[Values]:
     none can."""
     engine = _first_engine(case)
     weights = _Weights.of(case)
-    found = list(space.layouts(case.recipe, case.architecture, case.gpus))
+    found = list(options.layouts(case.recipe, case.architecture, case.gpus))
     small = [values for values in found if weights.least(values) <= case.machines.gpu.memory_bytes]
     for values in small or sorted(found, key=weights.least)[:LAYOUTS_KEPT]:
-        saving = space.savings(case.recipe, values["train.layout.context"])[0]
-        yield space.placed({**values, **saving, **engine}, colocated=True)
+        saving = options.savings(case.recipe, values["train.layout.context"])[0]
+        yield options.placed({**values, **saving, **engine}, colocated=True)
 
 
 def _savings(case: _Case, layouts: Iterable[_Found]) -> Iterator[Values]:
     for found in layouts:
-        for saving in space.savings(case.recipe, found.values["train.layout.context"]):
+        for saving in options.savings(case.recipe, found.values["train.layout.context"]):
             yield {**found.values, **saving}
 
 
@@ -167,47 +167,47 @@ def _engines(case: _Case, thrifty: Iterable[_Found]) -> Iterator[Values]:
     """Every size of engines beside the ranks, with and without offload; and engines on GPUs of their own."""
     for found in thrifty:
         values, data = found.values, found.values["train.layout.data"]
-        offloads = [saving["train.offload"] for saving in space.savings(case.recipe, 1)]
-        for engine in space.engines(case.recipe, case.architecture, case.gpus, colocated=True):
+        offloads = [saving["train.offload"] for saving in options.savings(case.recipe, 1)]
+        for engine in options.engines(case.recipe, case.architecture, case.gpus, colocated=True):
             for offload in {tuple(offload): offload for offload in offloads}.values():
-                yield space.placed({**values, **engine, "train.offload": offload}, colocated=True)
-        for own in space.engine_gpus(case.recipe, case.gpus):
+                yield options.placed({**values, **engine, "train.offload": offload}, colocated=True)
+        for own in options.engine_gpus(case.recipe, case.gpus):
             fewer, rest = divmod(data * (case.gpus - own), case.gpus)
             if fewer == 0 or rest:
                 continue
-            for engine in space.engines(case.recipe, case.architecture, own, colocated=False):
-                for recompute in space.RECOMPUTE:
+            for engine in options.engines(case.recipe, case.architecture, own, colocated=False):
+                for recompute in options.RECOMPUTE:
                     apart = {**values, **engine, "train.layout.data": fewer, "train.recompute": recompute}
-                    yield space.placed(apart, colocated=False)
+                    yield options.placed(apart, colocated=False)
 
 
 def _as_it_is(case: _Case, fields: Iterable[str]) -> Iterator[Values]:
     """The recipe's own values, if it is for as many GPUs: what is recommended is never slower."""
     if plan_devices(case.recipe, "cuda").bundles == case.gpus:
-        own = {path: space.value_at(case.recipe, path) for path in fields}
-        yield {path: value for path, value in own.items() if value is not None or not path.startswith(space.SGLANG)}
+        own = {path: options.value_at(case.recipe, path) for path in fields}
+        yield {path: value for path, value in own.items() if value is not None or not path.startswith(options.SGLANG)}
 
 
 def _first_engine(case: _Case) -> Values:
     """The smallest engine whose weights leave most of a card to its cache; the largest if none does."""
-    options = [
+    engines = [
         values
-        for values in space.engines(case.recipe, case.architecture, case.gpus, colocated=True)
-        if not _split_problems(space.changed(case.recipe, values), case.architecture)
+        for values in options.engines(case.recipe, case.architecture, case.gpus, colocated=True)
+        if not _split_problems(options.changed(case.recipe, values), case.architecture)
     ]
-    for values in options:
+    for values in engines:
         weights = 2 * total_parameters(case.architecture) / values.get("rollout.layout.tensor", 1)
         if weights < ENGINE_WEIGHTS_SHARE * case.machines.gpu.memory_bytes:
             return values
-    return options[-1] if options else {}
+    return engines[-1] if engines else {}
 
 
-def _candidates(case: _Case, options: Iterable[Values], tally: _Tally) -> Iterator[_Candidate]:
+def _candidates(case: _Case, choices: Iterable[Values], tally: _Tally) -> Iterator[_Candidate]:
     """The legal ones, with the seconds of a step."""
     seen = set()
-    for values in options:
+    for values in choices:
         key = tuple(str(values[path]) for path in sorted(values))
-        recipe = space.changed(case.recipe, values)
+        recipe = options.changed(case.recipe, values)
         if key in seen or not legal(recipe, case.architecture, case.critic):
             continue
         seen.add(key)
@@ -280,7 +280,7 @@ class _Weights:
 
 
 def _choice(case: _Case, found: _Found) -> Choice:
-    return Choice(space.overrides(case.recipe, found.values), found.estimate, _reason(case, found))
+    return Choice(options.overrides(case.recipe, found.values), found.estimate, _reason(case, found))
 
 
 def _reason(case: _Case, found: _Found) -> str:

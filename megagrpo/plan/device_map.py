@@ -32,7 +32,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Place:
+class MappedDevice:
     """One device. `gpu` counts within its node. `rank` is None where only engines are."""
 
     device: int
@@ -72,7 +72,7 @@ def stages(architecture: Architecture, layout: ParallelLayout) -> tuple[Stage, .
     )
 
 
-def places(recipe: AnyRecipe, device: str) -> tuple[Place, ...]:
+def device_map(recipe: AnyRecipe, device: str) -> tuple[MappedDevice, ...]:
     """Every device of the device plan, in order."""
     plan, per_node = plan_devices(recipe, device), recipe.cluster.gpus_per_node
     ranks = dict(zip(plan.bundle_of_rank, rank_grid(recipe.train.layout.parallel()), strict=True))
@@ -83,19 +83,19 @@ def places(recipe: AnyRecipe, device: str) -> tuple[Place, ...]:
             engines.setdefault(bundle, []).append(engine)
             engine_rank[bundle] = position
     return tuple(
-        Place(at, at // per_node, at % per_node, ranks.get(at), tuple(engines.get(at, ())), engine_rank.get(at))
+        MappedDevice(at, at // per_node, at % per_node, ranks.get(at), tuple(engines.get(at, ())), engine_rank.get(at))
         for at in range(plan.bundles)
     )
 
 
-def rows(places: Sequence[Place]) -> list[tuple[Place, ...]]:
+def rows(devices: Sequence[MappedDevice]) -> list[tuple[MappedDevice, ...]]:
     """Devices that lie side by side: each by itself while they are few, else by stage and node, else by stage."""
     by_device, by_node, by_stage = (
-        [tuple(group) for _, group in groupby(places, key)]
+        [tuple(group) for _, group in groupby(devices, key)]
         for key in (
-            lambda place: (place.device,),
-            lambda place: (place.stage, place.node),
-            lambda place: (place.stage,),
+            lambda mapped: (mapped.device,),
+            lambda mapped: (mapped.stage, mapped.node),
+            lambda mapped: (mapped.stage,),
         )
     )
     if len(by_device) <= ROWS_MAX // 2:
@@ -104,7 +104,7 @@ def rows(places: Sequence[Place]) -> list[tuple[Place, ...]]:
         return by_node
     together = -(-len(by_stage) // ROWS_MAX)
     return [
-        tuple(place for group in by_stage[first : first + together] for place in group)
+        tuple(mapped for group in by_stage[first : first + together] for mapped in group)
         for first in range(0, len(by_stage), together)
     ]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan.gradient_buffers import Bucket, Buffer, Run, reversed_runs
-from megagrpo.plan.shards import ChunkContent, LayerShard, ModelShard, Parameter, chunk_content, model_shard
+from megagrpo.plan.memory.gradient_buffers import Bucket, Buffer, Run, reversed_runs
+from megagrpo.plan.parameters import ChunkContent, LayerShard, ModelShard, Parameter, chunk_content, model_shard
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture
 

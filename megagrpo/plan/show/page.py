@@ -7,11 +7,12 @@ from html import escape
 from pathlib import Path
 
 from megagrpo.errors import Problem
-from megagrpo.plan.figures import DeviceMemory, PhaseTime
-from megagrpo.plan.page_svg import PARTS, device_grid, memory_bars, stage_colour, time_bar
-from megagrpo.plan.places import axes, spans
+from megagrpo.plan.device_map import axes, spans
+from megagrpo.plan.memory.parts import DeviceMemory
 from megagrpo.plan.plan import Plan
-from megagrpo.plan.search import Search
+from megagrpo.plan.search.search import Search
+from megagrpo.plan.show.page_svg import PARTS, device_grid, memory_bars, stage_colour, time_bar
+from megagrpo.plan.time.seconds import PhaseTime
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.load import dump
 
@@ -59,7 +60,7 @@ def _section(title: str, body: str, kind: str = "") -> str:
 def _chips(plan: Plan) -> str:
     noun = "GPUs" if plan.device == "cuda" else "processes"
     fullest = max(kind.fullest.bytes for kind in plan.memory)
-    chips = [(str(len(plan.places)), f"{plan.machines.gpu.name} {noun}" if plan.machines else noun)]
+    chips = [(str(len(plan.device_map)), f"{plan.machines.gpu.name} {noun}" if plan.machines else noun)]
     card = f"of {byte_text(plan.machines.gpu.memory_bytes)} at most in use" if plan.machines else "on the fullest"
     chips.append((byte_text(fullest), card))
     if plan.estimate:
@@ -79,7 +80,7 @@ def _where(plan: Plan) -> str:
         for index, stage in enumerate(plan.stages)
     ]
     legend = "".join(f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in entries)
-    if any(place.rank is None for place in plan.places):
+    if any(mapped.rank is None for mapped in plan.device_map):
         legend += '<span><i style="background:#8b949e"></i>engines only</span>'
     lines = "".join(
         f"<tr><td>{axis.name}</td><td class=number>{axis.size}</td><td class=number>{axis.stride}</td>"
@@ -95,7 +96,7 @@ def _where(plan: Plan) -> str:
     )
     note = '<p class="soft">A line is a node, a square a GPU; a dot where an engine begins, a bar where it goes on.</p>'
     return _section(
-        "Where", f"{device_grid(plan.places, plan.stages, per_node)}<div class=legend>{legend}</div>{note}{table}"
+        "Where", f"{device_grid(plan.device_map, plan.stages, per_node)}<div class=legend>{legend}</div>{note}{table}"
     )
 
 

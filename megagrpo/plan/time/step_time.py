@@ -9,13 +9,13 @@ from dataclasses import replace
 from megagrpo.algorithm.advantage import is_by_group
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.plan.assumptions import Assumptions, lengths_of
-from megagrpo.plan.engine_memory import engine_memory
-from megagrpo.plan.figures import PhaseTime, StepTime
 from megagrpo.plan.machines import A_CPU, Machines
-from megagrpo.plan.model_memory import model_memory
-from megagrpo.plan.rollout_time import Engine, rollout_seconds
-from megagrpo.plan.sync_time import sync_seconds
-from megagrpo.plan.training_time import Batch, Seconds, TrainingRanks, added
+from megagrpo.plan.memory.engine import engine_memory
+from megagrpo.plan.memory.models import model_memory
+from megagrpo.plan.time.rollout import Engine, rollout_seconds
+from megagrpo.plan.time.seconds import PhaseTime, Seconds, StepTime, added
+from megagrpo.plan.time.training import Batch, TrainingRanks
+from megagrpo.plan.time.weight_sync import sync_seconds
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.passes import computes_old_logprobs, reads_batch

@@ -12,14 +12,14 @@ from functools import cached_property
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
 from megagrpo.layout.stages import layers_of_chunk
-from megagrpo.plan.activations import Pass, forward_bytes, stage_bytes, working_bytes
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.engine_memory import GIB, MIB, EngineMemory, engine_memory
-from megagrpo.plan.figures import DeviceMemory, Part, PhaseMemory
-from megagrpo.plan.logits_memory import end_bytes, logits_bytes
 from megagrpo.plan.machines import Machines
-from megagrpo.plan.model_memory import ModelMemory, model_memory
-from megagrpo.plan.shards import fused_layers
+from megagrpo.plan.memory.activations import Pass, forward_bytes, stage_bytes, working_bytes
+from megagrpo.plan.memory.engine import GIB, MIB, EngineMemory, engine_memory
+from megagrpo.plan.memory.logits import end_bytes, logits_bytes
+from megagrpo.plan.memory.models import ModelMemory, model_memory
+from megagrpo.plan.memory.parts import DeviceMemory, Part, PhaseMemory
+from megagrpo.plan.parameters import fused_layers
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.devices import DevicePlan, plan_devices
 from megagrpo.recipe.passes import computes_old_logprobs
@@ -59,22 +59,22 @@ def memory(
     is as large as the recipe could use. All sequences are taken to be as long as the recipe allows. `critic` is the
     model of algorithm.critic.path, if it is another.
     """
-    places = plan_devices(recipe, device)
+    planned = plan_devices(recipe, device)
     card = machines.gpu.memory_bytes if machines and device == "cuda" else None
     engine = None
     if isinstance(recipe, Recipe) and recipe.rollout.engine != "external":
         engine = engine_memory(recipe, architecture, card, device)
     return tuple(
         DeviceMemory(_name(recipe, stage, engines), tuple(devices), tuple(phases))
-        for (stage, engines), devices in _kinds(recipe, places).items()
+        for (stage, engines), devices in _kinds(recipe, planned).items()
         if (phases := list(_phases(_Device(recipe, architecture, device, stage, engines, engine, critic))))
     )
 
 
-def _kinds(recipe: AnyRecipe, places: DevicePlan) -> dict[tuple[int | None, int], list[int]]:
+def _kinds(recipe: AnyRecipe, planned: DevicePlan) -> dict[tuple[int | None, int], list[int]]:
     """Devices by their pipeline stage (None: no training) and number of engines."""
-    engines = [0] * places.bundles
-    for bundles in places.bundles_of_engine:
+    engines = [0] * planned.bundles
+    for bundles in planned.bundles_of_engine:
         for bundle in bundles:
             engines[bundle] += 1
     layout = recipe.train.layout.parallel()

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import Literal
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
-from megagrpo.plan.chunk_memory import AdapterSizes, ChunkMemory, chunk_memory
-from megagrpo.plan.shards import fused_layers
+from megagrpo.plan.memory.model_chunk import AdapterSizes, ChunkMemory, chunk_memory
+from megagrpo.plan.parameters import fused_layers
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.boxes import ITEM_BYTES

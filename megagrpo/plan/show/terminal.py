@@ -8,10 +8,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megagrpo.plan.figures import DeviceMemory, PhaseMemory, PhaseTime
-from megagrpo.plan.places import Place, Stage, axes, rows, spans
+from megagrpo.plan.device_map import MappedDevice, Stage, axes, rows, spans
+from megagrpo.plan.memory.parts import DeviceMemory, PhaseMemory
 from megagrpo.plan.plan import Assumed, Plan
-from megagrpo.plan.search import SPARE, Choice, Search
+from megagrpo.plan.search.search import SPARE, Choice, Search
+from megagrpo.plan.time.seconds import PhaseTime
 from megagrpo.plan.units import byte_text, second_text
 
 WIDTH_MAX = 120
@@ -62,7 +63,7 @@ def _layout(plan: Plan) -> RenderableType:
     columns = _columns(plan)
     for title in columns:
         table.add_column(title)
-    for row in rows(plan.places):
+    for row in rows(plan.device_map):
         table.add_row(*(cell(row) for cell in columns.values()))
     lines = [
         Text(
@@ -75,17 +76,17 @@ def _layout(plan: Plan) -> RenderableType:
     return Group(_title("where"), table, *lines)
 
 
-def _columns(plan: Plan) -> dict[str, Callable[[Sequence[Place]], str]]:
+def _columns(plan: Plan) -> dict[str, Callable[[Sequence[MappedDevice]], str]]:
     """What a row of devices says in each column; a column that would be the same everywhere is left out."""
     layout = plan.recipe.train.layout.parallel()
     node, gpu = NAMES[plan.device]
-    columns: dict[str, Callable[[Sequence[Place]], str]] = {}
+    columns: dict[str, Callable[[Sequence[MappedDevice]], str]] = {}
     if node:
-        columns[node] = lambda row: spans(place.node for place in row)
-    columns[gpu] = lambda row: spans(place.gpu if node else place.device for place in row)
-    columns["rank"] = lambda row: spans(place.rank.rank for place in row if place.rank) or "-"
+        columns[node] = lambda row: spans(mapped.node for mapped in row)
+    columns[gpu] = lambda row: spans(mapped.gpu if node else mapped.device for mapped in row)
+    columns["rank"] = lambda row: spans(mapped.rank.rank for mapped in row if mapped.rank) or "-"
     if layout.pipeline > 1:
-        columns["stage"] = lambda row: spans(place.stage for place in row if place.rank) or "-"
+        columns["stage"] = lambda row: spans(mapped.stage for mapped in row if mapped.rank) or "-"
     columns["layers"] = lambda row: _held(plan.stages, row)
     shown = {"tensor": layout.tensor, "context": layout.context, "data": layout.data}
     if plan.architecture.experts is not None:
@@ -93,19 +94,19 @@ def _columns(plan: Plan) -> dict[str, Callable[[Sequence[Place]], str]]:
     for axis, size in shown.items():
         if size > 1:
             columns[axis] = lambda row, axis=axis: (  # type: ignore[misc]
-                spans(getattr(place.rank, axis) for place in row if place.rank) or "-"
+                spans(getattr(mapped.rank, axis) for mapped in row if mapped.rank) or "-"
             )
-    if any(place.engines for place in plan.places):
-        columns["engine"] = lambda row: spans(engine for place in row for engine in place.engines) or "-"
-        if any(place.engine_rank for place in plan.places):
+    if any(mapped.engines for mapped in plan.device_map):
+        columns["engine"] = lambda row: spans(engine for mapped in row for engine in mapped.engines) or "-"
+        if any(mapped.engine_rank for mapped in plan.device_map):
             columns["its tensor"] = lambda row: (
-                spans(place.engine_rank for place in row if place.engine_rank is not None) or "-"
+                spans(mapped.engine_rank for mapped in row if mapped.engine_rank is not None) or "-"
             )
     return columns
 
 
-def _held(stages: Sequence[Stage], row: Sequence[Place]) -> str:
-    held = sorted({place.stage for place in row if place.rank})
+def _held(stages: Sequence[Stage], row: Sequence[MappedDevice]) -> str:
+    held = sorted({mapped.stage for mapped in row if mapped.rank})
     if not held:
         return "engines only"
     if len(held) == 1:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from megagrpo.errors import Problem
 from megagrpo.plan.assumptions import Assumptions, lengths_of
-from megagrpo.plan.figures import Estimate, StepTime
-from megagrpo.plan.fitting import engine_on
+from megagrpo.plan.checks.impossible import engine_on
+from megagrpo.plan.device_map import axes
+from megagrpo.plan.estimate import Estimate
 from megagrpo.plan.machines import Machines
-from megagrpo.plan.places import axes
-from megagrpo.plan.space import CONTEXT_TOKENS_MIN
+from megagrpo.plan.search.options import CONTEXT_TOKENS_MIN
+from megagrpo.plan.time.seconds import StepTime
 from megagrpo.plan.units import second_text
 from megagrpo.recipe.defaults import engine_devices
 from megagrpo.recipe.devices import plan_devices

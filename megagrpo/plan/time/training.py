@@ -5,14 +5,16 @@ What is stated is the busiest pipeline stage of the busiest data rank: all other
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
 from megagrpo.batching.rank_batches import MICROBATCHES_PER_STAGE
 from megagrpo.layout.stages import layers_of_chunk
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.communication import (
+from megagrpo.plan.machines import Machines
+from megagrpo.plan.parameters import rank_parameters
+from megagrpo.plan.time.communication import (
     Collective,
     Directions,
     Exchanged,
@@ -23,14 +25,10 @@ from megagrpo.plan.communication import (
     replica_collectives,
     stage_sends,
 )
-from megagrpo.plan.flops import FORWARD, Pass, adapter_work, head_flops, layers_flops, training_pass
-from megagrpo.plan.machines import Machines
-from megagrpo.plan.shards import rank_parameters
+from megagrpo.plan.time.flops import FORWARD, Pass, adapter_work, head_flops, layers_flops, training_pass
+from megagrpo.plan.time.seconds import Seconds, added
 from megagrpo.recipe.schema import Train
 from megagrpo.weights.families.architecture import Architecture
-
-Seconds = dict[str, float]
-"""By what they are spent on."""
 
 ADAM_BYTES = 30
 """Read and written for each element: main weight and two moments both ways, gradient, and the bfloat16 weight."""
@@ -177,12 +175,3 @@ class TrainingRanks:
 
 def _named(collectives: Iterable[Collective]) -> Seconds:
     return {f"{one.name} communication ({one.link})": one.seconds for one in collectives}
-
-
-def added(*parts: Mapping[str, float]) -> Seconds:
-    """Seconds of one thing after the other, by what they are spent on."""
-    total: Seconds = {}
-    for part in parts:
-        for name, seconds in part.items():
-            total[name] = total.get(name, 0.0) + seconds
-    return total

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megagrpo.errors import Problem
-from megagrpo.plan.engine_memory import EngineMemory, engine_memory
-from megagrpo.plan.figures import DeviceMemory, Part, PhaseMemory
 from megagrpo.plan.machines import Machines
+from megagrpo.plan.memory.engine import EngineMemory, engine_memory
+from megagrpo.plan.memory.parts import DeviceMemory, Part, PhaseMemory
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.defaults import engine_devices
 from megagrpo.recipe.devices import plan_devices

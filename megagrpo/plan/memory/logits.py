@@ -5,7 +5,7 @@ Logits are made a few columns at a time (megagrpo/megatron/logprob.py; benchmark
 
 from __future__ import annotations
 
-from megagrpo.plan.activations import Pass
+from megagrpo.plan.memory.activations import Pass
 
 CHUNK_ELEMENTS = 2**22
 CHUNK_COLUMNS = 2048

@@ -8,11 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from megagrpo.errors import Problem
-from megagrpo.plan.figures import DeviceMemory, Estimate, StepTime
-from megagrpo.plan.places import Place, axes
+from megagrpo.plan.device_map import MappedDevice, axes
+from megagrpo.plan.estimate import Estimate
+from megagrpo.plan.memory.parts import DeviceMemory
+from megagrpo.plan.parameters import total_parameters
 from megagrpo.plan.plan import Plan
-from megagrpo.plan.search import Search
-from megagrpo.plan.shards import total_parameters
+from megagrpo.plan.search.search import Search
+from megagrpo.plan.time.seconds import StepTime
 
 FORMAT = 1
 
@@ -36,7 +38,7 @@ def plan_json(plan: Plan, search: Search | None = None) -> str:
             }
             for stage in plan.stages
         ],
-        "devices": [_device(place) for place in plan.places],
+        "devices": [_device(mapped) for mapped in plan.device_map],
         "memory": _memory(plan.memory),
         "fits": plan.estimate.fits if plan.estimate and plan.machines else None,
         "lacking_bytes": plan.estimate.lacking_bytes if plan.estimate and plan.machines else None,
@@ -52,20 +54,20 @@ def plan_json(plan: Plan, search: Search | None = None) -> str:
     return json.dumps(values, indent=1, allow_nan=False)
 
 
-def _device(place: Place) -> dict[str, Any]:
+def _device(mapped: MappedDevice) -> dict[str, Any]:
     return {
-        "device": place.device,
-        "node": place.node,
-        "gpu": place.gpu,
-        "rank": place.rank.rank if place.rank else None,
-        "coordinates": _coordinates(place),
-        "engines": list(place.engines),
-        "engine_rank": place.engine_rank,
+        "device": mapped.device,
+        "node": mapped.node,
+        "gpu": mapped.gpu,
+        "rank": mapped.rank.rank if mapped.rank else None,
+        "coordinates": _coordinates(mapped),
+        "engines": list(mapped.engines),
+        "engine_rank": mapped.engine_rank,
     }
 
 
-def _coordinates(place: Place) -> Mapping[str, int] | None:
-    return {axis: index for axis, index in vars(place.rank).items() if axis != "rank"} if place.rank else None
+def _coordinates(mapped: MappedDevice) -> Mapping[str, int] | None:
+    return {axis: index for axis, index in vars(mapped.rank).items() if axis != "rank"} if mapped.rank else None
 
 
 def _memory(held: Iterable[DeviceMemory]) -> list[dict[str, Any]]:

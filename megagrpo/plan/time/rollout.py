@@ -13,11 +13,11 @@ from math import ceil
 
 from megagrpo.batching.work import head_work, layer_work
 from megagrpo.plan.assumptions import Assumptions, Lengths
-from megagrpo.plan.communication import Group, Links, gather
-from megagrpo.plan.engine_memory import cache_bytes_per_token
-from megagrpo.plan.flops import FORWARD, head_flops, layers_flops
 from megagrpo.plan.machines import Machines
-from megagrpo.plan.training_time import Seconds
+from megagrpo.plan.memory.engine import cache_bytes_per_token
+from megagrpo.plan.time.communication import Group, Links, gather
+from megagrpo.plan.time.flops import FORWARD, head_flops, layers_flops
+from megagrpo.plan.time.seconds import Seconds
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families.architecture import Architecture

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megagrpo.layout.stages import layers_of_stages
-from megagrpo.plan.shards import active_parameters, total_parameters
+from megagrpo.plan.parameters import active_parameters, total_parameters
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory
 from megagrpo.recipe.schema import AnyRecipe, DataFile, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture

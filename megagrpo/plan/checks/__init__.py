@@ -1,0 +1,1 @@
+"""What cannot run, and what is unwise?"""

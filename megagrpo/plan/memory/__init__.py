@@ -1,0 +1,1 @@
+"""How much memory does each device need, phase by phase?"""

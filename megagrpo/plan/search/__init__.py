@@ -1,0 +1,1 @@
+"""Which layouts are fastest on so many GPUs?"""

@@ -1,0 +1,1 @@
+"""A plan as text, as a page and as JSON."""
