@@ -150,6 +150,12 @@ def total_parameters(arch: Architecture) -> int:
 
 
 @lru_cache(maxsize=64)
+def expert_parameters(arch: Architecture) -> int:
+    """Those of total_parameters that are in routed experts."""
+    return total_parameters(arch) - _elements(arch, 0)
+
+
+@lru_cache(maxsize=64)
 def active_parameters(arch: Architecture) -> int:
     """Those that one token passes, embedding and head included: of a layer's experts `per_token` and the shared ones.
 

@@ -114,6 +114,28 @@ def test_context_ranks_get_all_keys_and_values_or_swap_heads():
     assert swapped.bytes == pytest.approx(8192 / 4 * (2 * 16 + 2 * 8) * 32 * 2 * 3 / 4)
 
 
+def test_keys_and_values_travel_whole_where_tensor_ranks_outnumber_them():
+    narrow = architecture_of(CONFIG | {"num_key_value_heads": 2})
+    found = collectives(narrow, {"tensor": 4, "context": 2}, Directions(1, 0))["context"]
+    assert found.bytes == pytest.approx(8192 * 2 * 1 * 32 * 2 / 2)  # one head of keys and one of values on each rank
+
+
+@pytest.mark.parametrize(
+    ("train", "passes"),
+    [
+        ({}, 3),  # forward keys and values; backward they come again, and their gradients go back
+        ({"layer_spec": "local"}, 2),  # local layers keep what they gathered
+        ({"recompute": "selective"}, 4),  # what attention's core exchanges, it exchanges again
+        ({"recompute": "full"}, 4),
+        ({"layer_spec": "local", "recompute": "selective"}, 3),
+    ],
+)
+def test_context_ranks_exchange_keys_as_often_as_cores_are_computed(train, passes):
+    once = collectives(DENSE, {"context": 4}, Directions(1, 0))["context"]
+    ways = Directions(2 if train.get("recompute") == "full" else 1, 1)
+    assert collectives(DENSE, {"context": 4}, ways, **train)["context"].bytes == pytest.approx(passes * once.bytes)
+
+
 def test_the_context_exchange_is_what_megatron_is_told():
     def kind(**train):
         return context_exchange(Train(total_steps=1, **train))

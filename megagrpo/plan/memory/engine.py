@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from megagrpo.plan.parameters import total_parameters
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families.architecture import Architecture, LatentAttention
@@ -54,7 +55,7 @@ def engine_memory(recipe: Recipe, arch: Architecture, card_bytes: int | None, de
     if rollout.engine != "sglang":
         each = cache_bytes_per_token(arch, 1, element)
         tokens = asked * longest
-        weights = weight_elements(arch, 1, 1, "cuda", padded=False) * element
+        weights = total_parameters(arch) * element
         logits = 4 * asked * arch.vocab
         return EngineMemory(weights, tokens * each, logits, tokens, longest, asked)
     tensor, expert = rollout.layout.tensor, rollout.layout.expert
@@ -159,11 +160,8 @@ def _prefill_graphs(tokens: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def weight_elements(arch: Architecture, tensor: int, expert: int, device: str, *, padded: bool = True) -> int:
-    """Elements of all parameters of one SGLang rank: the sum of weights/sides/sglang.manifest, without its boxes.
-
-    With `padded` false and sizes of 1, those of the checkpoint.
-    """
+def weight_elements(arch: Architecture, tensor: int, expert: int, device: str) -> int:
+    """Elements of all parameters of one SGLang rank: the sum of weights/sides/sglang.manifest, without its boxes."""
     dense = arch.layers if arch.experts is None else arch.experts.dense_layers
     attention = (
         _attention_elements(arch, tensor) if arch.latent is None else _latent_elements(arch, arch.latent, tensor)
@@ -180,10 +178,9 @@ def weight_elements(arch: Architecture, tensor: int, expert: int, device: str, *
             shared = experts.shared_ffn // experts.ffn
             layer += 3 * arch.hidden * shared * _cut(experts.ffn, tensor, tensor, device)
         total += (arch.layers - dense) * layer
-    multiple = VOCABULARY_MULTIPLE if padded else 1
-    rows = _up(arch.vocab, multiple)
+    rows = _up(arch.vocab, VOCABULARY_MULTIPLE)
     if rows % tensor:
-        rows = _up(arch.vocab, multiple * tensor)
+        rows = _up(arch.vocab, VOCABULARY_MULTIPLE * tensor)
     return total + (1 if arch.tied_embeddings else 2) * rows // tensor * arch.hidden
 
 

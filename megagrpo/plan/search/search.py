@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.plan.assumptions import Assumptions
@@ -17,7 +16,7 @@ from megagrpo.plan.checks.unwise import bubble
 from megagrpo.plan.estimate import Estimate, lacking_bytes
 from megagrpo.plan.machines import Machines
 from megagrpo.plan.memory.device_memory import memory
-from megagrpo.plan.parameters import total_parameters
+from megagrpo.plan.parameters import expert_parameters, total_parameters
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.search import options
 from megagrpo.plan.search.options import Values
@@ -28,7 +27,6 @@ from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.model_checks import critic_problems, model_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe
-from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.sglang import split_problems
 
@@ -262,21 +260,20 @@ class _Weights:
     """Parameters outside and inside of experts, and the least bytes that a trained or frozen one takes."""
 
     dense: int
-    expert: int
+    experts: int
     bytes_each: int
 
     @classmethod
     def of(cls, case: _Case) -> _Weights:
-        tensors = tensors_of(case.architecture)
-        expert = sum(prod(tensor.shape) for tensor in tensors if tensor.expert is not None)
-        dense = sum(prod(tensor.shape) for tensor in tensors) - expert
-        return cls(dense, expert, 2 if case.recipe.train.lora else GRADIENT_BYTES)
+        experts = expert_parameters(case.architecture)
+        dense = total_parameters(case.architecture) - experts
+        return cls(dense, experts, 2 if case.recipe.train.lora else GRADIENT_BYTES)
 
     def least(self, values: Values) -> float:
         """No layout can have less on its fullest rank, during the update."""
         tensor, pipeline, expert = (values[f"train.layout.{name}"] for name in ("tensor", "pipeline", "expert"))
         cut = expert * (values["train.layout.expert_tensor"] or tensor)
-        return self.bytes_each * (self.dense / tensor + self.expert / cut) / pipeline
+        return self.bytes_each * (self.dense / tensor + self.experts / cut) / pipeline
 
 
 def _choice(case: _Case, found: _Found) -> Choice:

@@ -182,18 +182,19 @@ def _context(arch: Architecture, train: Train, group: Group, passed: Exchanged, 
     """Of one layer, as cp_comm_type says: keys and values of all context ranks, or an all-to-all over heads.
 
     Backward the keys and values come again, and their gradients go back. The local layers gather once and keep them.
+    A core that is computed again exchanges again.
     """
-    layout = train.layout.parallel()
-    latent = arch.latent
-    queries = arch.heads * (arch.head_dim + (arch.head_dim if latent is None else latent.value_dim))
-    keys = 2 * arch.query_groups * arch.head_dim if latent is None else queries
-    at_once = passed.tokens / passed.microbatches * passed.item_bytes / layout.tensor
-    count = (passed.directions.forward + 2 * passed.directions.backward) * passed.microbatches
+    layout, latent, backward = train.layout.parallel(), arch.latent, passed.directions.backward
+    # Columns of one rank: queries and outputs, keys and values.
+    queries = arch.heads / layout.tensor * (arch.head_dim + (arch.head_dim if latent is None else latent.value_dim))
+    keys = 2 * max(1.0, arch.query_groups / layout.tensor) * arch.head_dim if latent is None else queries
+    at_once = passed.tokens / passed.microbatches * passed.item_bytes
+    forward = 2 if backward and train.recompute != "none" else passed.directions.forward
     if context_exchange(train) == "a2a":
-        heads = at_once / layout.context * (queries + keys)
-        ways = (passed.directions.forward + passed.directions.backward) * passed.microbatches
-        return exchange("context", group, heads, ways, links)
-    return gather("context", group, at_once * keys, count, links)
+        columns = at_once / layout.context * (queries + keys)
+        return exchange("context", group, columns, (forward + backward) * passed.microbatches, links)
+    again = backward if train.layer_spec == "local" else 2 * backward
+    return gather("context", group, at_once * keys, (forward + again) * passed.microbatches, links)
 
 
 def context_exchange(train: Train) -> str:

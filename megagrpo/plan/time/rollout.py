@@ -15,6 +15,7 @@ from megagrpo.batching.work import head_work, layer_work
 from megagrpo.plan.assumptions import Assumptions, Lengths
 from megagrpo.plan.machines import Machines
 from megagrpo.plan.memory.engine import cache_bytes_per_token
+from megagrpo.plan.parameters import expert_parameters, total_parameters
 from megagrpo.plan.time.communication import Group, Links, gather
 from megagrpo.plan.time.flops import FORWARD, head_flops, layers_flops
 from megagrpo.plan.time.seconds import Seconds
@@ -47,18 +48,15 @@ class Engine:
     @cached_property
     def dense_bytes(self) -> float:
         """Weights of one rank that every batch reads: all but routed experts and the input embedding."""
-        layers = (layer_work(self.arch, layer) for layer in range(self.arch.layers))
-        weights = sum(layer.projections + layer.mlp for layer in layers) + head_work(self.arch)
-        return weights / 2 * self.item_bytes / self.tensor
+        arch = self.arch
+        embedding = 0 if arch.tied_embeddings else arch.vocab * arch.hidden
+        read = total_parameters(arch) - expert_parameters(arch) - embedding
+        return read * self.item_bytes / self.tensor
 
     @cached_property
     def expert_bytes(self) -> float:
         """All routed experts of one rank."""
-        experts = self.arch.experts
-        if experts is None:
-            return 0.0
-        met = sum(layer_work(self.arch, layer).experts for layer in range(self.arch.layers))
-        return met / 2 * experts.count / experts.per_token * self.item_bytes / self.tensor
+        return expert_parameters(self.arch) * self.item_bytes / self.tensor
 
     @cached_property
     def token_bytes(self) -> int:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, lcm
 
-from megagrpo.batching.work import head_work, layer_work
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.machines import Machines
+from megagrpo.plan.parameters import expert_parameters, total_parameters
 from megagrpo.plan.time.communication import Links
 from megagrpo.plan.time.seconds import Seconds
 from megagrpo.recipe.devices import plan_devices
@@ -32,15 +32,6 @@ class SyncBytes:
     model: float
 
 
-def model_bytes(arch: Architecture, item_bytes: int) -> tuple[float, float]:
-    """Of dense weights and of routed experts; norms and biases are left out."""
-    layers = [layer_work(arch, layer) for layer in range(arch.layers)]
-    dense = sum(layer.projections + layer.mlp for layer in layers) / 2 + arch.hidden * arch.vocab
-    dense += 0.0 if arch.tied_embeddings else head_work(arch) / 2
-    copies = 1.0 if arch.experts is None else arch.experts.count / arch.experts.per_token
-    return dense * item_bytes, sum(layer.experts for layer in layers) / 2 * copies * item_bytes
-
-
 def sync_bytes(
     arch: Architecture,
     layout: ParallelLayout,
@@ -52,7 +43,8 @@ def sync_bytes(
     colocated: bool,
 ) -> SyncBytes:
     """What crosses each kind of link to fill all ranks of all engines once."""
-    dense, experts = model_bytes(arch, item_bytes)
+    experts = expert_parameters(arch) * item_bytes
+    dense = total_parameters(arch) * item_bytes - experts
     engine_ranks = engines * engine.tensor
     near = min(gpus_per_node, engine_ranks)
     needed = min(1.0, near / engine.tensor)  # of the model, by a node
