@@ -15,7 +15,7 @@ from megagrpo.recipe.defaults import dtype_name, sync_directory
 from megagrpo.recipe.schema import Recipe, SftRecipe
 
 if TYPE_CHECKING:
-    from megagrpo.cluster.engines import EngineSpec
+    from megagrpo.cluster.engine_spec import EngineSpec
     from megagrpo.weights.boxes import Box
     from megagrpo.weights.executors.meeting import Meeting
     from megagrpo.weights.executors.ways import Way

@@ -1,44 +1,24 @@
-"""The engine that a recipe asks for, made in the process that will hold it or speak to its server."""
+"""The engine that a recipe asks for, made in the process that will hold it or speak to its server.
+
+Each kind is imported where it is made: seconds, for what the others do not use.
+"""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from megagrpo.cluster.engine_spec import EngineSpec
 from megagrpo.errors import MegagrpoError
 from megagrpo.recipe.defaults import dtype_name, run_directory
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.engine import Engine
 from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
-from megagrpo.rollout.sglang.client import Endpoint
-from megagrpo.rollout.sglang.engine import SglangEngine
-from megagrpo.rollout.sglang.server import Server
-from megagrpo.rollout.transformers_engine import TransformersEngine
 
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What engine `index` of a recipe is made from. `gpus` are its devices as its node counts them, none on CPUs.
-
-    `api_key` is for a server that somebody else runs.
-    """
-
-    recipe: Recipe
-    index: int
-    model_directory: str
-    tokenizer_directory: str
-    device: str
-    gpus: tuple[int, ...]
-    api_key: str | None = field(repr=False)
-
-    @property
-    def name(self) -> str:
-        return f"engine {self.index}"
-
-    @property
-    def threads(self) -> int:
-        """This engine's part of the cores of the node where it is asked, as if all engines were there."""
-        return max(1, (os.cpu_count() or 1) // self.recipe.rollout.engines)
+if TYPE_CHECKING:
+    from megagrpo.rollout.sglang.client import Endpoint
+    from megagrpo.rollout.sglang.engine import SglangEngine
+    from megagrpo.rollout.sglang.server import Server
+    from megagrpo.rollout.transformers_engine import TransformersEngine
 
 
 def make_engine(spec: EngineSpec) -> Engine:
@@ -49,10 +29,14 @@ def make_engine(spec: EngineSpec) -> Engine:
         case "sglang":
             return _sglang(spec)
         case "external":
+            from megagrpo.rollout.sglang.client import Endpoint
+
             return _over(Endpoint(spec.recipe.rollout.urls[spec.index], spec.api_key), spec)
 
 
 def _transformers(spec: EngineSpec) -> TransformersEngine:
+    from megagrpo.rollout.transformers_engine import TransformersEngine
+
     return TransformersEngine(
         spec.model_directory,
         device=spec.device,
@@ -65,6 +49,8 @@ def _transformers(spec: EngineSpec) -> TransformersEngine:
 
 
 def _sglang(spec: EngineSpec) -> SglangEngine:
+    from megagrpo.rollout.sglang.server import Server
+
     recipe, rollout = spec.recipe, spec.recipe.rollout
     arguments = server_arguments(
         model_directory=spec.model_directory,
@@ -100,6 +86,8 @@ def longest_response(recipe: Recipe) -> int:
 
 
 def _over(server: Server | Endpoint, spec: EngineSpec) -> SglangEngine:
+    from megagrpo.rollout.sglang.engine import SglangEngine
+
     recipe = spec.recipe
     return SglangEngine(
         server,

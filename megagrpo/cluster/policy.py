@@ -14,8 +14,7 @@ from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from megagrpo.megatron.critic_metrics import CriticMetrics
-    from megagrpo.megatron.results import StepMetrics
+    from megagrpo.rank_results import CriticMetrics, StepMetrics
 
 
 class Policy(TrainRanks):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megagrpo.cluster.actors import EngineActor
-from megagrpo.cluster.engines import EngineSpec
+from megagrpo.cluster.engine_spec import EngineSpec
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import call_all, settle, wait_for
 from megagrpo.errors import EngineError

@@ -10,7 +10,7 @@ from megagrpo.cluster.actors import SftActor
 from megagrpo.cluster.train_ranks import TrainRanks
 
 if TYPE_CHECKING:
-    from megagrpo.megatron.sft_rank import SftUpdate, TokenLoss
+    from megagrpo.rank_results import SftUpdate, TokenLoss
 
 
 class SftRanks(TrainRanks):

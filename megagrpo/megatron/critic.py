@@ -22,13 +22,14 @@ from megagrpo.algorithm.value_loss import value_loss
 from megagrpo.checkpoint.integrity import SavedFile
 from megagrpo.errors import CheckpointError, Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates
-from megagrpo.megatron.critic_metrics import CriticMetrics, CriticSums
+from megagrpo.megatron.critic_metrics import CriticSums
 from megagrpo.megatron.forward_backward import forward, forward_backward
 from megagrpo.megatron.minibatch import Minibatch
 from megagrpo.megatron.offload import Offload
 from megagrpo.megatron.packed import PackedTensors
 from megagrpo.megatron.response import ResponseTokens
 from megagrpo.megatron.trained_model import TrainedModel
+from megagrpo.rank_results import CriticMetrics
 from megagrpo.recipe.schema import Critic as CriticSettings
 from megagrpo.recipe.schema import Train
 from megagrpo.weights.families import read_architecture

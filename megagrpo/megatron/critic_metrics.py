@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.algorithm.value_loss import ValueLoss, explained_variance
-
-
-@dataclass(frozen=True)
-class CriticMetrics:
-    """Over all ranks, minibatches and epochs of one update of the critic. Means are over response tokens."""
-
-    loss: float  # what was minimised
-    clip_fraction: float  # tokens without gradient: their value has moved far enough
-    value_mean: float  # of the critic before the update
-    return_mean: float
-    explained_variance: float  # of the returns, by the critic before the update
-    grad_norm: float  # before clipping, mean over optimizer steps
-    tokens: int  # response tokens in the batch
-    optimizer_steps: int
+from megagrpo.rank_results import CriticMetrics
 
 
 class CriticSums:

@@ -21,7 +21,6 @@ from megagrpo.batching.microbatch import RankBatch
 from megagrpo.checkpoint.integrity import SavedFile
 from megagrpo.errors import Problem, RankError
 from megagrpo.megatron.critic import Critic, stored_values
-from megagrpo.megatron.critic_metrics import CriticMetrics
 from megagrpo.megatron.forward_backward import forward, forward_backward
 from megagrpo.megatron.grpo_loss import GrpoLoss
 from megagrpo.megatron.inference import InferenceBatch, inference_batch
@@ -31,7 +30,8 @@ from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.response import ResponseTokens
-from megagrpo.megatron.results import MetricSums, StepMetrics, TokenNumbers
+from megagrpo.megatron.results import MetricSums
+from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenNumbers
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.passes import prepares_by_old_logprobs
 from megagrpo.recipe.schema import Recipe

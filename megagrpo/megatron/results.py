@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from megagrpo.algorithm.correction import Correction, correction_of
+from megagrpo.algorithm.correction import correction_of
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.algorithm.objective import Objective, ObjectiveInputs
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Over all ranks, minibatches and epochs of one update. Means are over response tokens unless said otherwise."""
-
-    loss: float  # what was minimised, mean over optimizer steps
-    policy_loss: float  # its policy term, importance weights included
-    kl: float | None  # estimate against the reference; None without a reference
-    entropy: float
-    clip_low_fraction: float  # tokens whose gradient the lower bound cut
-    clip_high_fraction: float  # tokens whose gradient the upper bound cut
-    ratio_mean: float  # ratio of the policy's probability to the old one
-    logprob_mean: float
-    mismatch: Mismatch  # of the trainer when it first saw the tokens with what the engines sampled from
-    correction: Correction | None  # None: the recipe has none
-    grad_norm: float  # before clipping, mean over optimizer steps
-    grad_norm_max: float
-    tokens: int  # response tokens in the batch
-    optimizer_steps: int
-
-
-@dataclass(frozen=True)
-class TokenNumbers:
-    """A number for each of one rank's response tokens, in any order, on its way to the driver."""
-
-    rows: np.ndarray  # int64 [tokens], row of the sample in the step
-    index: np.ndarray  # int64 [tokens], index of the token in its response
-    values: np.ndarray  # float32 [tokens]
+from megagrpo.rank_results import StepMetrics
 
 
 class MetricSums:

@@ -5,9 +5,6 @@ Every method is collective: all ranks call the same ones in the same order.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -17,34 +14,8 @@ from megagrpo.batching.microbatch import RankBatch
 from megagrpo.megatron.forward_backward import forward, forward_backward
 from megagrpo.megatron.minibatch import Minibatch
 from megagrpo.megatron.model_rank import ModelRank
+from megagrpo.rank_results import SftUpdate, TokenLoss
 from megagrpo.recipe.schema import SftRecipe
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """Cross-entropy of the assistant's tokens, over all ranks and microbatches."""
-
-    total: float  # nats
-    tokens: int
-
-    def __add__(self, other: TokenLoss) -> TokenLoss:
-        return TokenLoss(self.total + other.total, self.tokens + other.tokens)
-
-    @property
-    def mean(self) -> float:
-        return self.total / max(self.tokens, 1)
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.mean, 700.0))  # beyond it there is no float
-
-
-@dataclass(frozen=True)
-class SftUpdate:
-    """What a step says of itself."""
-
-    loss: TokenLoss  # before the step
-    grad_norm: float  # before clipping
 
 
 class SftRank(ModelRank):

@@ -16,8 +16,7 @@ from megagrpo.trainer.sequences import flat_scores
 from megagrpo.types import Group, Prompt
 
 if TYPE_CHECKING:
-    from megagrpo.megatron.critic_metrics import CriticMetrics
-    from megagrpo.megatron.results import StepMetrics
+    from megagrpo.rank_results import CriticMetrics, StepMetrics
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -9,18 +9,18 @@ import sys
 import pytest
 
 # What an actor's process does: import the actor's module, receive a recipe, start. The start ends at the first use of
-# the recipe, which is None here; by then torch is imported.
+# the recipe, which is None here, or of the spec, which has hardly anything; by then torch is imported.
 SCRIPT = """
 import os, sys
 import megagrpo.recipe.schema
 from megagrpo.cluster import actors
 assert "torch" not in sys.modules, "imported before the GPUs can be hidden from it"
 from types import SimpleNamespace
-SPEC = SimpleNamespace(device="cpu", recipe=None)
+SPEC = SimpleNamespace(device="cpu", recipe=SimpleNamespace(rollout=SimpleNamespace(engine="transformers")))
 try:
     actors.{actor}.__ray_metadata__.modified_class().start({arguments})
 except AttributeError as error:
-    assert "NoneType" in str(error), error
+    assert "NoneType" in str(error) or "model_directory" in str(error), error
 print(repr(os.environ["CUDA_VISIBLE_DEVICES"]), sys.modules["torch"].cuda.is_available())
 """
 

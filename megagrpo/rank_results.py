@@ -1,0 +1,84 @@
+"""What training ranks answer the driver. Apart from megagrpo.megatron, so that the driver reads it without Megatron,
+which takes seconds to import."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from megagrpo.algorithm.correction import Correction
+    from megagrpo.algorithm.mismatch import Mismatch
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Over all ranks, minibatches and epochs of one update. Means are over response tokens unless said otherwise."""
+
+    loss: float  # what was minimised, mean over optimizer steps
+    policy_loss: float  # its policy term, importance weights included
+    kl: float | None  # estimate against the reference; None without a reference
+    entropy: float
+    clip_low_fraction: float  # tokens whose gradient the lower bound cut
+    clip_high_fraction: float  # tokens whose gradient the upper bound cut
+    ratio_mean: float  # ratio of the policy's probability to the old one
+    logprob_mean: float
+    mismatch: Mismatch  # of the trainer when it first saw the tokens with what the engines sampled from
+    correction: Correction | None  # None: the recipe has none
+    grad_norm: float  # before clipping, mean over optimizer steps
+    grad_norm_max: float
+    tokens: int  # response tokens in the batch
+    optimizer_steps: int
+
+
+@dataclass(frozen=True)
+class TokenNumbers:
+    """A number for each of one rank's response tokens, in any order, on its way to the driver."""
+
+    rows: np.ndarray  # int64 [tokens], row of the sample in the step
+    index: np.ndarray  # int64 [tokens], index of the token in its response
+    values: np.ndarray  # float32 [tokens]
+
+
+@dataclass(frozen=True)
+class CriticMetrics:
+    """Over all ranks, minibatches and epochs of one update of the critic. Means are over response tokens."""
+
+    loss: float  # what was minimised
+    clip_fraction: float  # tokens without gradient: their value has moved far enough
+    value_mean: float  # of the critic before the update
+    return_mean: float
+    explained_variance: float  # of the returns, by the critic before the update
+    grad_norm: float  # before clipping, mean over optimizer steps
+    tokens: int  # response tokens in the batch
+    optimizer_steps: int
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Cross-entropy of the assistant's tokens, over all ranks and microbatches."""
+
+    total: float  # nats
+    tokens: int
+
+    def __add__(self, other: TokenLoss) -> TokenLoss:
+        return TokenLoss(self.total + other.total, self.tokens + other.tokens)
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.tokens, 1)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.mean, 700.0))  # beyond it there is no float
+
+
+@dataclass(frozen=True)
+class SftUpdate:
+    """What a step says of itself."""
+
+    loss: TokenLoss  # before the step
+    grad_norm: float  # before clipping
