@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.checks.impossible import node_problems
-from megagrpo.plan.checks.unwise import bubble
 from megagrpo.plan.estimate import Estimate, lacking_bytes
 from megagrpo.plan.machines import Machines
 from megagrpo.plan.memory.device_memory import memory
@@ -287,7 +286,7 @@ def _reason(case: _Case, found: _Found) -> str:
     if layout.tensor > 1:
         parts.append(f"tensor {layout.tensor} keeps its exchanges inside a node")
     if layout.pipeline > 1:
-        parts.append(f"pipeline {layout.pipeline} waits {bubble(found.estimate.time):.0%} of the update")
+        parts.append(f"pipeline {layout.pipeline} waits {found.estimate.time.pipeline_bubble:.0%} of the update")
     if layout.context > 1:
         parts.append(f"context {layout.context} shares out long sequences")
     if layout.expert > 1:

@@ -201,7 +201,7 @@ def _colours(kind: DeviceMemory) -> dict[str, str]:
 
 def _parts(phase: PhaseMemory, colours: dict[str, str], card: int | None) -> RenderableType:
     """The largest items of the fullest moment, and what lowers them."""
-    table = _table(indent=4)
+    table = _table()
     for title in (f"largest in {phase.phase}", "bytes", "lowered by"):
         table.add_column(title, justify="right" if title == "bytes" else "left")
     items = sorted((part for part in phase.parts if part.bytes), key=lambda part: part.bytes, reverse=True)
@@ -300,12 +300,8 @@ def _choice(choice: Choice) -> Iterator[Text]:
     yield Text(f"   {choice.reason}")
 
 
-def _table(indent: int = 0) -> Table:
-    return (
-        Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-        if not indent
-        else Table(box=None, padding=(0, 2, 0, 0), pad_edge=True, header_style="dim")
-    )
+def _table() -> Table:
+    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
 
 
 def _title(text: str) -> Text:

@@ -44,6 +44,12 @@ class StepTime:
         return self.tokens / self.seconds / self.gpus
 
     @property
+    def pipeline_bubble(self) -> float:
+        """Share of the update in which pipeline stages wait for one another."""
+        update = next(phase for phase in self.phases if phase.phase == "update")
+        return dict(update.parts).get("pipeline bubble", 0.0) / update.seconds
+
+    @property
     def days(self) -> float | None:
         return None if self.steps is None else self.steps * self.seconds / 86400
 
