@@ -28,7 +28,7 @@ unset "${!SLURM_@}" "${!PMI@}" # what Ray starts is no task of Slurm's
 
 stop() {
     trap '' USR1 TERM
-    kill -KILL "$ray" 2>/dev/null || true
+    kill -KILL $(jobs -p) 2>/dev/null || true # Ray, perhaps just started
     if [[ -d $RAY_TEMP ]]; then
         mkdir -p "$RAY_LOGS/$node"
         cp -r "$RAY_TEMP"/session_2*/logs/. "$RAY_LOGS/$node" || true

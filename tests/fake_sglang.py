@@ -110,7 +110,7 @@ class FakeServer:
         for prefix in (name, f"{name}/", "cpu/"):
             store = dist.PrefixStore(prefix, store)
         self._groups[rank] = dist.ProcessGroupGloo(
-            store, body["rank_offset"] + rank, body["world_size"], timedelta(seconds=30)
+            store, body["rank_offset"] + rank, body["world_size"], timedelta(seconds=200)
         )
 
     def _hear(self, rank: int, body: Mapping[str, Any]) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from megagrpo.errors import MegagrpoError
+from megagrpo.errors import MegagrpoError, Problem
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.executors.meeting import MeetingHost
+from megagrpo.weights.executors import meeting
+from megagrpo.weights.executors.meeting import MeetingHost, Member, Sync
 from megagrpo.weights.executors.ways import Receiver, Sender
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import WeightPlan, make_plan
@@ -83,7 +87,60 @@ def sync(
     return [error for error in at_once(work) if error is not None]
 
 
-def at_once(work: Sequence[Callable[[], None]], deadline_seconds: float = 60.0) -> list[MegagrpoError | None]:
+class StandstillClock:
+    """The meeting's clock in a test where somebody never comes: the longest wait passes at once when all wait in vain.
+
+    Otherwise it stands still, so that nobody is late because the machine is slow. `parties` is how many take part.
+    """
+
+    LOOKS = 50
+    """In vain, by each that waits; what torch has under way in the background has come by then."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, host: MeetingHost, parties: int) -> None:
+        self._now, self._longest_wait = 0.0, host.meeting.timeout_seconds
+        self._busy, self._lock = parties, threading.Lock()
+        self._in_vain: dict[int, int] = {}
+        attend, wait = Member.attend, Member.wait
+
+        @contextmanager
+        def attend_as_party(member: Member, version: int) -> Iterator[Sync]:
+            try:
+                with attend(member, version) as sync:
+                    yield sync
+            finally:
+                with self._lock:
+                    self._busy -= 1
+
+        def wait_as_party(member: Member, look: Callable[[], object], awaited: Callable[[], Problem]) -> object:
+            try:
+                return wait(member, lambda: self._looked(look()), awaited)
+            finally:
+                with self._lock:
+                    self._in_vain.pop(threading.get_ident(), None)
+
+        patch.setattr(Member, "attend", attend_as_party)
+        patch.setattr(Member, "wait", wait_as_party)
+        patch.setattr(meeting, "time", self)
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, _: float) -> None:
+        time.sleep(0.001)
+
+    def _looked(self, found: object) -> object:
+        with self._lock:
+            thread = threading.get_ident()
+            self._in_vain[thread] = self._in_vain.get(thread, 0) + 1
+            standstill = len(self._in_vain) == self._busy and min(self._in_vain.values()) >= self.LOOKS
+            if found is not None or standstill:
+                self._in_vain.clear()
+            if found is None and standstill:
+                self._now += self._longest_wait
+        return found
+
+
+def at_once(work: Sequence[Callable[[], None]], deadline_seconds: float = 240.0) -> list[MegagrpoError | None]:
     """Calls all, each in its thread. The error of ours that each ended with, or None."""
     errors: list[MegagrpoError | None] = [None] * len(work)
 

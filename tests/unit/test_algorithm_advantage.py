@@ -91,7 +91,7 @@ def one_group_at_a_time(name, scores, second, ids, tokens, deviation="sample", e
     return result
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps, st.sampled_from(sorted(BY_GROUP)), st.sampled_from(["sample", "population", "none"]))
 def test_every_method_matches_its_formula_written_by_group(step, name, deviation):
     scores, second, ids, tokens = step
@@ -100,7 +100,7 @@ def test_every_method_matches_its_formula_written_by_group(step, name, deviation
     np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-7)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps, st.sampled_from(sorted(BY_GROUP)), st.randoms(use_true_random=False))
 def test_order_and_names_of_groups_do_not_matter(step, name, random):
     scores, second, ids, tokens = step
@@ -111,7 +111,7 @@ def test_order_and_names_of_groups_do_not_matter(step, name, random):
     np.testing.assert_allclose(shuffled, base[order], atol=1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps, st.sampled_from(sorted(BY_GROUP)), st.integers(-4, 4), st.sampled_from([0.25, 2.0, 8.0]))
 def test_shifted_scores_change_nothing_and_scaled_ones_only_what_is_not_normalised(step, name, shift, scale):
     scores, second, ids, tokens = step
@@ -122,7 +122,7 @@ def test_shifted_scores_change_nothing_and_scaled_ones_only_what_is_not_normalis
     np.testing.assert_allclose(moved, base * scaled, rtol=tolerance, atol=1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps, st.sampled_from(sorted(BY_GROUP)))
 def test_masked_samples_and_single_ones_get_zero_and_change_nothing_for_the_others(step, name):
     scores, second, ids, tokens = step

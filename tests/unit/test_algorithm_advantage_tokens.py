@@ -54,7 +54,7 @@ def whiten_all(rows, known):
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(responses, st.sampled_from([1.0, 0.9, 0.25]))
 def test_reinforce_plus_plus_is_whitened_rewards_to_come(step, discount):
     found = compute_advantages(inputs_of(step), schema.Advantage(name="reinforce_plus_plus", discount=discount))
@@ -70,7 +70,7 @@ def test_reinforce_plus_plus_is_whitened_rewards_to_come(step, discount):
     assert found.returns is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(responses, st.sampled_from([1.0, 0.9]), st.sampled_from([1.0, 0.95, 0.25]))
 def test_gae_is_the_weighted_sum_of_td_errors(step, discount, trace):
     found = compute_advantages(inputs_of(step), schema.Advantage(name="gae", discount=discount, trace=trace))

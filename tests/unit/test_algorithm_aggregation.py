@@ -40,7 +40,7 @@ def sequences_of(lengths: list[int], over_ranks=lambda sums: sums) -> Sequences:
 
 
 @every_kind
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(responses, st.integers(1, 4), st.randoms(use_true_random=False))
 def test_weighed_losses_are_the_nested_means_and_sums_however_packed(kind, rows, parts, random):
     losses = [np.array([random.uniform(-1, 1) for _ in row]) for row in rows]

@@ -105,7 +105,7 @@ def written_out(rows: Rows, s: schema.Correction) -> tuple[np.ndarray, list[list
     return np.concatenate(kept), weights, figures
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ROWS, CORRECTIONS)
 def test_weights_and_rejections_are_those_of_the_formulas(rows, changes):
     found = corrected(rows, **changes.model_dump())
@@ -119,7 +119,7 @@ def test_weights_and_rejections_are_those_of_the_formulas(rows, changes):
         assert value == pytest.approx(getattr(figures, name), rel=1e-6, abs=1e-9), name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ROWS, CORRECTIONS, st.integers(2, 3))
 def test_ranks_that_hold_parts_of_the_same_responses_find_the_same(rows, changes, ranks):
     whole = sequences_of(rows)
@@ -225,14 +225,14 @@ def verl_upper(rows: Rows, statistic: str, over: str, upper: float) -> torch.Ten
     return (of_sequence <= upper).unsqueeze(-1).expand_as(mask)[mask > 0]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(ROWS, st.sampled_from(["token", "sequence"]), st.booleans())
 def test_truncated_weights_are_verls(rows, level, normalize):
     found = corrected(rows, weights=level, high=2.0, normalize=normalize)
     torch.testing.assert_close(found.importance.double(), verl_weights(rows, level, 2.0, normalize), rtol=1e-5, atol=0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(ROWS, st.sampled_from(["k2", "k3"]), st.sampled_from(["sum", "mean", "max"]))
 def test_rejections_by_k2_and_k3_are_verls(rows, statistic, over):
     reject = {"level": "sequence", "statistic": statistic, "over": over, "high": 0.4}

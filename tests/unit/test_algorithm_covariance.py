@@ -45,7 +45,7 @@ def written_out(rows: list[tuple[float, float, bool]], s: schema.PolicyLoss) -> 
     return set(sorted(there, key=lambda t: (-round(covariance[t], 6), draws[t]))[:wanted])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(TOKENS, st.sampled_from(["clip_cov", "kl_cov"]), st.sampled_from([0.001, 0.1, 0.5, 1.0]), st.integers(1, 3))
 def test_the_chosen_tokens_are_those_of_a_sort_wherever_they_are(rows, name, share, ranks):
     s = settings_of(name, share)
@@ -106,7 +106,7 @@ def test_both_zeros_are_one_covariance():
         assert chosen.nonzero().tolist() == [[first]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 2**53 - 1) | st.integers(0, 3), min_size=1, max_size=60), st.data())
 def test_the_kth_smallest_and_its_ties_are_those_of_a_sort(values, data):
     wanted = data.draw(st.integers(1, len(values)))

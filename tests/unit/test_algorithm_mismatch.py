@@ -35,7 +35,7 @@ def percentile_over(parts: list[torch.Tensor]) -> list[int]:
 
 
 @given(PAIRS, st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_percentile_is_that_of_all_tokens_wherever_they_are(pairs, ranks):
     train, rollout = torch.tensor(pairs).T
     bits = absolute_difference_bits(train, rollout)
@@ -76,7 +76,7 @@ def alone(train: torch.Tensor, rollout: torch.Tensor, worst: int = 3) -> Mismatc
 
 
 @given(st.lists(st.tuples(st.floats(-9, 0, width=32), st.floats(-9, 0, width=32)), min_size=1, max_size=200))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_figures_are_those_of_the_formulas_in_float64(pairs):
     train, rollout = np.array(pairs, np.float32).T
     found = alone(torch.from_numpy(train.copy()), torch.from_numpy(rollout.copy()))
@@ -99,7 +99,7 @@ def test_the_figures_are_those_of_the_formulas_in_float64(pairs):
 
 
 @given(PAIRS, st.integers(1, 3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_sums_of_ranks_that_hold_parts_of_the_same_responses_add(pairs, ranks):
     train, rollout = torch.tensor(pairs).T
     whole = responses_of(len(pairs))
@@ -137,7 +137,7 @@ def test_no_token_has_no_mismatch():
 
 
 @given(PAIRS, st.integers(1, 4), st.integers(1, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_worst_tokens_are_those_of_all_ranks_largest_first(pairs, ranks, count):
     train, rollout = torch.tensor(pairs).T
     numbers = torch.arange(len(pairs))

@@ -90,7 +90,7 @@ def test_objective_gradients_match_finite_differences():
     assert torch.autograd.gradcheck(loss, (inputs.logprobs, inputs.entropy), eps=1e-7, atol=1e-8)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(0, 50), st.randoms(use_true_random=False))
 def test_loss_and_gradient_are_sums_over_tokens_in_any_order(cut, seed, random):
     inputs = random_inputs(seed=seed)

@@ -145,7 +145,7 @@ def parts_of(inputs: PolicyInputs, order: list[int], parts: int) -> list[tuple[n
 
 
 @every_loss
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=8),
     st.integers(1, 4),

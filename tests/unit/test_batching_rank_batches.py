@@ -1,6 +1,5 @@
 """Packing and balancing: nothing lost, nothing too full, every rank in step, and nobody waits long."""
 
-import time
 from collections import Counter
 
 import numpy as np
@@ -38,7 +37,7 @@ def sequences_of(lengths, prompt=2):
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(2, 60), max_size=40),
     st.sampled_from(LAYOUTS),
@@ -67,7 +66,7 @@ def test_every_sequence_is_trained_on_once_and_all_ranks_keep_step(lengths, layo
             assert occupied <= capacity * layout.context
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=40), st.integers(1, 4), st.integers(0, 9))
 def test_minibatches_are_the_same_in_every_layout(lengths, minibatches, seed):
     members = {
@@ -87,7 +86,7 @@ def test_minibatches_are_the_same_in_every_layout(lengths, minibatches, seed):
     assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 120))
 def test_first_fit_decreasing_respects_capacity_and_its_bound(lengths, capacity):
     lengths = np.array(lengths)
@@ -118,13 +117,11 @@ def test_work_is_even_over_data_ranks():
     assert packing_efficiency(batches, layout, 8192) > 0.8
 
 
-def test_short_sequences_are_batched_in_milliseconds():
+def test_many_short_sequences_are_batched_without_the_slower_way(monkeypatch):
+    monkeypatch.setattr(balance, "_largest_differencing", lambda cost, bins: pytest.fail("differencing takes seconds"))
     sequences = sequences_of(np.random.default_rng(0).integers(9, 20, 256))
     arguments = {"layout": ParallelLayout(data=2), "minibatches": 1, "tokens_per_microbatch": 8192, "seed": 0}
-    make_rank_batches(sequences, **arguments)
-    start = time.perf_counter()
     batches = make_rank_batches(sequences, **arguments)
-    assert time.perf_counter() - start < 0.05
     tokens = [b.minibatches[0][0].tokens for b in batches]
     assert len(batches[0].minibatches[0]) == 1
     assert abs(tokens[0] - tokens[1]) <= 20
@@ -183,7 +180,7 @@ def most(cost, shares):
     return max(sum(cost[i] for i in share) for share in shares)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(COSTS, st.integers(1, 9))
 def test_sequences_are_spread_at_least_as_evenly_as_longest_first(costs, bins):
     cost = np.array(costs, dtype=np.float64)
@@ -200,7 +197,7 @@ def test_differencing_finds_what_longest_first_misses():
     assert most([8, 7, 6, 5, 4], spread_evenly(np.array([8.0, 7, 6, 5, 4]), 2)) == 16  # longest first: 17
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 5), st.integers(1, 9), st.randoms(use_true_random=False))
 def test_ranks_differ_by_no_more_than_the_bins_of_some_round(ranks, rounds, random):
     costs = [random.randrange(1000) for _ in range(ranks * rounds)]

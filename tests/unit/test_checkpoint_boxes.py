@@ -28,7 +28,7 @@ def cut_storage(draw: Any) -> tuple[Placement, tuple[int, ...], list[int]]:
     return Placement("s", tuple(before for before, _ in margin), axes, box), storage, [0, *cuts, elements]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(cut_storage())
 def test_the_ranges_of_a_storage_hold_each_element_of_its_box_once_and_in_place(
     case: tuple[Placement, tuple[int, ...], list[int]],

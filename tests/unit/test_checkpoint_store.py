@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -143,7 +144,7 @@ def test_a_full_disk_is_a_checkpoint_error_and_leaves_the_previous_one(tmp_path:
     store = CheckpointStore(tmp_path, keep_last=1)
     save(store, 5)
     command = [sys.executable, "-c", FILL_THE_DISK, str(tmp_path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert "refused: checkpoint error" in done.stderr
     assert "File too large" in done.stderr
@@ -169,3 +170,11 @@ def test_a_file_in_the_way_of_the_directory_is_a_checkpoint_error(tmp_path: Path
 def test_trainer_state_from_another_version_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="weight_version"):
         TrainerState.from_json('{"step": 3}')
+
+
+def test_trainer_state_from_before_a_field_was_added_has_its_default_and_a_later_one_is_refused() -> None:
+    values = json.loads(state(3).to_json())
+    del values["unlogged"]
+    assert TrainerState.from_json(json.dumps(values)).unlogged is None
+    with pytest.raises(CheckpointError, match="moon_phase"):
+        TrainerState.from_json(json.dumps(values | {"moon_phase": 0.5}))

@@ -1,7 +1,6 @@
 """The command line: exit codes, what is printed, and that nothing heavy is imported before it is needed."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,22 +20,18 @@ def megagrpo(*arguments: str, after: str = "") -> subprocess.CompletedProcess[st
     """The command in a process of its own; `after` is Python that runs when it has returned."""
     code = f"import sys; from megagrpo.cli import main; code = main(sys.argv[1:]); {after or 'pass'}; sys.exit(code)"
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
 
 
-def test_help_is_there_at_once() -> None:
+def test_help_imports_next_to_nothing() -> None:
     command = [sys.executable, "-X", "importtime", "-c", "from megagrpo.cli import main; main(['--help'])"]
-    before = os.times()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    after = os.times()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert all(name in done.stdout for name in ("train", "plan", "prepare"))
     imported = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if "|" in line}
-    assert not imported & {"torch", "ray", "megatron", "transformers", "pydantic", "yaml", "pyarrow", "rich"}
-    # CPU time: the same on a busy machine.
-    seconds = after.children_user + after.children_system - before.children_user - before.children_system
-    assert seconds < 0.5
+    assert not imported & {"torch", "ray", "megatron", "transformers", "pydantic", "yaml", "pyarrow", "rich", "asyncio"}
+    assert len(imported) < 250  # of which Python's own start has about 50
 
 
 def test_version() -> None:

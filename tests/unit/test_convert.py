@@ -136,7 +136,7 @@ def test_large_tensors_go_in_pieces(family: str, models: Path, tmp_path: Path, m
     assert not compare.verify(model, tmp_path / "megatron").differences
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_part_of_a_tensor_stored_in_any_chunks_is_read(data: st.DataObject, tmp_path: Path) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))

@@ -87,7 +87,7 @@ def test_a_line_end_after_the_end_token_is_not_the_assistants(tmp_path: Path) ->
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_is_before_each_turn_is_the_prompt_that_is_generated_from(
     tmp_path_factory: pytest.TempPathFactory, answers: list[str], line_end: bool
 ) -> None:

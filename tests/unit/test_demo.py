@@ -29,7 +29,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> demo.AdderFiles:
 
 
 @given(st.text(max_size=20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_any_text_comes_back_from_its_tokens_composed(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == unicodedata.normalize("NFC", text)
 

@@ -40,7 +40,7 @@ def all_ranks(lengths: list[int], layout: ParallelLayout) -> list[PackedTensors]
 
 
 @given(lengths_of_sequences, layouts)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_token_is_on_one_rank_with_its_successor_as_label(lengths: list[int], layout: ParallelLayout) -> None:
     packed = all_ranks(lengths, layout)
     sequences = microbatch(lengths).sequences
@@ -65,7 +65,7 @@ def test_every_token_is_on_one_rank_with_its_successor_as_label(lengths: list[in
 
 
 @given(lengths_of_sequences, layouts)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_ranks_have_the_same_number_of_tokens_which_tensor_divides(
     lengths: list[int], layout: ParallelLayout
 ) -> None:
@@ -86,7 +86,7 @@ def test_the_ranks_have_the_same_number_of_tokens_which_tensor_divides(
 
 
 @given(lengths_of_sequences.filter(bool), st.sampled_from([1, 2, 4]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_attention_over_buckets_is_attention_of_each_sequence(lengths: list[int], context: int) -> None:
     torch.manual_seed(len(lengths))
     heads, groups, head_dim = 4, 2, 6

@@ -21,7 +21,7 @@ def megatron_layers(config: TransformerConfig, stage: int, chunk: int | None) ->
     return range(first, first + get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(uneven_stages())
 def test_megatron_places_layers_on_the_same_stages(case: tuple[int, ParallelLayout]) -> None:
     layers, layout = case

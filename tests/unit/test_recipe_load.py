@@ -52,7 +52,7 @@ def test_scalars_are_read_as_yaml_1_2_says(text: str, value: object) -> None:
     assert type(parse(text, str).tree) is type(value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees)
 def test_what_is_written_is_read_back(tree: object) -> None:
     document = parse(to_text({"tree": tree}), str)
@@ -136,7 +136,7 @@ def test_rules_between_fields_are_reported_beside_wrong_fields_unless_they_read_
     assert wheres == ["override train.layout.dat=2"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_stands_in_a_recipe_it_loads_or_is_a_recipe_error(
     data: st.DataObject, path: Path, tmp_path: Path

@@ -1,4 +1,7 @@
-"""The scorer with real worker processes: weights, faults, and that a fault touches no other sample."""
+"""The scorer with real worker processes: weights, faults, and that a fault touches no other sample.
+
+Time passes for the scorer only when a test lets it: a busy machine takes no response for one that hangs.
+"""
 
 import os
 import re
@@ -14,16 +17,25 @@ import pytest
 
 from megagrpo.errors import RewardError
 from megagrpo.recipe import schema
+from megagrpo.reward import workers
 from megagrpo.reward.scorer import Scorer
 from megagrpo.types import FinishReason, Group, Prompt, Sample
 
 FAULTS = """
-import asyncio, os, subprocess, sys, time
+import asyncio, os, pathlib, subprocess, sys, time
+
+arrived = []
+
+def hangs():
+    pathlib.Path(__file__).with_name("hangs").touch()
 
 def fault(data_source, response, ground_truth, extra_info):
     if response == "loop":
+        hangs()
         while True: pass
-    if response == "sleep": time.sleep(1000)
+    if response == "sleep":
+        hangs()
+        time.sleep(1000)
     if response == "exit": os._exit(3)
     if response == "kill": os.kill(os.getpid(), 9)
     if response == "raise": raise KeyError("x")
@@ -33,14 +45,42 @@ def fault(data_source, response, ground_truth, extra_info):
     if response.startswith("/"):
         child = subprocess.Popen(["sleep", "1000"])
         open(response, "w").write(str(child.pid))
+        hangs()
         child.wait()
     return {"score": len(response), "pid": os.getpid()}
 
 async def fault_async(data_source, response, ground_truth, extra_info):
     if response == "await": await asyncio.sleep(1000)
-    if response == "nap": await asyncio.sleep(0.5)
+    if response == "meet":
+        arrived.append(response)
+        while len(arrived) < 40: await asyncio.sleep(0.01)
     return fault(data_source, response, ground_truth, extra_info)
 """
+
+
+class Clock:
+    """The scorer's. It stands still, but jumps past any deadline when a function says that it hangs, or flows."""
+
+    def __init__(self, hangs: Path) -> None:
+        self.hangs = hangs
+        self.now = 0.0
+        self.flows_since = float("inf")
+
+    def monotonic(self) -> float:
+        if self.hangs.exists():
+            self.hangs.unlink()
+            self.now += 1e6
+        return self.now + max(0.0, time.monotonic() - self.flows_since)
+
+    def flow(self) -> None:
+        self.flows_since = time.monotonic()
+
+
+@pytest.fixture(autouse=True)
+def clock(tmp_path, monkeypatch) -> Clock:
+    made = Clock(tmp_path / "hangs")
+    monkeypatch.setattr(workers, "time", made)
+    return made
 
 
 @pytest.fixture
@@ -78,16 +118,11 @@ def test_scores_are_weighted_sums_with_their_parts(tmp_path):
     assert (second.scores[0].value, second.prompt, len(second.samples)) == (1.5, make_group("7").prompt, 1)
 
 
-def test_gsm8k_needs_no_process_and_is_fast():
+def test_gsm8k_starts_no_process(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("starts a process"))
     scorer = make_scorer({"function": "gsm8k"}, workers=0)
-    groups = [make_group(*["step by step " * 40 + "#### 7"] * 8) for _ in range(32)]
-    seconds = []
-    for _ in range(30):
-        start = time.perf_counter()
-        scored = scorer.score(groups)
-        seconds.append(time.perf_counter() - start)
-    assert all(score.value == 1.0 for group in scored for score in group.scores)
-    assert min(seconds) < 0.005  # of 256 samples
+    (group,) = scorer.score([make_group("step by step\n#### 7", "#### 8")])
+    assert [score.value for score in group.scores] == [1.0, 0.0]
 
 
 def test_a_bad_ground_truth_and_an_aborted_response_are_masked():
@@ -109,8 +144,8 @@ def test_training_sees_shaped_scores_and_an_evaluation_the_plain_sums():
 
 
 EXPECTED = {
-    "loop": "took longer than 1 s",
-    "sleep": "took longer than 1 s",
+    "loop": "took longer than 1000 s",
+    "sleep": "took longer than 1000 s",
     "exit": "process died (exit status 3)",
     "kill": "process died (killed by SIGKILL)",
     "raise": "KeyError: 'x'",
@@ -122,7 +157,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("function", ["fault", "fault_async"])
 def test_every_fault_masks_its_own_sample_only(function, faults):
-    scorer = make_scorer({"function": f"{faults}:{function}"}, timeout_seconds=1.0)
+    scorer = make_scorer({"function": f"{faults}:{function}"}, workers=1, timeout_seconds=1000.0)
     texts = [text for fault in EXPECTED for text in (fault, "fine")]
     (group,) = scorer.score([make_group(*texts)])
     for text, score in zip(texts, group.scores, strict=True):
@@ -145,45 +180,56 @@ def test_one_failing_function_masks_the_sum_but_keeps_the_other_parts(faults):
     assert (group.scores[0].value, group.scores[0].parts) == (None, {"gsm8k": 0.0})
 
 
-def test_async_calls_run_side_by_side_and_are_cancelled_in_time(faults):
-    scorer = make_scorer({"function": f"{faults}:fault_async"}, workers=1, timeout_seconds=3.0)
-    scorer.score([make_group("fine")])
-    start = time.monotonic()
-    (group,) = scorer.score([make_group(*["nap"] * 40)])
-    assert time.monotonic() - start < 3.0  # 20 s one after the other
-    assert [score.value for score in group.scores] == [3.0] * 40
+def test_async_calls_run_side_by_side(faults):
+    scorer = make_scorer({"function": f"{faults}:fault_async"}, workers=1, timeout_seconds=100.0)
+    (group,) = scorer.score([make_group(*["meet"] * 40)])  # each waits for all
+    assert [score.value for score in group.scores] == [4.0] * 40
+    scorer.close()
+
+
+def test_async_calls_are_cancelled_by_the_worker_itself(faults):
+    scorer = make_scorer({"function": f"{faults}:fault_async"}, workers=1, timeout_seconds=1.0)
     (group,) = scorer.score([make_group("await", "fine")])
     pids = {score.parts.get("fault_async.pid") for score in group.scores} - {None}
     assert [score.value for score in group.scores] == [None, 4.0]
     (group,) = scorer.score([make_group("fine")])
-    assert group.scores[0].parts["fault_async.pid"] in pids  # the worker itself cancelled: it was not replaced
+    assert group.scores[0].parts["fault_async.pid"] in pids  # it was not replaced
     scorer.close()
 
 
-def test_math_is_stopped_at_the_time_limit_off_the_main_thread():
-    scorer = make_scorer({"function": "math"}, workers=1, timeout_seconds=2.0)
+def test_math_is_stopped_at_the_time_limit_off_the_main_thread(clock):
+    scorer = make_scorer({"function": "math"}, workers=1, timeout_seconds=1.0)
     scored: list[Group] = []
-    endless = r"\boxed{9^{9^{9^{9}}}}"
-    work = threading.Thread(target=lambda: scored.extend(scorer.score([make_group(r"\boxed{7}", "$14/2$", endless)])))
+
+    def score() -> None:
+        scored.extend(scorer.score([make_group(r"\boxed{7}", "$14/2$")]))
+        clock.flow()
+        scored.extend(scorer.score([make_group(r"\boxed{9^{9^{9^{9}}}}")]))
+
+    work = threading.Thread(target=score)
     work.start()
-    work.join(timeout=60)
+    work.join()
     scorer.close()
-    assert [score.value for score in scored[0].scores] == [1.0, 1.0, None]
-    assert scored[0].scores[2].error == "math: took longer than 2 s"
+    assert [score.value for group in scored for score in group.scores] == [1.0, 1.0, None]
+    assert scored[1].scores[0].error == "math: took longer than 1 s"
 
 
-def test_a_pattern_that_backtracks_for_ever_is_stopped():
-    scorer = make_scorer({"function": "format", "arguments": {"pattern": r"\A(a+)+\Z"}}, timeout_seconds=1.0)
-    (group,) = scorer.score([make_group("aaa", "a" * 60 + "b", "b")])
+def test_a_pattern_that_backtracks_for_ever_is_stopped(clock):
+    function = {"function": "format", "arguments": {"pattern": r"\A(a+)+\Z"}}
+    scorer = make_scorer(function, workers=1, timeout_seconds=1.0)
+    (fine,) = scorer.score([make_group("aaa", "b")])
+    clock.flow()
+    (endless,) = scorer.score([make_group("a" * 60 + "b")])
     scorer.close()
-    assert [score.value for score in group.scores] == [1.0, None, 0.0]
+    assert [score.value for group in (fine, endless) for score in group.scores] == [1.0, 0.0, None]
 
 
 def test_a_worker_that_died_while_idle_blames_no_sample(faults):
     scorer = make_scorer({"function": f"{faults}:fault"}, workers=1)
     (group,) = scorer.score([make_group("fine")])
-    os.kill(int(group.scores[0].parts["fault.pid"]), signal.SIGKILL)
-    time.sleep(0.2)
+    pid = int(group.scores[0].parts["fault.pid"])
+    os.kill(pid, signal.SIGKILL)
+    assert ends(pid)
     (group,) = scorer.score([make_group("fine")])
     scorer.close()
     assert group.scores[0].value == 4.0
@@ -200,18 +246,22 @@ def test_closing_ends_the_processes_and_scoring_starts_them_again(faults):
 
 
 def test_what_a_function_started_ends_with_it(faults, tmp_path):
-    scorer = make_scorer({"function": f"{faults}:fault"}, workers=1, timeout_seconds=1.0)
+    scorer = make_scorer({"function": f"{faults}:fault"}, workers=1)
     (group,) = scorer.score([make_group(str(tmp_path / "pid"))])
     scorer.close()
     assert group.scores[0].value is None
-    assert gone_within(5.0, int((tmp_path / "pid").read_text()))
+    assert ends(int((tmp_path / "pid").read_text()))
 
 
-def gone_within(seconds: float, pid: int) -> bool:
-    deadline = time.monotonic() + seconds
+def ends(pid: int) -> bool:
+    """Whether a process is no more, or only waits for its parent. It has two minutes."""
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        stat = Path(f"/proc/{pid}/stat")
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
             return True
         time.sleep(0.02)
     return False
@@ -225,17 +275,18 @@ def test_workers_end_with_a_killed_driver(faults):
     pid = int(driver.stdout.readline())
     driver.kill()
     driver.wait()
-    assert gone_within(10.0, pid)
+    assert ends(pid)
 
 
 DRIVER = """
-import sys, threading, time
+import pathlib, sys, threading, time
 sys.path.insert(0, ".")
 from tests.unit.test_reward_scorer import make_group, make_scorer
 scorer = make_scorer({"function": sys.argv[1] + ":fault"}, workers=1, timeout_seconds=1000.0)
 (group,) = scorer.score([make_group("fine")])
 threading.Thread(target=scorer.score, args=([make_group("loop")],)).start()
-time.sleep(0.2)
+while not pathlib.Path(sys.argv[1]).with_name("hangs").exists():
+    time.sleep(0.01)
 print(int(group.scores[0].parts["fault.pid"]), flush=True)
 """
 

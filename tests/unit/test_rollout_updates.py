@@ -33,7 +33,7 @@ def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_pa
     (source,) = checkpoint.manifests(new)
     tensors = load_file(new / "model.safetensors")
     plan = make_plan([source], engine.manifests())
-    host = MeetingHost("127.0.0.1", timeout_seconds=60)
+    host = MeetingHost("127.0.0.1", timeout_seconds=200)
     sender = open_sender(Way.SHARED_MEMORY, plan, 0, host.meeting, bucket_bytes=4096)
     engine.connect(plan, [0], Way.SHARED_MEMORY, host.meeting, bucket_bytes=4096)
     host.open(3, [0])
@@ -41,7 +41,7 @@ def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_pa
         sending = pool.submit(sender.send, 3, tensors)
         engine.begin_update(3)
         engine.receive(3)
-        sending.result(60)
+        sending.result()
     assert engine.end_update(3) == [digests(tensors, source.placements)]
     (buckets,) = engine.bucket_digests("model.norm.weight", [0])
     of_sender = sent_bucket_digests(plan, 0, tensors, "model.norm.weight", frozenset([0]), 4096)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.errors import EXIT_NODE_LOST, EXIT_STOPPED, NodeLostError, Problem, RunStopped
-from megagrpo.trainer.stopping import Stopping, StopRequested
+from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
 
 TWO_SIGNALS = """
 import os, signal, sys
@@ -50,13 +50,27 @@ def test_the_handlers_before_it_come_back() -> None:
 def outcome(*numbers: int) -> tuple[int, str]:
     """Exit status of a process that is sent these signals, and the one that it took for its reason to stop."""
     arguments = [sys.executable, "-c", TWO_SIGNALS, *map(str, numbers)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(arguments, capture_output=True, text=True)
     return done.returncode, done.stdout.strip()
 
 
 def test_a_second_sigterm_ends_the_process_at_once_and_one_after_sigusr1_does_not() -> None:
     assert outcome(signal.SIGTERM, signal.SIGTERM) == (-signal.SIGTERM, "")
     assert outcome(signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1) == (0, "SIGTERM")
+
+
+def test_a_run_told_to_stop_ends_with_the_checkpoint_that_it_has_by_then() -> None:
+    saved: list[Path] = []
+
+    def run(stopping: Stopping) -> int:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        saved.append(Path("/runs/a/checkpoints/step_000003"))
+        stopping.stop_here()
+        return 0
+
+    with pytest.raises(RunStopped, match=r"SIGUSR1(.|\n)*step_000003"):
+        until_stopped(run, lambda: saved[-1])
+    assert until_stopped(lambda stopping: 7, lambda: None) == 7
 
 
 def test_the_user_is_told_what_is_saved() -> None:

@@ -56,7 +56,7 @@ def test_the_fast_digest_is_the_definition(dtype: torch.dtype) -> None:
     assert digest_of(matrix) == slow_digest(matrix)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(arch=architectures(), layout=layouts())
 def test_ranks_together_have_the_digests_of_the_checkpoint(arch: Architecture, layout: ParallelLayout) -> None:
     checkpoint = random_checkpoint(arch)
@@ -81,7 +81,7 @@ def test_stacked_experts_and_a_cast_have_the_same_digests() -> None:
     assert digests(model, stacked.placements) != digests(checkpoint, whole)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=st.integers(2, 40), columns=st.integers(1, 40), data=st.data())
 def test_a_change_of_one_bit_a_swap_of_rows_and_a_swap_of_elements_are_seen(
     rows: int, columns: int, data: st.DataObject

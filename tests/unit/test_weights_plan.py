@@ -73,7 +73,7 @@ def carry_out(plan: WeightPlan, held: list[Tensors], bucket_bytes: int = 1 << 20
     return arrived
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     arch=architectures(),
     before=layouts(),
@@ -144,7 +144,7 @@ def tilings(draw: st.DrawFn, shape: tuple[int, int], copies: int) -> list[Manife
     return manifests
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), rows=st.integers(2, 9), columns=st.integers(2, 9))
 def test_overlapping_and_transposed_boxes(data: st.DataObject, rows: int, columns: int) -> None:
     whole = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
@@ -178,7 +178,7 @@ def small_plan() -> tuple[WeightPlan, list[Tensors], Tensors]:
     return make_plan(sources, [transformers.manifest(arch, "float32")]), held, checkpoint
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_a_dropped_doubled_or_shifted_transfer_is_seen(data: st.DataObject) -> None:
     plan, held, checkpoint = small_plan()

@@ -39,7 +39,7 @@ def optimum(demands: Mapping[Holders, int]) -> float:
     return high
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(demands=DEMANDS)
 def test_the_largest_load_is_the_smallest_possible(demands: dict[Holders, int]) -> None:
     shares = even_shares(demands)

@@ -135,7 +135,7 @@ def held_by_ranks(cluster: Cluster, checkpoint: Tensors) -> list[Tensors]:
     return [rank_tensors(cluster.arch, cluster.layout, rank, checkpoint) for rank in rank_grid(cluster.layout)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cluster=clusters())
 def test_engine_ranks_receive_what_they_need_each_byte_once(cluster: Cluster) -> None:
     plan, checkpoint = cluster.plan, random_checkpoint(cluster.arch)
@@ -153,7 +153,7 @@ def test_engine_ranks_receive_what_they_need_each_byte_once(cluster: Cluster) ->
         assert all((count == 1).all() for count in written.values())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(cluster=clusters(), data=st.data())
 def test_both_ends_and_the_totals_see_the_same_transfers(cluster: Cluster, data: st.DataObject) -> None:
     plan = cluster.plan
@@ -226,7 +226,7 @@ def painted(manifests: Sequence[Manifest], arch: Architecture) -> list[dict[str,
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cluster=clusters())
 def test_each_byte_crosses_the_network_once_for_each_node_that_needs_it(cluster: Cluster) -> None:
     plan, arch = cluster.plan, cluster.arch
@@ -292,7 +292,7 @@ def egress(plan: WeightPlan) -> list[int]:
     return sent
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cluster=clusters())
 def test_nobody_sends_a_tenth_more_than_the_optimum(cluster: Cluster) -> None:
     """Up to one row of the widest tensor: rows are not cut."""

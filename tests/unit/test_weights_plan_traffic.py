@@ -22,7 +22,7 @@ from tests.weights_oracle import moe_architecture
 SPEEDS = LinkSpeeds(device=1000.0, node=100.0, network=10.0)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(cluster=clusters())
 def test_bytes_by_link_are_those_of_the_transfers(cluster: Cluster) -> None:
     plan = cluster.plan

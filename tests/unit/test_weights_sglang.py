@@ -60,7 +60,7 @@ def engines(draw: st.DrawFn) -> tuple[Architecture, EngineLayout, str]:
     return moe_architecture(**changes, experts=experts), EngineLayout(tensor=tensor, expert=expert), device
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(engine=engines())
 def test_engine_ranks_get_what_the_oracle_says(engine: tuple[Architecture, EngineLayout, str]) -> None:
     arch, layout, device = engine

@@ -174,13 +174,13 @@ class Member:
 
     def wait(self, look: Callable[[], Any | None], awaited: Callable[[], Problem]) -> Any:
         """The first thing other than None that `look` returns. `awaited` tells a deadline's error what was awaited."""
-        begun = time.monotonic()
-        while (found := look()) is None:
-            now = time.monotonic()
+        begun = now = time.monotonic()
+        while (found := look()) is None:  # at or after `now`: a look that moves the deadline does so in time
             self._check_abort()
             if now >= self._deadline:
                 raise WeightSyncError(awaited())
             time.sleep(min(LONGEST_PAUSE_SECONDS, max(1e-4, (now - begun) / 10), max(0.0, self._deadline - now)))
+            now = time.monotonic()
         return found
 
     def start_clock(self) -> None:
