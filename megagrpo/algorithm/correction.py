@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megagrpo.algorithm.policy_loss import LOG_RATIO_LIMIT
+from megagrpo.algorithm.log_ratio import bounded
 from megagrpo.algorithm.sequences import Sequences
 from megagrpo.recipe import schema
 
@@ -53,14 +53,14 @@ def correct(
     never within bounds.
     """
     log_ratio = old - rollout
-    clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    clamped = bounded(log_ratio)
     kept = torch.ones_like(log_ratio, dtype=torch.bool)
     for rejection in settings.reject:
         kept &= _within(clamped, sequences, rejection)
     vetoed = torch.zeros_like(kept)
     if settings.veto is not None:
         below = ~(log_ratio >= math.log(settings.veto))
-        vetoed = sequences.of_tokens(sequences.sum(below.double())) > 0
+        vetoed = sequences.of_tokens(sequences.sum(below)) > 0
         kept &= ~vetoed
     weights = outside = None
     if settings.weights is not None:
@@ -98,7 +98,7 @@ def _bounded_weights(log_ratio: Tensor, sequences: Sequences, settings: schema.C
     log_weight = log_ratio.double()
     if settings.weights == "sequence":
         log_weight = sequences.of_tokens(sequences.sum(log_weight))
-    weights = log_weight.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    weights = bounded(log_weight).exp()
     outside = ~((weights >= settings.low) & (weights <= settings.high))
     if settings.outside == "truncate":
         return weights.clamp(settings.low, settings.high), outside
@@ -129,12 +129,12 @@ def _within(log_ratio: Tensor, sequences: Sequences, rejection: schema.Rejection
     if rejection.over == "max":
         # A largest value that spans ranks, told by sums alone: none may be above `high`, and one must reach `low`.
         statistic = _statistic(log_ratio, rejection)
-        above = sequences.sum((~_at_most(statistic, rejection.high)).double())
-        reach = sequences.sum(_at_least(statistic, rejection.low).double())
+        above = sequences.sum(~_at_most(statistic, rejection.high))
+        reach = sequences.sum(_at_least(statistic, rejection.low))
         return sequences.of_tokens((above == 0) & (reach > 0))
     over = sequences.sum if rejection.over == "sum" else sequences.mean
     if rejection.statistic == "ratio":  # of the response, not a sum of its tokens' ratios
-        statistic = over(log_ratio.double()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        statistic = bounded(over(log_ratio)).exp()
     else:
         statistic = over(_statistic(log_ratio, rejection))
     return sequences.of_tokens(_at_least(statistic, rejection.low) & _at_most(statistic, rejection.high))

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megagrpo.algorithm.draws import DRAW_BITS
 from megagrpo.algorithm.selection import kth_smallest
 from megagrpo.recipe import schema
 
 FLOAT32_BITS = 32
-DRAW_BITS = 53
 
 
 def choose_by_covariance(

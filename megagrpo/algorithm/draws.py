@@ -8,7 +8,8 @@ from torch import Tensor
 GOLDEN, MIX_1, MIX_2 = (
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )  # as signed integers
-FLOAT64_BITS = 53
+DRAW_BITS = 53
+"""Of a draw: as many as a float64 holds."""
 
 
 def token_draws(seed: int, rows: Tensor, places: Tensor) -> Tensor:
@@ -19,7 +20,7 @@ def token_draws(seed: int, rows: Tensor, places: Tensor) -> Tensor:
     state = _mixed(torch.full_like(rows, seed))
     for number in (rows, places):
         state = _mixed(state + number)
-    return _shifted(state, 64 - FLOAT64_BITS).double() * 2.0**-FLOAT64_BITS
+    return _shifted(state, 64 - DRAW_BITS).double() * 2.0**-DRAW_BITS
 
 
 def _mixed(state: Tensor) -> Tensor:

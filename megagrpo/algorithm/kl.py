@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megagrpo.algorithm.policy_loss import LOG_RATIO_LIMIT
+from megagrpo.algorithm.log_ratio import bounded
 
 Estimator = Literal["k1", "k2", "k3", "abs"]
 
@@ -39,6 +39,6 @@ def _value(difference: Tensor, estimator: Estimator) -> Tensor:
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
-        difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        difference = bounded(difference)
         return (torch.expm1(difference) - difference).clamp(max=K3_LIMIT)
     return difference.abs()

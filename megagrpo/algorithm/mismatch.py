@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megagrpo.algorithm.policy_loss import LOG_RATIO_LIMIT
+from megagrpo.algorithm.log_ratio import bounded
 from megagrpo.algorithm.selection import kth_smallest
 from megagrpo.algorithm.sequences import Sequences
 
@@ -58,9 +58,9 @@ class Mismatch:
 def mismatch_sums(train: Tensor, rollout: Tensor, sequences: Sequences) -> Tensor:
     """float64 [10], which add over ranks; `mismatch_of` reads them. train, rollout: float32 [tokens]."""
     difference = (train - rollout).double()
-    clamped = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    clamped = bounded(difference)
     ratio, excess = clamped.exp(), clamped.expm1()
-    of_sequence = sequences.of_tokens(sequences.sum(difference)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    of_sequence = bounded(sequences.of_tokens(sequences.sum(difference))).exp()
     return torch.stack(
         [
             torch.ones_like(ratio),

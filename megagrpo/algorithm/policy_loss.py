@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megagrpo.algorithm.log_ratio import bounded
 from megagrpo.algorithm.sequences import Sequences
 from megagrpo.recipe import schema
-
-LOG_RATIO_LIMIT = 20.0
-"""exp(20) is 5e8: beyond this a ratio says only that something is broken, and must not become inf or NaN."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,11 @@ def gspo(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
 
     GSPO, arXiv:2507.18071, eq. 5 to 7, as its token variant, eq. 13 and 14: s is sg(s) r / sg(r) at each token. Under
     weights that are equal within a response this has the value and the gradient of the loss by response, and the
-    recipe's aggregation and any token's own advantage or weight still mean something.
+    recipe's aggregation and any token's own advantage or weight still mean something. The mean is over all tokens of
+    the response, also those that a correction leaves out of the loss.
     """
-    mean = inputs.sequences.mean((inputs.logprobs - inputs.old_logprobs).detach())
-    own = inputs.sequences.of_tokens(mean).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    mean = inputs.sequences.mean(inputs.logprobs - inputs.old_logprobs)
+    own = bounded(inputs.sequences.of_tokens(mean)).to(inputs.logprobs.dtype)
     return _clipped((own + _gradient_of(inputs.logprobs)).exp(), inputs, settings, None)
 
 
@@ -84,8 +83,8 @@ def gmpo(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
     log_ratio = _log_ratio(inputs).detach()
     clipped_low = (inputs.advantages < 0) & (log_ratio < -settings.clip_low)
     clipped_high = (inputs.advantages > 0) & (log_ratio > settings.clip_high)
-    bounded = log_ratio.masked_fill(clipped_low, -settings.clip_low).masked_fill(clipped_high, settings.clip_high)
-    mean = inputs.sequences.of_tokens(inputs.sequences.mean(bounded))
+    clipped = log_ratio.masked_fill(clipped_low, -settings.clip_low).masked_fill(clipped_high, settings.clip_high)
+    mean = inputs.sequences.of_tokens(inputs.sequences.mean(clipped)).to(log_ratio.dtype)
     own = _gradient_of(inputs.logprobs).masked_fill(clipped_low | clipped_high, 0.0)
     return PolicyLoss(-(mean + own).exp() * inputs.advantages, log_ratio.exp(), clipped_low, clipped_high)
 
@@ -143,7 +142,7 @@ LOSSES: dict[str, Callable[[PolicyInputs, schema.PolicyLoss], PolicyLoss]] = {
 
 
 def _log_ratio(inputs: PolicyInputs) -> Tensor:
-    return (inputs.logprobs - inputs.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return bounded(inputs.logprobs - inputs.old_logprobs)
 
 
 def _gradient_of(logprobs: Tensor) -> Tensor:

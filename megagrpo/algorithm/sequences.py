@@ -18,20 +18,21 @@ class Sequences:
     """Which response each token of a microbatch belongs to. Every token belongs to one.
 
     Under context parallelism a response's tokens lie on several ranks: `over_ranks` then sums over those. All of these
-    ranks have the same sequences and call everything here in the same order. No sum has a gradient.
+    ranks have the same sequences and call everything here in the same order. No sum has a gradient. All are made in
+    float64: GPUs add in any order, and rounded to float32 the result must not depend on it.
     """
 
     index: Tensor  # int64 [tokens], from 0 to count - 1
     tokens: Tensor  # float32 [count], response tokens of each sequence on all ranks together
-    over_ranks: Callable[[Tensor], Tensor] = _here  # [count] -> [count]
+    over_ranks: Callable[[Tensor], Tensor] = _here  # float64 [count] -> [count]
 
     def sum(self, values: Tensor) -> Tensor:
-        """[tokens] -> [count]."""
-        zeros = torch.zeros(len(self.tokens), dtype=values.dtype, device=values.device)
-        return self.over_ranks(zeros.index_add(0, self.index, values.detach()))
+        """[tokens] of any type -> float64 [count]."""
+        zeros = torch.zeros(len(self.tokens), dtype=torch.float64, device=values.device)
+        return self.over_ranks(zeros.index_add(0, self.index, values.detach().double()))
 
     def mean(self, values: Tensor) -> Tensor:
-        """[tokens] -> [count]; 0 for a sequence without response tokens."""
+        """[tokens] of any type -> float64 [count]; 0 for a sequence without response tokens."""
         return self.sum(values) / self.tokens.clamp(min=1)
 
     def of_tokens(self, per_sequence: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def prepare(
         if corrected.importance is not None:
             share_out(corrected.importance, responses, "importance")
         # Each context rank has a part of every sequence; a token's share of its sequence's kept ones counts them once.
-        of_sequence = sequences.of_tokens(sequences.sum(kept.double()))
+        of_sequence = sequences.of_tokens(sequences.sum(kept))
         counts = torch.stack([kept.double(), torch.where(kept, 1 / of_sequence, 0.0)]).sum(1)
         _sum_over_ranks(counts)
         tokens, count = counts.tolist()
