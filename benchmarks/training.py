@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megagrpo.batching.microbatch import RankBatch, TrainSequence
+from megagrpo.batching.microbatch import RankBatch, TrainSequence, count_response_tokens
 from megagrpo.batching.rank_batches import make_rank_batches
-from megagrpo.batching.work import work_of
+from megagrpo.batching.work import head_work, work_of
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import Architecture
 
 LR = 1e-5
 CPU_MODEL = {
@@ -217,7 +218,7 @@ def widened(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
 
 
 def on_cuda(rounds: int) -> None:
-    """MFU: work_of's operations, three times for forward and backward, over what the GPU could have done."""
+    """MFU: forward_operations, three times for forward and backward, over what the GPU could have done."""
     name = torch.cuda.get_device_name()
     peak = next((flops for kind, flops in PEAK_FLOPS.items() if kind in name), None)
     print(f"{name}; 4 microbatches a step, sequences with a long tail, medians of {rounds} steps")
@@ -226,7 +227,7 @@ def on_cuda(rounds: int) -> None:
         with tempfile.TemporaryDirectory() as parent:
             directory = Path(parent) / "model"
             make_model(directory, sizes, torch.bfloat16)
-            work = work_of(read_architecture(directory))
+            architecture = read_architecture(directory)
             for capacity in GPU_TOKENS_PER_MICROBATCH:
                 recipe = make_recipe("bfloat16", capacity, "selective" if capacity <= 16384 else "full")
                 sequences = filling(long_tailed(4096, sizes["vocab_size"], capacity // 2), 4 * capacity)
@@ -239,7 +240,8 @@ def on_cuda(rounds: int) -> None:
                 except torch.OutOfMemoryError:
                     print(f"{model:24s} {capacity:18d} out of memory")
                 else:
-                    used = "" if peak is None else f"{3 * work.of(lengths).sum() / middle / peak:6.1%}"
+                    operations = 3 * forward_operations(architecture, sequences)
+                    used = "" if peak is None else f"{operations / middle / peak:6.1%}"
                     held = torch.cuda.max_memory_allocated() / 2**30
                     print(
                         f"{model:24s} {capacity:18d} {middle:8.3f} {lengths.sum() / middle:9.0f} {used:>6s} {held:9.1f}"
@@ -247,6 +249,13 @@ def on_cuda(rounds: int) -> None:
                 rank.close()
                 del rank, step
                 torch.cuda.empty_cache()
+
+
+def forward_operations(architecture: Architecture, sequences: Sequence[TrainSequence]) -> float:
+    """Floating-point operations of a forward pass: work_of's, with the output layer at response tokens only."""
+    lengths = np.array([len(s.tokens) for s in sequences])
+    without_logits = int(lengths.sum()) - count_response_tokens(sequences)
+    return float(work_of(architecture).of(lengths).sum()) - head_work(architecture) * without_logits
 
 
 def filling(sequences: Sequence[TrainSequence], tokens: int) -> list[TrainSequence]:
