@@ -84,6 +84,7 @@ def plan(asked: argparse.Namespace) -> int:
         given=asked.assume,
         run_directory=asked.calibrate,
         unchecked=ready.unchecked,
+        epoch_rows=ready.epoch_rows,
         critic=read_architecture(ready.critic_directory) if ready.critic_directory else None,
     )
     found = search_for(planned, asked.gpus) if asked.search else None

@@ -110,6 +110,15 @@ def columns(path: Path) -> tuple[str, ...]:
     return tuple(first[1]) if first is not None and isinstance(first[1], dict) else ()
 
 
+def row_count(path: Path) -> int:
+    """Records in a file, good or bad, without decoding one. Raises DataError if it cannot be read as a whole."""
+    _raise_path_problem(path)
+    if path.suffix == ".parquet":
+        return int(_open_parquet(path).metadata.num_rows)
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
 def records(path: Path, wanted: Iterable[str] | None = None) -> Iterator[tuple[int, Record | Problem]]:
     """(row or line number, record), with a Problem in place of a record that cannot be read.
 

@@ -38,6 +38,10 @@ class Assumptions:
     example_share: float = 0.5
     """Mean example of supervised fine-tuning over data.tokens_max."""
 
+    epoch_rows: float | None = None
+    """Prompts of one epoch, or examples, in recipes that count epochs. Unless given, the rows of data.train where its
+    files are on this machine, over-long ones included."""
+
     signal_share: float = 0.7
     """Sampled groups whose rewards differ. A guess: they become fewer as prompts are solved (DAPO, arXiv:2503.14476,
     figure 3b). Ours: 0.53 in the median of the demo's steps."""

@@ -24,6 +24,7 @@ from megagrpo.weights.families.architecture import Architecture
 
 UNITS = {
     "tokens": "tokens",
+    "rows": "rows",
     "bytes_per_second": "bytes/s",
     "seconds": "s",
     "seconds_per_response": "s",
@@ -38,7 +39,7 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Assumed:
-    """One assumption. `value` None: it follows from others. `origin`: default, given or calibrated."""
+    """One assumption. `value` None: it follows from others. `origin`: default, given, counted or calibrated."""
 
     name: str
     value: float | None
@@ -75,13 +76,14 @@ def plan_of(
     run_directory: Path | None = None,
     unchecked: Collection[str] = (),
     critic: Architecture | None = None,
+    epoch_rows: int | None = None,
 ) -> Plan:
     """The plan of a recipe whose rules hold. `given` are assumptions as NAME=VALUE; `run_directory` calibrates them;
-    `critic` is the model of algorithm.critic.path, if it is another.
+    `critic` is the model of algorithm.critic.path, if it is another; `epoch_rows` what was counted in data.train.
 
     Raises RecipeError for an unknown GPU or a wrong assumption, ReportError for a run without measurements.
     """
-    assumptions, assumed, machines = _assumptions(recipe, architecture, given, run_directory, critic)
+    assumptions, assumed, machines = _assumptions(recipe, architecture, given, run_directory, critic, epoch_rows)
     device = planned_device(recipe)
     known = machines if device == "cuda" else None
     expected = estimate(recipe, architecture, known, assumptions, critic) if known else None
@@ -92,7 +94,7 @@ def plan_of(
         recipe=recipe,
         architecture=architecture,
         critic=critic,
-        summary=tuple(summary(recipe, architecture)),
+        summary=tuple(summary(recipe, architecture, assumptions.epoch_rows)),
         device=device,
         device_map=device_map(recipe, device),
         stages=stages(architecture, recipe.train.layout.parallel()),
@@ -121,9 +123,13 @@ def _assumptions(
     given: Collection[str],
     run_directory: Path | None,
     critic: Architecture | None,
+    epoch_rows: int | None,
 ) -> tuple[Assumptions, tuple[Assumed, ...], Machines | None]:
     assumptions = assumptions_from(given)
     origins = dict.fromkeys((text.partition("=")[0].strip() for text in given), "given")
+    counted = {}
+    if assumptions.epoch_rows is None and epoch_rows is not None:
+        assumptions, counted = replace(assumptions, epoch_rows=epoch_rows), {"epoch_rows": "counted"}
     machines = machines_of(recipe, assumptions)
     if run_directory is not None:
         before = assumptions
@@ -132,7 +138,7 @@ def _assumptions(
         kept = {name: getattr(before, name) for name in origins}  # what was given counts more than what was measured
         assumptions = replace(assumptions, **kept)
         origins = dict.fromkeys(changed, "calibrated") | origins
-    return assumptions, tuple(_assumed(assumptions, origins)), machines
+    return assumptions, tuple(_assumed(assumptions, origins | counted)), machines
 
 
 def _assumed(assumptions: Assumptions, origins: dict[str, str]) -> list[Assumed]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from megagrpo.data.amounts import epoch_rows
 from megagrpo.data.files import near_file, records
 from megagrpo.data.rows import file_problems
 from megagrpo.errors import MegagrpoError, PreflightError, Problem
@@ -50,6 +51,7 @@ class Preflight(Generic[Kind]):
     tokenizer_directory: Path
     critic_directory: Path | None = None  # None: no critic, or one that starts from the model
     unchecked: tuple[str, ...] = ()  # what a plan could not look at on this machine
+    epoch_rows: int | None = None  # of data.train, over-long ones included, if a plan needs them and the files are here
 
 
 def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflight[Kind]:
@@ -97,7 +99,10 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
     problems += _megatron_problems(recipe, None if problems else architecture)
     if problems or not (model and architecture and tokenizer):
         raise PreflightError(map(loaded.places.located, problems))
-    return Preflight(recipe, architecture, model, tokenizer, critic, tuple(unchecked))
+    rows = None
+    if plan_only and recipe.train.total_epochs and not any(file.path in absent for file in recipe.data.train):
+        rows = epoch_rows(recipe.data.train)
+    return Preflight(recipe, architecture, model, tokenizer, critic, tuple(unchecked), rows)
 
 
 def _attempt(problems: list[Problem], find: Callable[[], Found]) -> Found | None:

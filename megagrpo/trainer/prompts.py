@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,15 +36,3 @@ def describe_files(files: Sequence[FileCount], what: str) -> list[str]:
         + (f", {file.overlong} over-long" if file.overlong else "")
         for file in files
     ]
-
-
-def total_steps(recipe: Recipe, prompts: int) -> int:
-    """Length of the run in steps, rounded up to whole ones; `prompts` are those of one epoch."""
-    train, rollout = recipe.train, recipe.rollout
-    if train.total_steps is not None:
-        return train.total_steps
-    if train.total_epochs is not None:
-        return math.ceil(train.total_epochs * prompts / rollout.prompts_per_step)
-    if train.total_episodes is not None:
-        return math.ceil(train.total_episodes / (rollout.prompts_per_step * rollout.samples_per_prompt))
-    raise ValueError("one of total_steps, total_epochs and total_episodes is given: checked in recipe/checks.py")

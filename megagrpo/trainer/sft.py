@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from megagrpo.cluster.shared_files import check_files
 from megagrpo.data.cursor import Cursor
 from megagrpo.data.messages import Example, Examples, load_examples
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
+from megagrpo.recipe.run_length import total_steps
 from megagrpo.recipe.schema import DataFile, SftRecipe
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.clock import PhaseClock
@@ -117,15 +117,6 @@ def read_examples(recipe: SftRecipe, files: Sequence[DataFile], tokenizer: PreTr
         template_arguments=recipe.data.chat_template_arguments,
         seed=recipe.seed,
     )
-
-
-def total_steps(recipe: SftRecipe, examples: int) -> int:
-    """Length of the run in steps, rounded up to whole ones; `examples` are those of one epoch."""
-    if recipe.train.total_steps is not None:
-        return recipe.train.total_steps
-    if recipe.train.total_epochs is not None:
-        return math.ceil(recipe.train.total_epochs * examples / recipe.data.examples_per_step)
-    raise ValueError("one of total_steps and total_epochs is given: checked in recipe/sft_checks.py")
 
 
 def _run_steps(

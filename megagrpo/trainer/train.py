@@ -18,6 +18,7 @@ from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
 from megagrpo.errors import MismatchError, Problem
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory, with_absolute_directories
+from megagrpo.recipe.run_length import total_steps
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.track.tracker import Tracker
@@ -25,7 +26,7 @@ from megagrpo.trainer.clock import PhaseClock
 from megagrpo.trainer.evaluation import EarlyStopping, evaluation_metrics
 from megagrpo.trainer.mismatch import report_mismatch
 from megagrpo.trainer.preflight import Preflight
-from megagrpo.trainer.prompts import describe_files, read_mixture, read_tokenizer, total_steps
+from megagrpo.trainer.prompts import describe_files, read_mixture, read_tokenizer
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.run_lock import only_process_of
 from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, open_store, recipe_values, save

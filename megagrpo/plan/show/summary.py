@@ -8,38 +8,40 @@ from dataclasses import replace
 from megagrpo.layout.stages import layers_of_stages
 from megagrpo.plan.parameters import active_parameters, total_parameters
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory
+from megagrpo.recipe.run_length import total_steps
 from megagrpo.recipe.schema import AnyRecipe, DataFile, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture
 
 
-def summary(recipe: AnyRecipe, architecture: Architecture) -> list[tuple[str, str]]:
+def summary(recipe: AnyRecipe, architecture: Architecture, epoch_rows: float | None = None) -> list[tuple[str, str]]:
+    """`epoch_rows`: prompts or examples of one epoch, if they are known."""
     return [
         ("run", f"{recipe.name}, seed {recipe.seed}, in {run_directory(recipe)}"),
         ("model", f"{architecture.family} of {_parameters(architecture)}, from {recipe.model.path}"),
         ("ranks", _ranks(recipe, architecture)),
         ("layers", _layers(recipe, architecture)),
         ("vocabulary", _vocabulary(recipe, architecture)),
-        *(_of_sft(recipe) if isinstance(recipe, SftRecipe) else _of_grpo(recipe)),
+        *(_of_sft(recipe, epoch_rows) if isinstance(recipe, SftRecipe) else _of_grpo(recipe, epoch_rows)),
         ("checkpoints", f"every {recipe.checkpoint.every_steps} steps, in {checkpoint_directory(recipe)}"),
     ]
 
 
-def _of_grpo(recipe: Recipe) -> list[tuple[str, str]]:
+def _of_grpo(recipe: Recipe, epoch_rows: float | None) -> list[tuple[str, str]]:
     return [
         ("step", _step(recipe)),
         ("objective", _objective(recipe)),
         ("minibatches", _minibatches(recipe)),
         ("sequence", _sequence(recipe)),
-        ("length", _length(recipe)),
+        ("length", _length(recipe, epoch_rows)),
         ("evaluation", _evaluation(recipe)),
     ]
 
 
-def _of_sft(recipe: SftRecipe) -> list[tuple[str, str]]:
+def _of_sft(recipe: SftRecipe, epoch_rows: float | None) -> list[tuple[str, str]]:
     data, train, evaluation = recipe.data, recipe.train, recipe.eval
     share = f", about {data.examples_per_step / train.layout.data:g} on each of {train.layout.data} data ranks"
     capacity = train.tokens_per_microbatch * train.layout.context
-    length = f"{train.total_steps} steps" if train.total_steps else f"{train.total_epochs} passes over the examples"
+    length = f"{train.total_steps} steps" if train.total_steps else _epochs(recipe, epoch_rows, "examples")
     held_out = (
         f"every {evaluation.every_steps} steps on {_paths(evaluation.files)}: loss" if evaluation.files else "none"
     )
@@ -131,14 +133,20 @@ def _sequence(recipe: Recipe) -> str:
     return f"up to {prompt} + {response} tokens, packed into microbatches of {capacity}"
 
 
-def _length(recipe: Recipe) -> str:
+def _length(recipe: Recipe, epoch_rows: float | None) -> str:
     train = recipe.train
     responses = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
     if train.total_steps is not None:
         return f"{train.total_steps} steps, {train.total_steps * responses} responses"
     if train.total_episodes is not None:
         return f"{train.total_episodes} responses"
-    return f"{train.total_epochs} passes over the training prompts"
+    return _epochs(recipe, epoch_rows, "prompts")
+
+
+def _epochs(recipe: AnyRecipe, rows: float | None, what: str) -> str:
+    epochs = recipe.train.total_epochs
+    passes = f"{epochs} pass{'es' if epochs != 1 else ''} over the training {what}"
+    return passes if rows is None else f"{passes}, {rows:.0f} rows: {total_steps(recipe, int(rows))} steps at most"
 
 
 def _evaluation(recipe: Recipe) -> str:

@@ -228,7 +228,9 @@ def _time(plan: Plan, marks: _Marks) -> RenderableType | None:
     lines: list[RenderableType] = [_title(f"a step: {second_text(time.seconds)} on {where}")]
     lines += [_phase_time(phase, time.seconds, marks) for phase in time.phases]
     rate = f"{time.tokens_per_second_per_gpu:,.0f} tokens/s/{unit}"
-    days = f"; {time.steps} steps take {second_text(time.days * 86400)}" if time.days is not None else ""
+    days = "; how long in all: --assume epoch_rows=N, the rows of data.train"
+    if time.days is not None:
+        days = f"; {time.steps} steps take {second_text(time.days * 86400)}"
     lines.append(Text(rate + days, style="bold"))
     return Group(*lines)
 

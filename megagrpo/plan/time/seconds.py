@@ -33,7 +33,7 @@ class StepTime:
     phases: tuple[PhaseTime, ...]
     tokens: float
     gpus: int
-    steps: int | None  # None: the recipe counts epochs, and the data's size is not known
+    steps: int | None  # None: the recipe counts epochs, and nobody said how many rows one has
 
     @cached_property
     def seconds(self) -> float:

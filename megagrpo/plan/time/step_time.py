@@ -19,6 +19,7 @@ from megagrpo.plan.time.weight_sync import sync_seconds
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.passes import computes_old_logprobs, reads_batch
+from megagrpo.recipe.run_length import total_steps
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture, critic_of
@@ -83,14 +84,9 @@ def _step(recipe: AnyRecipe, phases: Mapping[str, Seconds], assumed: Assumptions
         PhaseTime(phase, tuple((name, spent * factors[phase]) for name, spent in seconds.items() if spent > 0))
         for phase, seconds in phases.items()
     )
-    return StepTime(times, tokens, plan_devices(recipe, "cuda").bundles, _steps(recipe))
-
-
-def _steps(recipe: AnyRecipe) -> int | None:
-    train = recipe.train
-    if train.total_steps is not None or train.total_episodes is None or isinstance(recipe, SftRecipe):
-        return train.total_steps
-    return math.ceil(train.total_episodes / (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt))
+    known = assumed.epoch_rows is not None or recipe.train.total_epochs is None
+    steps = total_steps(recipe, int(assumed.epoch_rows or 0)) if known else None
+    return StepTime(times, tokens, plan_devices(recipe, "cuda").bundles, steps)
 
 
 def prompts_of_rounds(recipe: Recipe, signal_share: float) -> Iterator[int]:
