@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from megagrpo.errors import CheckpointError, Problem
@@ -59,7 +59,9 @@ class TrainerState:
         except json.JSONDecodeError as error:
             raise CheckpointError(Problem(where, given=str(error), needed="JSON")) from error
         known = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or set(values) != known:
+        needed = {field.name for field in fields(cls) if field.default is MISSING}  # what came later has a default
+        if not isinstance(values, dict) or not needed <= set(values) <= known:
             given = sorted(values) if isinstance(values, dict) else type(values).__name__
-            raise CheckpointError(Problem(where, given=f"{given}", needed=f"exactly the keys {sorted(known)}"))
+            keys = f"the keys {sorted(needed)}, and of others only {sorted(known - needed)}"
+            raise CheckpointError(Problem(where, given=f"{given}", needed=keys))
         return cls(**values)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from megagrpo.errors import NodeLostError, Problem
 
@@ -38,8 +38,8 @@ class NodeWatch:
             self._look()
             self._next_look = time.monotonic() + CHECK_SECONDS
 
-    def after_failure(self, failure: RayActorError) -> None:
-        """Raises NodeLostError if an actor failed because of its node, for which Ray may need a while to notice."""
+    def after_failure(self, failure: RayError) -> None:
+        """Raises NodeLostError if an actor or a task failed because of its node, which Ray may notice late."""
         limit = SILENCE_SECONDS if isinstance(failure, ActorUnavailableError) else DEATH_SECONDS
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:

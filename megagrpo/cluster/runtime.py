@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megagrpo.cluster.nodes import NodeWatch, node_names
 from megagrpo.cluster.placement import nodes_of_devices
-from megagrpo.cluster.waiting import SLICE_SECONDS
+from megagrpo.cluster.waiting import SLICE_SECONDS, wait_for
 from megagrpo.errors import Problem, RankError
 from megagrpo.recipe.devices import DevicePlan, plan_devices
 from megagrpo.recipe.schema import AnyRecipe
@@ -57,6 +57,12 @@ class Runtime:
         place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
         return actor_class.options(**resources, scheduling_strategy=place).remote()
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether ranks and engines are on the same GPUs, and take turns with their memory."""
+        of_ranks = set(self.devices.bundle_of_rank)
+        return self.devices.resource == "GPU" and any(of_ranks & set(own) for own in self.devices.bundles_of_engine)
+
     def place_of_rank(self, rank: int) -> Place:
         return self.places[self.devices.bundle_of_rank[rank]]
 
@@ -68,23 +74,29 @@ class Runtime:
 def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None) -> Runtime:
     """Joins `cluster.address` (or RAY_ADDRESS), or starts Ray on this machine, and reserves the run's devices.
 
-    `check_stop` is called a few times a second in every wait for actors; what it raises ends the wait.
+    `check_stop` is called a few times a second in every wait for actors; what it raises ends the wait. Ray is left
+    again, or ended, if anything is raised here.
     Raises RankError if there is no such cluster, or if the devices cannot be had in `cluster.start_timeout_seconds`.
     """
     address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
-    if address == "local":
-        device = _local_device(recipe)
-        bundles = plan_devices(recipe, device).bundles
-        _connect(address, {"num_cpus": max(bundles, os.cpu_count() or 1), "include_dashboard": False})
-    else:
-        _connect(address, {})
-        device = _device_of(ray.cluster_resources(), recipe)
-    devices = plan_devices(recipe, device)
-    names = node_names()
-    group, nodes = _reserve(devices, recipe, names, NodeWatch({}, check_stop))
-    gpus = _gpus(group, devices.bundles, recipe.cluster.start_timeout_seconds) if device == "cuda" else {}
+    with ExitStack() as undoing:
+        undoing.callback(ray.shutdown)
+        if address == "local":
+            device = _local_device(recipe)
+            # No more than the run reserves: Ray starts a worker for each before anyone asks for it.
+            _connect(address, {"num_cpus": plan_devices(recipe, device).bundles, "include_dashboard": False})
+        else:
+            _connect(address, {})
+            device = _device_of(ray.cluster_resources(), recipe)
+        devices = plan_devices(recipe, device)
+        names = node_names()
+        group, nodes = _reserve(devices, recipe, names, NodeWatch({}, check_stop))
+        watch = NodeWatch({node: names[node] for node in nodes}, check_stop)
+        on = [names[node] for node in nodes]
+        gpus = _gpus(group, on, recipe.cluster.start_timeout_seconds, watch) if device == "cuda" else {}
+        undoing.pop_all()
     places = tuple(Place(node, gpus.get(index)) for index, node in enumerate(nodes))
-    return Runtime(device, devices, group, places, NodeWatch({node: names[node] for node in nodes}, check_stop))
+    return Runtime(device, devices, group, places, watch)
 
 
 def _reserve(
@@ -110,7 +122,6 @@ def _reserve(
             break
         watch.check()
         time.sleep(LOOK_SECONDS)
-    ray.shutdown()
     engine = len(devices.bundles_of_engine[0]) if devices.bundles_of_engine else 0
     whole = f", the {engine} of each engine on one node" if engine > 1 else ""
     raise RankError(
@@ -134,29 +145,26 @@ def _is_ready(group: PlacementGroup, watch: NodeWatch) -> bool:
     return False
 
 
-def _gpus(group: PlacementGroup, bundles: int, timeout_seconds: float) -> dict[int, int]:
-    """The GPU of each bundle, as its node counts them."""
+def _gpus(group: PlacementGroup, nodes: Sequence[str], timeout_seconds: float, watch: NodeWatch) -> dict[int, int]:
+    """The GPU of each bundle, as its node counts them. nodes: names of their nodes. Raises RankError, naming nodes."""
 
-    @ray.remote(num_gpus=1, num_cpus=0)
+    @ray.remote(num_gpus=1, num_cpus=0, max_retries=0)
     def gpu() -> int:
         return int(ray.get_gpu_ids()[0])
 
-    asked = [
-        gpu.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
-        for index in range(bundles)
-    ]
-    try:
-        return dict(enumerate(ray.get(asked, timeout=timeout_seconds)))
-    except GetTimeoutError:
-        ray.shutdown()
-        raise RankError(
-            Problem(
-                where="cluster: which GPUs the run has",
-                given=f"no answer from all of its {bundles} reserved devices after {timeout_seconds:g} s",
-                needed="a worker that starts on each of them",
-                fix="see Ray's logs on these nodes, or raise cluster.start_timeout_seconds",
-            )
-        ) from None
+    names = [f"device {index} on {node}" for index, node in enumerate(nodes)]
+    asked = {
+        name: gpu.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
+        for index, name in enumerate(names)
+    }
+    found = wait_for(
+        asked,
+        doing="cluster: which GPUs the run has",
+        timeout_seconds=timeout_seconds,
+        error=RankError,
+        watch=watch,
+    )
+    return {index: found[name] for index, name in enumerate(names)}
 
 
 def _connect(address: str, settings: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megagrpo.cluster.nodes import node_names
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import wait_for
-from megagrpo.errors import PreflightError, Problem
+from megagrpo.errors import PreflightError, Problem, RankError
 
 APPEAR_SECONDS = 10.0
 """For a new file to be seen on another node: network file systems remember for a while that it was not there."""
@@ -31,7 +31,8 @@ def missing(paths: Sequence[str]) -> list[str]:
 def check_files(runtime: Runtime, written: Sequence[Path], read: Sequence[Path], timeout_seconds: float) -> None:
     """Looks on every node of the run other than this one for directories that the run writes to and reads from.
 
-    The former must be the very same as here. Raises PreflightError, naming nodes and directories.
+    The former must be the very same as here. Raises PreflightError, naming nodes and directories; RankError or
+    NodeLostError, naming nodes, if there is no answer.
     """
     others = {place.node for place in runtime.places} - {ray.get_runtime_context().get_node_id()}
     if not others:
@@ -52,7 +53,7 @@ def check_files(runtime: Runtime, written: Sequence[Path], read: Sequence[Path],
             },
             doing="looking for the run's files",
             timeout_seconds=timeout_seconds,
-            error=PreflightError,
+            error=RankError,
             watch=runtime.watch,
         )
     finally:

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskUnschedulableError,
+    WorkerCrashedError,
+)
 
 from megagrpo.cluster.nodes import NodeWatch
 from megagrpo.errors import MegagrpoError, Problem
@@ -124,7 +132,7 @@ def _answer(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[Megagrpo
         if isinstance(failure.cause, MegagrpoError):
             return failure.cause
         return error(Problem(where=f"{doing}: {name} raised", given=str(failure).strip()))
-    except RayActorError as failure:
+    except (RayActorError, WorkerCrashedError, TaskUnschedulableError, NodeDiedError) as failure:
         if watch:
             watch.after_failure(failure)
         return error(

@@ -30,7 +30,7 @@ from megagrpo.trainer.preflight import Preflight
 from megagrpo.trainer.prompts import describe_files, read_tokenizer
 from megagrpo.trainer.run_lock import only_process_of
 from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, open_store, recipe_values, save
-from megagrpo.trainer.stopping import Stopping, StopRequested
+from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,7 @@ def sft(checked: Preflight[SftRecipe]) -> int:
     Raises MegagrpoError; RunStopped, once everything is saved, if the process was sent SIGTERM or SIGUSR1.
     """
     store = open_store(checked.recipe)
-    with Stopping() as stopping:
-        try:
-            return _sft(checked, store, stopping)
-        except StopRequested:
-            raise stopping.error(store.newest()) from None
+    return until_stopped(lambda stopping: _sft(checked, store, stopping), store.newest)
 
 
 def _sft(checked: Preflight[SftRecipe], store: CheckpointStore, stopping: Stopping) -> int:

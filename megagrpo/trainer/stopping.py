@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -98,3 +98,12 @@ class Stopping:
                 os.kill(os.getpid(), number)
             return
         self.signal = signal.Signals(number)
+
+
+def until_stopped(run: Callable[[Stopping], int], newest: Callable[[], Path | None]) -> int:
+    """What `run` returns. Raises RunStopped if it was told to stop; `newest` is its newest checkpoint by then."""
+    with Stopping() as stopping:
+        try:
+            return run(stopping)
+        except StopRequested:
+            raise stopping.error(newest()) from None

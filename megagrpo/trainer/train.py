@@ -33,7 +33,7 @@ from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step,
 from megagrpo.trainer.sequences import require_version
 from megagrpo.trainer.step import grpo_step
 from megagrpo.trainer.step_metrics import sequence_tokens
-from megagrpo.trainer.stopping import Stopping, StopRequested
+from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
 from megagrpo.types import Prompt
 
 
@@ -56,11 +56,7 @@ def train(checked: Preflight[Recipe]) -> int:
     Raises MegagrpoError; RunStopped, once everything is saved, if the process was sent SIGTERM or SIGUSR1.
     """
     store = open_store(checked.recipe)
-    with Stopping() as stopping:
-        try:
-            return _train(checked, store, stopping)
-        except StopRequested:
-            raise stopping.error(store.newest()) from None
+    return until_stopped(lambda stopping: _train(checked, store, stopping), store.newest)
 
 
 def _train(checked: Preflight[Recipe], store: CheckpointStore, stopping: Stopping) -> int:
@@ -101,12 +97,19 @@ def _train(checked: Preflight[Recipe], store: CheckpointStore, stopping: Stoppin
             written = (run_directory(recipe), checkpoint_directory(recipe))
             check_files(ray, written, (model, tokenizer_directory, critic), recipe.cluster.start_timeout_seconds)
             placed = with_absolute_directories(recipe)
+
+            def start_engines() -> Rollouts:
+                started = Rollouts(ray, placed, model, tokenizer_directory)
+                closing.callback(started.close)
+                return started
+
+            # Beside the ranks, but for shared GPUs: engines that start take what is free there.
+            early = None if ray.shares_gpus else start_engines()
             policy = Policy(ray, placed, model, critic)
             if resumed:
                 policy.call("load", resumed.rank_directory)
-            policy.release()  # engines that start take what is free on their devices
-            rollouts = Rollouts(ray, placed, model, tokenizer_directory)
-            closing.callback(rollouts.close)
+            policy.release()
+            rollouts = early or start_engines()
             rollouts.wait_until_ready()
             rollouts.release_memory(["kv_cache"])  # not beside the parameters that a sync needs
             scorer = Scorer(recipe.reward, recipe.rollout.response_tokens_max, stopping.check)
@@ -188,7 +191,7 @@ def _run_steps(
             progress = replace(progress, unlogged=None)
             due = last or reason or excess or step % recipe.checkpoint.every_steps == 0
             if due or _is_new_best(recipe.checkpoint.keep_best, progress.evaluation, store):
-                _save(run, progress, store, tracker)
+                _save(run, progress, store, tracker, goes_on=not (last or reason or excess))
                 saved = step
             if excess:
                 raise MismatchError(excess)
@@ -196,7 +199,7 @@ def _run_steps(
         if progress.step > saved:
             run.weights.give_up()
             run.rollouts.give_up()  # they may hold memory that saving needs
-            _save(run, progress, store, tracker)
+            _save(run, progress, store, tracker, goes_on=False)
         if excess:
             raise MismatchError(excess) from None
         raise
@@ -228,13 +231,14 @@ def _train_step(
     return progress, excess
 
 
-def _save(run: Run, progress: Progress, store: CheckpointStore, tracker: Tracker) -> None:
+def _save(run: Run, progress: Progress, store: CheckpointStore, tracker: Tracker, *, goes_on: bool) -> None:
+    """goes_on: there is another step, for which the engines need their weights back if saving took their place."""
     with run.clock.phase("checkpoint"):
         engines_gone = run.policy.away and run.rollouts.release_memory()
         with run.policy.needed():
             run.weights.check_replicas()
             save(run.policy, store, _trainer_state(run, progress, tracker))
-        if engines_gone and not run.stopping.requested:
+        if engines_gone and goes_on and not run.stopping.requested:
             run.weights.sync(version=progress.step)
 
 

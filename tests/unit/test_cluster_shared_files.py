@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import WorkerCrashedError
 
-from megagrpo.cluster import shared_files
+from megagrpo.cluster import nodes, shared_files
+from megagrpo.cluster.nodes import NodeWatch
 from megagrpo.cluster.shared_files import check_files
-from megagrpo.errors import PreflightError
+from megagrpo.cluster.waiting import wait_for
+from megagrpo.errors import NodeLostError, PreflightError, RankError
 from megagrpo.weights.topology import Place
 
 
@@ -33,10 +36,10 @@ def other_node(monkeypatch: pytest.MonkeyPatch) -> Any:
     return node
 
 
-def check(tmp_path: Path, *nodes: str) -> None:
+def check(tmp_path: Path, *nodes: str, watch: NodeWatch | None = None) -> None:
     (tmp_path / "model").mkdir(exist_ok=True)
-    runtime: Any = SimpleNamespace(places=tuple(Place(node) for node in nodes), watch=None)
-    check_files(runtime, (tmp_path / "run",), (tmp_path / "model",), 1.0)
+    runtime: Any = SimpleNamespace(places=tuple(Place(node) for node in nodes), watch=watch)
+    check_files(runtime, (tmp_path / "run",), (tmp_path / "model",), 0.1)
 
 
 def test_directories_that_are_seen_everywhere_are_left_as_they_were(tmp_path: Path, other_node: Any) -> None:
@@ -56,3 +59,37 @@ def test_what_a_node_does_not_see_is_named_with_the_node(tmp_path: Path, other_n
     with pytest.raises(PreflightError, match=rf"host-b \(10\.0\.0\.2\)(.|\n)*{tmp_path / hidden}"):
         check(tmp_path, "a", "b")
     assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.fixture
+def real_wait(other_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """check_files waits as it does in a run; b is dead once its answer was taken."""
+    living = [{"NodeID": "b", "Alive": True}]
+    monkeypatch.setattr(nodes, "DEATH_SECONDS", 0.05)
+    monkeypatch.setattr(ray, "nodes", lambda: living)
+    monkeypatch.setattr(shared_files.missing, "options", lambda **given: SimpleNamespace(remote=lambda paths: "answer"))
+    monkeypatch.setattr(shared_files, "wait_for", wait_for)
+
+    def crash(answer: str, timeout: float) -> None:
+        living.clear()
+        raise WorkerCrashedError
+
+    monkeypatch.setattr(ray, "get", crash)
+
+
+def test_a_node_that_does_not_answer_is_no_fault_of_the_users(
+    tmp_path: Path, real_wait: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "wait", lambda answers, num_returns, timeout: ([], answers))
+    with pytest.raises(RankError, match=r"host-b \(10\.0\.0\.2\)"):
+        check(tmp_path, "a", "b", watch=NodeWatch({}))
+    assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize(("needed", "error"), [({"b": "host-b"}, NodeLostError), ({}, RankError)])
+def test_a_probe_that_went_with_its_node_is_a_lost_node(
+    tmp_path: Path, real_wait: None, monkeypatch: pytest.MonkeyPatch, needed: dict[str, str], error: type[Exception]
+) -> None:
+    monkeypatch.setattr(ray, "wait", lambda answers, num_returns, timeout: (answers, []))
+    with pytest.raises(error, match="host-b"):
+        check(tmp_path, "a", "b", watch=NodeWatch(needed))

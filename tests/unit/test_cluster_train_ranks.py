@@ -60,11 +60,13 @@ class Sync(WeightSync):
     def __init__(self, policy: OnDevice, run: Any) -> None:
         self._policy, self._rollouts, self.version, self.way = policy, run.rollouts, 0, Way.SHARED_MEMORY
         self._device = policy.device
+        self.brought: list[int] = []
         run.rollouts.actors = {"engine 0": SimpleNamespace()}
 
     def _bring(self, version: int, engines: list[str], lost: Any = ()) -> None:
         assert "parameters" in self._device.policy
         self._device.engine |= {"weights"}
+        self.brought.append(version)
 
     def check_replicas(self) -> None:
         assert "parameters" in self._device.policy
@@ -107,3 +109,4 @@ def test_engines_and_training_never_need_more_than_a_device_has(monkeypatch: pyt
     held_out = [Prompt("p0", (1, 2), "sums", "2")]
     assert train._run_steps(run, progress, held_out, None, tracker, lambda tokens: "") == 3  # type: ignore[arg-type]
     assert saved == [2, 3]
+    assert run.weights.brought == [0, 1, 2, 2, 3], "again after a save in their place, but not after the last step"
