@@ -111,11 +111,15 @@ def test_the_same_seed_and_layout_give_the_same_numbers(model, several_alone):
     np.testing.assert_array_equal(change, several_alone[1])
 
 
-def test_the_distributed_optimizer_takes_the_same_step(model):
-    directory, case = model
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen3", TENSOR_AND_DATA), ("qwen3_moe", ParallelLayout(data=4, expert=2))], ids=str
+)
+def test_the_distributed_optimizer_takes_the_same_step(family, layout, tmp_path):
+    directory = make_model(family, tmp_path / family, num_hidden_layers=2)
+    case = make_case(load_reference(directory), temperature=0.8)
     results = []
     for distributed in (False, True):
-        recipe = make_recipe(TENSOR_AND_DATA, train={"distributed_optimizer": distributed})
+        recipe = make_recipe(layout, train={"distributed_optimizer": distributed})
         steps = on_ranks("step", recipe, directory, make_batches(recipe, case.sequences), case.advantages, LR)
         results.append(gather(steps, gradients=not distributed))
     plain, distributed = results
