@@ -14,7 +14,8 @@ from megagrpo.megatron.state_shards import parameters_of
 class Reference:
     """Copies the trained weights that `chunks` have now. Costs their bytes in the model's dtype and nothing else.
 
-    With adapters these are the adapters alone; before the first step they add nothing to the model.
+    With adapters these are the adapters alone; before the first step they add nothing to the model. An average is then
+    of the A's and of the B's, each apart, and not of their products.
 
     The same modules evaluate it, with other storages behind their parameters, so it needs no second set of modules.
     share: None if it stays as it is; 1 to copy the policy now and then; less to average. An average is kept in float32

@@ -14,6 +14,7 @@ from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
 from tests.distributed.grpo_case import LR, assemble, load_reference, make_batches, make_case, make_recipe
 from tests.distributed.grpo_ranks import Parts, boxes, on_ranks, update
+from tests.distributed.lora_ranks import adapter_boxes
 from tests.tiny_models import make_model
 
 HERE = "tests.distributed.test_reference"
@@ -24,7 +25,7 @@ def follow_and_save(
     rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, directory: Path
 ) -> tuple[Parts, Parts, Parts]:
     """Weights at the start, after an update, and the reference after it has followed; all of it saved."""
-    start = boxes(rank, rank.tensors())
+    start = weights(rank)
     rank.load_batch(batches[rank.where.data])
     rank.compute_reference_logprobs()
     update(rank, advantages, LR)
@@ -35,7 +36,7 @@ def follow_and_save(
         rank.save(directory)
     rank.restore(["reference"])
     rank.save(directory)
-    return start, boxes(rank, rank.tensors()), reference(rank)
+    return start, weights(rank), reference(rank)
 
 
 def load_and_look(rank: Any, directory: Path) -> tuple[Parts, Parts]:
@@ -45,19 +46,31 @@ def load_and_look(rank: Any, directory: Path) -> tuple[Parts, Parts]:
     return before, reference(rank)
 
 
+def weights(rank: Any) -> Parts:
+    """Those that are trained."""
+    adapters = rank.policy.adapters
+    return adapter_boxes(rank, adapters.tensors()) if adapters else boxes(rank, rank.tensors())
+
+
 def reference(rank: Any) -> Parts:
     """What is in place of the policy's weights when reference logprobs are computed."""
     with rank.reference.in_place_of(rank.policy.chunks):
-        return boxes(rank, rank.tensors())
+        return weights(rank)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_reference_follows_by_its_share_and_is_in_the_checkpoint(tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "lora"), [("float32", None), ("bfloat16", None), ("float32", {"rank": 2, "alpha": 4.0})]
+)
+def test_a_reference_follows_by_its_share_and_is_in_the_checkpoint(tmp_path, dtype, lora):
     model = make_model("qwen2_tied", tmp_path / "model", num_hidden_layers=2)
     case = make_case(load_reference(model), temperature=0.8)
     algorithm = {"kl": {"coefficient": 0.1}, "reference": {"update_every_steps": 1, "share": SHARE}}
     changes = {"algorithm": algorithm, "model": {"path": "unused", "dtype": dtype}}
-    saving = make_recipe(ParallelLayout(tensor=2), **changes)
+    layouts = ParallelLayout(tensor=2), ParallelLayout(pipeline=2)
+    saving, loading = (
+        make_recipe(layout, train=make_recipe(layout).train.model_dump() | {"lora": lora}, **changes)
+        for layout in layouts
+    )
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     batches = make_batches(saving, case.sequences)
@@ -69,7 +82,6 @@ def test_a_reference_follows_by_its_share_and_is_in_the_checkpoint(tmp_path, dty
         np.testing.assert_allclose(followed[name], wanted, rtol=tolerance, atol=tolerance / 10)
     assert max(np.abs(policy[name] - start[name]).max() for name in start) > LR / 2
 
-    loading = make_recipe(ParallelLayout(pipeline=2), **changes)
     loaded = on_ranks(f"{HERE}:load_and_look", loading, model, checkpoint)
     fresh, restored = (assemble(list(parts)) for parts in zip(*loaded, strict=True))
     for name in start:
