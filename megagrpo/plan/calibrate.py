@@ -37,8 +37,8 @@ def calibrated(
     `recipe`: each of its phases takes as many times what is predicted as the run's did. Without that file the run is
     taken to be of `recipe`. Where the run's recipe does not name its GPUs, they are `machines`; None: CPUs (A_CPU).
 
-    Raises ReportError if the directory has no metrics of steps, or is of another kind or of a model that is not there,
-    and RecipeError if its recipe is not one of this version.
+    Raises ReportError if the directory has no metrics of steps, or is of another kind, of CPUs where GPUs are planned
+    for, or of a model that is not there, and RecipeError if its recipe is not one of this version.
     """
     steps = read_steps(run_directory)
     metrics = OF_SFT if isinstance(recipe, SftRecipe) else OF_GRPO
@@ -74,6 +74,16 @@ def _predicted(
         if own.kind != recipe.kind:
             raise ReportError(
                 Problem(str(path), f"a run of kind {own.kind}", f"one of kind {recipe.kind}, as the recipe")
+            )
+        ran_on, planned_for = own.cluster.device, recipe.cluster.device
+        if "cpu" in (ran_on, planned_for) and ran_on != planned_for and ran_on != "auto":
+            raise ReportError(
+                Problem(
+                    f"{path}: cluster.device",
+                    given=f"a run on {ran_on}",
+                    needed="one on such devices as are planned for: speeds of CPUs say nothing of GPUs",
+                    fix="calibrate by a run on the cluster, or give its lengths: --assume response_tokens=N",
+                )
             )
         if own.model.path != recipe.model.path:
             architecture = _architecture(own, path)

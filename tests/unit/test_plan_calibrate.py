@@ -127,7 +127,7 @@ def test_a_run_on_cpus_is_compared_with_cpus(planned, tmp_path):
     (tmp_path / "recipe.yaml").write_text(dump(own))
     assumed = Assumptions(prompt_tokens=5.0, response_tokens=7.0, longest_response_tokens=15.0)
     write(tmp_path, metrics_of(assumed, step_time(own, arch, A_CPU, assumed)))
-    assert calibrated(Assumptions(), recipe, arch, H100, tmp_path).update_factor == pytest.approx(1)
+    assert calibrated(Assumptions(), own, arch, H100, tmp_path).update_factor == pytest.approx(1)
 
 
 def test_a_run_of_a_model_that_is_not_there_is_refused(planned, tmp_path):
@@ -172,3 +172,17 @@ def test_a_directory_without_steps_is_refused(planned, tmp_path, content, says):
     with pytest.raises(ReportError, match=says) as refused:
         calibrated(Assumptions(), *planned, H100, tmp_path)
     assert "metrics.jsonl" in refused.value.problems[0].where
+
+
+@pytest.mark.parametrize(("ran_on", "planned_for"), [("cpu", "cuda"), ("cpu", "auto"), ("cuda", "cpu")])
+def test_speeds_of_cpus_say_nothing_of_gpus(planned, tmp_path, ran_on, planned_for):
+    recipe, arch = planned
+    write(tmp_path, metrics_of(Assumptions(response_tokens=7), step_time(recipe, arch, A_CPU, Assumptions())))
+
+    def on(device):
+        return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"device": device})})
+
+    (tmp_path / "recipe.yaml").write_text(dump(on(ran_on)))
+    machines = None if planned_for == "cpu" else H100
+    with pytest.raises(ReportError, match="speeds of CPUs"):
+        calibrated(Assumptions(), on(planned_for), arch, machines, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -146,7 +147,10 @@ def _length(recipe: Recipe, epoch_rows: float | None) -> str:
 def _epochs(recipe: AnyRecipe, rows: float | None, what: str) -> str:
     epochs = recipe.train.total_epochs
     passes = f"{epochs} pass{'es' if epochs != 1 else ''} over the training {what}"
-    return passes if rows is None else f"{passes}, {rows:.0f} rows: {total_steps(recipe, int(rows))} steps at most"
+    if rows is None:
+        return passes
+    steps = total_steps(recipe, math.ceil(rows))
+    return f"{passes}, {rows:.0f} rows: {steps} step{'s' if steps > 1 else ''} at most"
 
 
 def _evaluation(recipe: Recipe) -> str:

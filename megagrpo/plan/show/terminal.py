@@ -282,15 +282,16 @@ def _assumed(assumed: Assumed) -> tuple[Text, Text]:
 
 def _search(search: Search) -> Iterator[Text]:
     """Ready overrides, and why."""
-    counted = f"{search.legal} legal layouts, {search.estimated} estimates"
+    counted = f"{search.legal} legal layout{'s' if search.legal != 1 else ''}, {search.estimated} estimates"
+    gpus = f"{search.gpus} GPU{'s' if search.gpus > 1 else ''}"
     if not search.choices:
-        yield _title(f"nothing fits on {search.gpus} GPUs ({counted})")
+        yield _title(f"nothing fits on {gpus} ({counted})")
         if search.nearest:
             lacking = byte_text(search.nearest.estimate.lacking_bytes)
             yield Text(f"nearest: {lacking} too much on the fullest GPU, {SPARE:.0%} of which are to stay free")
             yield from _choice(search.nearest)
         return
-    yield _title(f"fastest on {search.gpus} GPUs ({counted})")
+    yield _title(f"fastest on {gpus} ({counted})")
     for number, choice in enumerate(search.choices, start=1):
         time = choice.estimate.time
         yield Text(f"{number}. {second_text(time.seconds)} a step, {time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU")

@@ -85,7 +85,7 @@ def _step(recipe: AnyRecipe, phases: Mapping[str, Seconds], assumed: Assumptions
         for phase, seconds in phases.items()
     )
     known = assumed.epoch_rows is not None or recipe.train.total_epochs is None
-    steps = total_steps(recipe, int(assumed.epoch_rows or 0)) if known else None
+    steps = total_steps(recipe, math.ceil(assumed.epoch_rows or 0)) if known else None
     return StepTime(times, tokens, plan_devices(recipe, "cuda").bundles, steps)
 
 
