@@ -113,3 +113,9 @@ def test_pages_without_a_kind_of_gpu_or_without_gpus_have_no_time() -> None:
         text = page(plan_of(of, architecture(of)))
         assert "A step:" not in text
         assert "Memory of each" in text
+
+
+def test_what_was_not_looked_at_is_on_the_page() -> None:
+    made = changed({})
+    of = plan_of(made, architecture(made), unchecked=["data/<train>.parquet: no such file on this machine"])
+    assert "not checked</dt><dd>data/&lt;train&gt;.parquet: no such file on this machine" in page(of)

@@ -94,7 +94,8 @@ def _where(plan: Plan) -> str:
         if lines
         else ""
     )
-    note = '<p class="soft">A line is a node, a square a GPU; a dot where an engine begins, a bar where it goes on.</p>'
+    square = "A line is a node, a square a GPU" if plan.device == "cuda" else "A square is a process"
+    note = f'<p class="soft">{square}; a dot where an engine begins, a bar where it goes on.</p>'
     return _section(
         "Where", f"{device_grid(plan.device_map, plan.stages, per_node)}<div class=legend>{legend}</div>{note}{table}"
     )
@@ -199,7 +200,8 @@ def _problem(problem: Problem) -> str:
 
 
 def _summary(plan: Plan) -> str:
-    lines = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in plan.summary)
+    told = (*plan.summary, *(("not checked", text) for text in plan.unchecked))
+    lines = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in told)
     recipe = (
         f"<details><summary>The recipe, with every default</summary><pre>{escape(dump(plan.recipe))}</pre></details>"
     )
