@@ -15,6 +15,12 @@ from megagrpo.reward.functions import TAKEN_NAMES, function_specs, load_function
 from megagrpo.track.metrics import METRICS
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Functions that load slowly because the machine is busy are not refused."""
+    monkeypatch.setattr(workers, "START_TIMEOUT_SECONDS", 250.0)
+
+
 @pytest.mark.parametrize(
     ("response", "answer"),
     [

@@ -8,9 +8,17 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from megagrpo.recipe.schema import Recipe
+from megagrpo.track import mlflow
 from megagrpo.track.mlflow import MLflowTracker, flat, mlflow_name, tracking_uri
 from megagrpo.track.sink import RunStart
 from tests.track_recipe import make_recipe
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that is slow because the machine is busy does not fail."""
+    monkeypatch.setattr(mlflow, "RUN_ID_TIMEOUT_SECONDS", 250.0)
+    monkeypatch.setattr(mlflow, "FINISH_TIMEOUT_SECONDS", 250.0)
 
 
 def run_once(recipe: Recipe, directory: Path, steps: range, said: list[str], **start: object) -> MLflowTracker:
