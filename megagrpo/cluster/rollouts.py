@@ -109,7 +109,9 @@ class Rollouts:
         return bool(can and self.actors)
 
     def close(self) -> None:
-        """Ends the engines, and the servers that they started."""
+        """Ends the engines, and the servers that they started. One that is still starting is hardly waited for."""
+        _, starting = ray.wait(list(self._starting.values()), num_returns=len(self._starting), timeout=0)
+        self._end([name for name, start in self._starting.items() if start in starting and name in self.actors])
         settle(
             {name: actor.call.remote("close") for name, actor in self.actors.items()},
             doing="ending",
@@ -119,9 +121,13 @@ class Rollouts:
             grace_seconds=0.0,
             watch=None,
         )
+        for actor in self.actors.values():
+            ray.kill(actor)
 
     def _end(self, engines: Sequence[str]) -> None:
         ended = [self.actors.pop(name) for name in engines]
+        if not ended:
+            return
         ray.wait([actor.call.remote("close") for actor in ended], num_returns=len(ended), timeout=CLOSE_SECONDS)
         for actor in ended:
             ray.kill(actor)

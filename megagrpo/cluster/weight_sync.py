@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
@@ -53,7 +54,10 @@ class WeightSync:
             name: actor.connect.remote(self._shared_plan, source, self.way, self._host.meeting, each)
             for source, (name, actor) in enumerate(policy.actors.items())
         }
-        self._wait(connecting | self._connect(rollouts.actors), "planning weight sync")
+        with ExitStack() as undoing:
+            undoing.callback(self.close)  # of those that did connect
+            self._wait(connecting | self._connect(rollouts.actors), "planning weight sync")
+            undoing.pop_all()
         rollouts.bring_back = self.bring_back
 
     def sync(self, version: int) -> None:

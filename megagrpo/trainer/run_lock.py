@@ -13,7 +13,8 @@ from megagrpo.errors import Problem, RecipeError
 
 @contextmanager
 def only_process_of(run_directory: Path) -> Iterator[None]:
-    """Holds the run's lock, which ends with the process, however it ends. Raises RecipeError if another has it."""
+    """Holds the run's lock, which ends with the process, however it ends. Raises RecipeError if another has it, or
+    if the file system has no locks."""
     run_directory.mkdir(parents=True, exist_ok=True)
     with (run_directory / "lock").open("a+", encoding="utf-8") as lock:
         try:
@@ -28,6 +29,15 @@ def only_process_of(run_directory: Path) -> Iterator[None]:
                     fix="wait for it to end, or give the recipe another name",
                 )
             ) from None
+        except OSError as error:
+            raise RecipeError(
+                Problem(
+                    where=f"track.directory: {lock.name} cannot be locked",
+                    given=f"{error.strerror}",
+                    needed="a file system with locks, so that no second process writes to this run",
+                    fix="set track.directory to a place on another file system, or mount this one with locks (flock)",
+                )
+            ) from error
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()

@@ -91,6 +91,7 @@ def _sft(checked: Preflight[SftRecipe], store: CheckpointStore, stopping: Stoppi
             model, written = checked.model_directory.absolute(), (run_directory(recipe), checkpoint_directory(recipe))
             check_files(ray, written, (model,), recipe.cluster.start_timeout_seconds)
             ranks = SftRanks(ray, recipe, model)
+            closing.callback(ranks.close)
             if resumed:
                 ranks.call("load", resumed.rank_directory)
         clock, work = PhaseClock(), work_of(checked.architecture)

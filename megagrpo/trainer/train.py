@@ -106,6 +106,7 @@ def _train(checked: Preflight[Recipe], store: CheckpointStore, stopping: Stoppin
             # Beside the ranks, but for shared GPUs: engines that start take what is free there.
             early = None if ray.shares_gpus else start_engines()
             policy = Policy(ray, placed, model, critic)
+            closing.callback(policy.close)
             if resumed:
                 policy.call("load", resumed.rank_directory)
             policy.release()

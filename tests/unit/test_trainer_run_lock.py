@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,3 +33,12 @@ def test_a_second_process_is_refused_and_told_of_the_first(tmp_path: Path) -> No
         first.communicate()
     with only_process_of(tmp_path):
         assert (tmp_path / "lock").read_text().strip().isdigit()
+
+
+def test_a_file_system_without_locks_is_named_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*given: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(RecipeError, match=r"not implemented(.|\n)*track\.directory"), only_process_of(tmp_path):
+        pytest.fail("entered without a lock")

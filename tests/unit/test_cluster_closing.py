@@ -1,0 +1,92 @@
+"""What a run's end does to its actors, and how long it waits for those that cannot answer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from megagrpo.cluster import rollouts, weight_sync
+from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.cluster.train_ranks import TrainRanks
+from megagrpo.cluster.weight_sync import WeightSync
+from megagrpo.errors import WeightSyncError
+
+
+class Actors:
+    """Engines or ranks by name, what was asked of them and done to them. What is not `ready` never answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str, ready: tuple[str, ...]) -> None:
+        self.by_name = {name: SimpleNamespace(call=self._method(name)) for name in names}
+        self.asked: list[str] = []
+        self.waited = 0.0
+        self.killed: list[str] = []
+        monkeypatch.setattr(ray, "kill", lambda actor: self.killed.append(actor.call.name))
+
+        def wait(answers: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+            done = [answer for answer in answers if answer in ready]
+            if len(done) < num_returns:
+                self.waited += timeout
+            return done, [answer for answer in answers if answer not in done]
+
+        monkeypatch.setattr(ray, "wait", wait)
+        monkeypatch.setattr(ray, "get", lambda answer, timeout: None)
+
+    def _method(self, name: str) -> Any:
+        def remote(method: str) -> str:
+            self.asked.append(f"{method} {name}")
+            return self.asked[-1]
+
+        return SimpleNamespace(remote=remote, name=name)
+
+
+def test_an_engine_that_is_still_starting_does_not_hold_up_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = Actors(monkeypatch, "engine 0", "engine 1", ready=("start engine 0", "close engine 0"))
+    engines = object.__new__(Rollouts)
+    engines.actors = dict(actors.by_name)
+    engines._starting = {name: f"start {name}" for name in actors.by_name}  # type: ignore[misc]
+    engines.close()
+    assert sorted(actors.asked) == ["close engine 0", "close engine 1"]
+    assert sorted(actors.killed) == ["engine 0", "engine 1"]
+    assert actors.waited <= rollouts.CLOSE_SECONDS
+
+
+def test_engines_that_were_given_up_are_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = Actors(monkeypatch, "engine 0", ready=())
+    engines = object.__new__(Rollouts)
+    engines.actors, engines._starting = {}, {"engine 0": "start engine 0"}  # type: ignore[dict-item]
+    engines.close()
+    assert not actors.asked
+    assert not actors.killed
+
+
+def test_ranks_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = Actors(monkeypatch, "train rank 0", "train rank 1", ready=())
+    ranks = object.__new__(TrainRanks)
+    ranks.actors = dict(actors.by_name)
+    ranks.close()
+    assert actors.killed == ["train rank 0", "train rank 1"]
+
+
+def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(sync: WeightSync, results: Any, doing: str) -> None:
+        raise WeightSyncError([])
+
+    closed: list[WeightSync] = []
+    nobody: Any = SimpleNamespace(
+        actors={}, external=False, places=tuple, manifests=lambda: {"engine 0": []}, bring_back=None
+    )
+    ranks: Any = SimpleNamespace(actors={}, places=tuple, manifests=list)
+    recipe: Any = SimpleNamespace(weights=SimpleNamespace(timeout_seconds=1.0, bucket_bytes=1))
+    for name in ("make_plan", "sharing", "Topology", "choose_way", "MeetingHost"):
+        monkeypatch.setattr(weight_sync, name, lambda *given, **named: SimpleNamespace(meeting=None))
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(WeightSync, "_wait", wait)
+    monkeypatch.setattr(WeightSync, "close", lambda sync: closed.append(sync))
+    with pytest.raises(WeightSyncError):
+        WeightSync(ranks, nobody, recipe, print)
+    assert len(closed) == 1
+    assert nobody.bring_back is None
