@@ -8,7 +8,8 @@ FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 
 # Compute capabilities: A100, L40S and RTX 40, H100 and H200, B200, RTX 50.
 ARG ARCHITECTURES="8.0;8.9;9.0;10.0;12.0"
-ARG APEX=26.09
+# A commit of NVIDIA/apex, which has no releases.
+ARG APEX=6424da3b4faa6c8f062da4a48c424fff3f02d42d
 ARG JOBS=8
 
 RUN apt-get update \
@@ -25,8 +26,8 @@ RUN python3 -m venv /opt/megagrpo \
         pip install --no-build-isolation --no-deps -r /tmp/gpu.txt
 
 # The apex on PyPI is another package.
-RUN git clone --quiet --depth 1 --branch $APEX https://github.com/NVIDIA/apex /tmp/apex \
-    && cd /tmp/apex \
+RUN git init --quiet /tmp/apex && cd /tmp/apex \
+    && git fetch --quiet --depth 1 https://github.com/NVIDIA/apex $APEX && git checkout --quiet FETCH_HEAD \
     && TORCH_CUDA_ARCH_LIST="$ARCHITECTURES" APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps . \
     && rm -rf /tmp/apex
 

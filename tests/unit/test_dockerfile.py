@@ -46,3 +46,7 @@ def test_the_dockerfile_copies_what_is_there() -> None:
     copied = [path for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for path in line.split()[:-1]]
     assert "requirements/gpu.txt" in copied
     assert [path for path in copied if not (ROOT / path).exists()] == []
+
+
+def test_apex_is_pinned_to_a_commit() -> None:
+    assert re.search(r"^ARG APEX=[0-9a-f]{40}$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
