@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
+from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.known_models import known_models
+from megagrpo.plan.machines import machines_of
 from megagrpo.plan.plan import Plan, plan_of
+from megagrpo.plan.search.search import Search, search
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
@@ -81,3 +85,16 @@ def architecture(of: AnyRecipe) -> Architecture:
 def plan(**changes: Any) -> Plan:
     made = recipe(**changes)
     return plan_of(made, architecture(made))
+
+
+def searched(of: AnyRecipe, gpus: int) -> Search:
+    """A search with the assumed values, made once: it takes seconds."""
+    return _searched(of.model_dump_json(), gpus)
+
+
+@lru_cache
+def _searched(recipe_json: str, gpus: int) -> Search:
+    of, assumptions = Recipe.model_validate_json(recipe_json), Assumptions()
+    machines = machines_of(of, assumptions)
+    assert machines is not None
+    return search(of, architecture(of), machines, assumptions, gpus)

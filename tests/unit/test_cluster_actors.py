@@ -35,6 +35,5 @@ def test_an_actor_for_the_cpu_hides_the_gpus_from_torch(actor: str, arguments: s
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.stdout == "'' False\n", done.stderr

@@ -11,9 +11,8 @@ import pytest
 from megagrpo.cli import main
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.plan import plan_of, unit_of
-from megagrpo.plan.search.search import search_for
 from megagrpo.plan.show.as_json import plan_json
-from tests.plans import ON_2048, architecture, changed, plan
+from tests.plans import ON_2048, architecture, changed, plan, searched
 from tests.tiny_run import make_run
 
 DOCS = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
@@ -22,7 +21,7 @@ DOCS = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
     of = plan()
-    return dict(json.loads(plan_json(of, search_for(of, None))))
+    return dict(json.loads(plan_json(of, searched(of.recipe, 128))))
 
 
 def test_keys_are_those_of_the_documentation(told: dict[str, Any]) -> None:

@@ -7,10 +7,9 @@ from xml.etree import ElementTree
 import pytest
 
 from megagrpo.plan.plan import Plan, plan_of
-from megagrpo.plan.search.search import search_for
 from megagrpo.plan.show.page import page
 from megagrpo.plan.show.page_svg import stage_colour
-from tests.plans import ON_2048, architecture, changed, plan
+from tests.plans import ON_2048, architecture, changed, plan, searched
 
 
 class Balance(HTMLParser):
@@ -42,7 +41,7 @@ def pictures(text: str) -> list[ElementTree.Element]:
 
 
 def test_the_page_is_well_formed_and_needs_nothing_else(of_70b: Plan) -> None:
-    text = page(of_70b, search_for(of_70b, None))
+    text = page(of_70b, searched(of_70b.recipe, 128))
     balance = Balance()
     balance.feed(text)
     assert (balance.open, balance.wrong) == ([], [])

@@ -2,7 +2,6 @@
 
 import itertools
 import shlex
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from megagrpo.plan.estimate import estimate, lacking_bytes
 from megagrpo.plan.known_models import known_models
 from megagrpo.plan.machines import machines_of
 from megagrpo.plan.search import options
-from megagrpo.plan.search.search import SPARE, Search, legal, search, search_for
+from megagrpo.plan.search.search import SPARE, legal, search, search_for
 from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.model_checks import model_problems
@@ -22,7 +21,7 @@ from megagrpo.recipe.places import Places
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides.sglang import split_problems
-from tests.plans import BASE, LLAMA_8B, ON_2048, QWEN_30B, architecture, changed, plan, recipe
+from tests.plans import BASE, LLAMA_8B, ON_2048, QWEN_30B, architecture, changed, plan, recipe, searched
 
 SMALL: dict[str, Any] = {
     "model__path": LLAMA_8B,
@@ -31,19 +30,6 @@ SMALL: dict[str, Any] = {
     "rollout__engines": 2,
     "cluster__gpu": "H200",
 }
-
-
-def searched(of: Recipe, gpus: int) -> Search:
-    return searched_once(of.model_dump_json(), gpus)
-
-
-@lru_cache
-def searched_once(recipe_json: str, gpus: int) -> Search:
-    of = Recipe.model_validate_json(recipe_json)
-    assumptions = Assumptions()
-    machines = machines_of(of, assumptions)
-    assert machines is not None
-    return search(of, architecture(of), machines, assumptions, gpus)
 
 
 def applied(overrides: tuple[str, ...], changes: dict[str, Any]) -> Recipe:
