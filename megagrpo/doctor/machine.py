@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from megagrpo.doctor.finding import Finding
+from megagrpo.plan.units import byte_text
 
 PYTHON = (3, 11)
 OPEN_FILES = 65536  # what Ray's own documentation asks for on larger clusters
@@ -39,7 +40,8 @@ def _python() -> Finding:
     version, needed = platform.python_version(), ".".join(map(str, PYTHON))
     if sys.version_info < PYTHON:
         return Finding("Python", "wrong", version, f"Python {needed} or later")
-    return Finding("Python", "ok", f"{version}, {os.cpu_count()} cores, {_gib(psutil.virtual_memory().total)} memory")
+    memory = byte_text(psutil.virtual_memory().total)
+    return Finding("Python", "ok", f"{version}, {os.cpu_count()} cores, {memory} memory")
 
 
 def _shared_memory() -> Finding:
@@ -47,9 +49,9 @@ def _shared_memory() -> Finding:
         return Finding("/dev/shm", "doubtful", "not there", "a tmpfs: weights travel to engines of a node through it")
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < SHARED_MEMORY_BYTES:
-        remedy = f"at least {_gib(SHARED_MEMORY_BYTES)} (docker run --shm-size, or remount it), or smaller buckets"
-        return Finding("/dev/shm", "doubtful", f"{_gib(free)} free", f"{remedy}: weights.bucket_bytes")
-    return Finding("/dev/shm", "ok", f"{_gib(free)} free")
+        remedy = f"at least {byte_text(SHARED_MEMORY_BYTES)} (docker run --shm-size, or remount it), or smaller buckets"
+        return Finding("/dev/shm", "doubtful", f"{byte_text(free)} free", f"{remedy}: weights.bucket_bytes")
+    return Finding("/dev/shm", "ok", f"{byte_text(free)} free")
 
 
 def _open_files() -> Finding:
@@ -65,17 +67,18 @@ def _locked_memory() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("locked memory", "ok", "no limit")
+    found = f"at most {byte_text(soft)}"
     if not _infiniband():
-        return Finding("locked memory", "ok", f"at most {_gib(soft)}; only InfiniBand and pinned memory need more")
-    return Finding("locked memory", "doubtful", f"at most {_gib(soft)}", "ulimit -l unlimited: InfiniBand needs it")
+        return Finding("locked memory", "ok", f"{found}; only InfiniBand and pinned memory need more")
+    return Finding("locked memory", "doubtful", found, "ulimit -l unlimited: InfiniBand needs it")
 
 
 def _disk(directory: Path) -> Finding:
     free = shutil.disk_usage(directory).free
     if free < DISK_BYTES:
         remedy = "megagrpo plan RECIPE says what its checkpoints take; checkpoint.directory moves them"
-        return Finding(f"disk at {directory}", "doubtful", f"{_gib(free)} free", remedy)
-    return Finding(f"disk at {directory}", "ok", f"{_gib(free)} free")
+        return Finding(f"disk at {directory}", "doubtful", f"{byte_text(free)} free", remedy)
+    return Finding(f"disk at {directory}", "ok", f"{byte_text(free)} free")
 
 
 def _hostname() -> Finding:
@@ -122,7 +125,3 @@ def _launchers() -> Finding:
     address = os.environ.get("RAY_ADDRESS")
     ray = f"RAY_ADDRESS {address}" if address else "no RAY_ADDRESS: runs start Ray on this machine"
     return Finding("jobs", "ok", ", ".join(filter(None, (slurm, ray))))
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
