@@ -1,8 +1,8 @@
 """Training ranks for tests: real processes over gloo, started once and reused by every test of the session.
 
 `run_ranks(2, "tests.distributed.test_x:function", *args)` calls the function on ranks 0 and 1 of a fresh process group
-of two and returns their results in rank order. A nursery process imports torch and Megatron once; each rank is a fork
-of it, so that ranks after the first cost milliseconds. Between calls a rank has no process group and no parallel state.
+of two and returns their results in rank order. A nursery process imports what ranks need once; each rank is a fork of
+it, so that ranks cost milliseconds. Between calls a rank has no process group and no parallel state.
 A rank that raises, dies or passes its deadline ends the call with RankGroupError, which carries the ranks' tracebacks;
 the ranks of that call are then replaced.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -28,7 +29,12 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS_MAX = 8
-START_SECONDS = 120.0
+# Deadlines that are only there to end a test that hangs: a busy machine may take fifty times what an idle one takes.
+START_SECONDS = 600.0
+CALL_SECONDS = 600.0
+TRACE_SECONDS = 60.0
+TRACE_END = "in <module>\n"
+DIED = "died without a traceback"
 # One thread each: the ranks together already use every core. No GPU: the ranks run on CPUs wherever the tests run.
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -37,13 +43,20 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# What the tests' functions need: two seconds of a core for a rank that imports it by itself.
+IMPORTED = (
+    "megagrpo.megatron.process",  # first: imports Megatron, with what it needs on CPUs
+    "megagrpo.megatron.rank",
+    "transformers",
+    "pytest",
+)
 
 
 class RankGroupError(RuntimeError):
     """A rank raised, died or did not answer in time. The message has every traceback that there is."""
 
 
-def run_ranks(ranks: int, function: str, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(ranks: int, function: str, *args: Any, timeout: float = CALL_SECONDS) -> list[Any]:
     """Results of `function` ("module:name") called with `args` on each of `ranks` processes joined by gloo.
 
     Arguments and results travel by pickle. `timeout` is in seconds, for the whole call.
@@ -118,18 +131,25 @@ class RankGroup:
                 try:
                     ok, value = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    ok, value = False, "died without a traceback"
+                    ok, value = False, DIED
                 (results if ok else failures)[rank] = value
             if failures:
-                # The others now wait for the failed rank; give their own tracebacks a moment, then end them.
-                deadline = min(deadline, time.monotonic() + 1.0)
+                # The others now wait for the failed rank, or failed before it: give their own tracebacks a moment, then
+                # end them.
+                moment = 1.0 if DIED in failures.values() else 10.0
+                deadline = min(deadline, time.monotonic() + moment)
         return results, failures
 
     def _where_it_hangs(self, rank: int) -> str:
         file = self._trace_file(rank)
-        os.kill(self._pids[rank], signal.SIGUSR1)
-        time.sleep(0.2)
-        return f"did not finish; it is at\n{file.read_text() if file.exists() else '(unknown)'}"
+        try:
+            os.kill(self._pids[rank], signal.SIGUSR1)
+        except ProcessLookupError:
+            return DIED
+        deadline = time.monotonic() + (0.2 if stopped(self._pids[rank]) else TRACE_SECONDS)
+        while not file.read_text().endswith(TRACE_END) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return f"did not finish; it is at\n{file.read_text()}"
 
     def _trace_file(self, rank: int) -> Path:
         return Path(self._directory.name) / f"trace{rank}"
@@ -150,6 +170,14 @@ class RankGroup:
         self._directory.cleanup()
 
 
+def stopped(pid: int) -> bool:
+    """Whether a process does not run, and so writes nothing: by SIGSTOP, or because it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TZX"
+    except OSError:
+        return True
+
+
 _group: RankGroup | None = None
 
 
@@ -160,9 +188,11 @@ def nurse(control_fd: int) -> None:
     """Fork a rank for each message on the control socket; when that closes, end all of them and this process."""
     import torch
 
-    import megagrpo.megatron.process  # noqa: F401  imports Megatron, with what it needs on CPUs
-
+    for module in IMPORTED:
+        importlib.import_module(module)
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # or collections in the ranks would copy the pages that they share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
     control = socket.socket(fileno=control_fd)
     while True:

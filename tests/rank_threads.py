@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+DEADLINE_SECONDS = 300.0  # only there to end a test that hangs
 SumOverRanks = Callable[[torch.Tensor], None]
 
 
@@ -20,9 +21,9 @@ def on_threads(ranks: int, function: Callable[[int, SumOverRanks], Any]) -> list
     def run(rank: int) -> Any:
         def sum_over_ranks(tensor: torch.Tensor) -> None:
             summands[rank] = tensor.clone()
-            barrier.wait(10)
+            barrier.wait(DEADLINE_SECONDS)
             tensor.copy_(torch.stack(summands).sum(0))
-            barrier.wait(10)
+            barrier.wait(DEADLINE_SECONDS)
 
         try:
             return function(rank, sum_over_ranks)

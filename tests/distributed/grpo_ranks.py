@@ -15,12 +15,12 @@ import torch
 from megagrpo.batching.microbatch import RankBatch
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.grpo_case import LR, StepResult, assemble, reference_of
-from tests.rank_group import run_ranks
+from tests.rank_group import CALL_SECONDS, run_ranks
 
 Parts = list[tuple[Any, np.ndarray]]
 
 
-def on_ranks(function: str, recipe: Recipe, directory: Path, *args: Any, timeout: float = 120.0) -> list[Any]:
+def on_ranks(function: str, recipe: Recipe, directory: Path, *args: Any, timeout: float = CALL_SECONDS) -> list[Any]:
     """Results by rank of `function`(TrainRank, *args): a name in this module, or module:name."""
     if ":" not in function:
         function = f"{__name__}:{function}"

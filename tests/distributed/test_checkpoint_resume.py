@@ -206,7 +206,7 @@ def save_on_a_full_disk(model: Path, directory: Path, full_rank: int) -> tuple[s
 def test_a_full_disk_on_one_rank_is_a_checkpoint_error_on_all(
     full_rank: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    results = run_ranks(2, f"{HERE}:save_on_a_full_disk", models["qwen2_tied"], tmp_path, full_rank, timeout=60)
+    results = run_ranks(2, f"{HERE}:save_on_a_full_disk", models["qwen2_tied"], tmp_path, full_rank)
     for message, processes in results:
         assert message.startswith("checkpoint error")
         assert "File too large" in message

@@ -333,9 +333,7 @@ def test_use_while_released_is_refused(dense):
     recipe = recipe_of(ParallelLayout())
     batches = make_batches(recipe, dense.sequences)
     with pytest.raises(RankGroupError, match="parameters released"):
-        on_ranks(
-            f"{HERE}:update_while_released", recipe, dense.policy, str(dense.critic), batches, dense.returns, timeout=60
-        )
+        on_ranks(f"{HERE}:update_while_released", recipe, dense.policy, str(dense.critic), batches, dense.returns)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

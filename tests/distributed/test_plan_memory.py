@@ -137,7 +137,7 @@ def recipe_of(layout: ParallelLayout, dtype: str, algorithm: dict[str, Any] | No
 def check(directory: Path, recipes: list[Recipe]) -> None:
     ranks = recipes[0].train.layout.parallel().ranks
     by_rank: list[list[RankMemory]] = run_ranks(
-        ranks, "tests.distributed.memory_ranks:measure_all", [(directory, recipe) for recipe in recipes], timeout=300.0
+        ranks, "tests.distributed.memory_ranks:measure_all", [(directory, recipe) for recipe in recipes]
     )
     architecture = read_architecture(directory)
     for index, recipe in enumerate(recipes):

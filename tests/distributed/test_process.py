@@ -55,7 +55,7 @@ def groups_of_rank(layout: ParallelLayout) -> dict[str, list[int]]:
 
 
 def test_the_default_group_gets_the_deadline_of_the_steps() -> None:
-    assert run_ranks(2, f"{__name__}:deadlines", timeout=100) == [(100.0, 700.0)] * 2
+    assert run_ranks(2, f"{__name__}:deadlines", timeout=500) == [(500.0, 700.0)] * 2
 
 
 def deadlines() -> tuple[float, float]:
@@ -101,8 +101,12 @@ def start_two_on_one() -> str:
 def test_a_rank_that_raises_ends_the_call_and_the_next_one_works() -> None:
     with pytest.raises(RankGroupError, match="ValueError: on purpose"):
         run_ranks(2, f"{__name__}:raise_on_rank_1")
-    with pytest.raises(RankGroupError, match="in wait_for_ever"):
-        run_ranks(2, f"{__name__}:wait_for_ever", timeout=1)
+    for timeout in (1, 10, 100):  # a busy machine may not even start it in time
+        with pytest.raises(RankGroupError) as error:
+            run_ranks(2, f"{__name__}:wait_for_ever", timeout=timeout)
+        if "in wait_for_ever" in str(error.value):
+            break
+    assert "in wait_for_ever" in str(error.value)
     assert run_ranks(2, f"{__name__}:rank") == [0, 1]
 
 
@@ -115,7 +119,7 @@ def raise_on_rank_1() -> None:
 def wait_for_ever() -> None:
     import time
 
-    time.sleep(60)
+    time.sleep(3600)
 
 
 def rank() -> int:

@@ -29,7 +29,7 @@ from tests.distributed.grpo_case import (
     make_recipe,
 )
 from tests.distributed.grpo_ranks import Parts, boxes, gather, on_ranks, row_kl, update
-from tests.rank_group import ENVIRONMENT, REPOSITORY, RankGroupError
+from tests.rank_group import CALL_SECONDS, ENVIRONMENT, REPOSITORY, RankGroupError
 from tests.tiny_models import make_model
 
 ALONE = ParallelLayout()
@@ -210,15 +210,16 @@ def numbers_without_gradients(rank: Any, batches: Sequence[RankBatch], advantage
     ids=str,
 )
 def test_logprobs_do_not_depend_on_how_many_microbatches_pass_at_once(layout, tmp_path):
-    directory = make_model("qwen3", tmp_path / "qwen3", num_hidden_layers=4)
+    layers = 2 * layout.virtual_pipeline
+    directory = make_model("qwen3", tmp_path / "qwen3", num_hidden_layers=layers)
     case = make_case(load_reference(directory), temperature=0.8)
-    sequences = [*case.sequences, *(replace(s, row=s.row + len(case.sequences)) for s in case.sequences)]
+    sequences = case.sequences
     trained, by_size = LONGEST // layout.context, []
     for tokens in (None, 5 * trained):
         sizes = {"tokens_per_microbatch": trained, "logprob_tokens_per_microbatch": tokens}
         recipe = make_recipe(layout, train=sizes, algorithm={"minibatches": 2})
-        batches, advantages = make_batches(recipe, sequences), np.tile(case.advantages, 2)
-        results = on_ranks(f"{__name__}:numbers_without_gradients", recipe, directory, batches, advantages)
+        batches = make_batches(recipe, sequences)
+        results = on_ranks(f"{__name__}:numbers_without_gradients", recipe, directory, batches, case.advantages)
         by_size.append((by_token(results, 0), by_token(results, 1), results[0][1]))
     (old, reference, count), (joined_old, joined_reference, joined_count) = by_size
     assert joined_count < count
@@ -343,7 +344,7 @@ def test_ranks_run_under_torchrun(model, tmp_path):
         env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=CALL_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = next(m for m in on_all("first_step_metrics", model, recipe, False) if m is not None)

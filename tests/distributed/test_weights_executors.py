@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import megatron_local, sglang
 from megagrpo.weights.verification import expected_digests
 from megagrpo.weights.views import fill_padding
-from tests.rank_group import RankGroupError, run_ranks
+from tests.rank_group import CALL_SECONDS, RankGroupError, run_ranks
 from tests.tiny_models import make_model
 from tests.weight_streams import Case, at_once, empty
 from tests.weights_oracle import architecture, random_checkpoint
@@ -58,7 +57,7 @@ def test_megatron_ranks_fill_engine_ranks_each_way(
         for rank in range(tensor)
     ]
     plan = make_plan(sources, destinations)
-    host = MeetingHost("127.0.0.1", timeout_seconds=60.0)
+    host = MeetingHost("127.0.0.1", CALL_SECONDS)
     arrived = [empty(manifest) for manifest in destinations]
     driver = host.meeting.join("driver")
     errors: list[MegagrpoError | None] = []
@@ -89,10 +88,8 @@ def test_megatron_ranks_fill_engine_ranks_each_way(
 
     receiving = threading.Thread(target=receive, daemon=True)
     receiving.start()
-    sent = run_ranks(
-        layout.ranks, f"{RANKS}:send_model", directory, layout, plan, host.meeting, WAYS, BUCKET_BYTES, timeout=90.0
-    )
-    receiving.join(60.0)
+    sent = run_ranks(layout.ranks, f"{RANKS}:send_model", directory, layout, plan, host.meeting, WAYS, BUCKET_BYTES)
+    receiving.join(CALL_SECONDS)
     assert [str(error) for error in errors if error is not None] == []
     assert len(errors) == 2 * len(arrived)
     expected = expected_digests(sent)
@@ -108,18 +105,16 @@ CASE = Case(architecture(), ParallelLayout(tensor=2), tensor=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sender_that_is_killed_ends_everybody_with_a_name(way: Way) -> None:
     plan, held = CASE.plan(), CASE.held(random_checkpoint(CASE.arch))
-    host = MeetingHost("127.0.0.1", timeout_seconds=60.0)
+    host = MeetingHost("127.0.0.1", CALL_SECONDS)
     receiver = open_receiver(way, plan, 0, empty(plan.destinations[0]), host.meeting, 1500)
     host.open(0, [0])
     ended: list[MegagrpoError | None] = []
     receiving = threading.Thread(target=lambda: ended.extend(at_once([lambda: receiver.receive(0)])), daemon=True)
     receiving.start()
-    begun = time.monotonic()
     with pytest.raises(RankGroupError, match="died without a traceback"):
-        run_ranks(2, f"{RANKS}:send_and_die", plan, host.meeting, way, held, 1500, timeout=60.0)
+        run_ranks(2, f"{RANKS}:send_and_die", plan, host.meeting, way, held, 1500)
     host.abort([Problem("train rank 1 was killed")])
-    receiving.join(30.0)
-    assert time.monotonic() - begun < 45
+    receiving.join(CALL_SECONDS / 2)  # long before the deadline
     (error,) = ended
     if way is Way.PROCESS_GROUP:  # it was waiting for bytes of a bucket whose sender closed the connection
         assert "bucket 3 of " in str(error)
@@ -134,19 +129,28 @@ def test_a_sender_that_is_killed_ends_everybody_with_a_name(way: Way) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_acknowledgement_that_never_comes_ends_at_the_deadline(way: Way) -> None:
+    for seconds in (3, 30):  # a busy machine may not even begin in time
+        error = sent_to_one_that_stops(way, seconds)
+        if "bucket 1 of " in error:
+            break
+    assert "bucket 1 of " in error
+    assert "from train rank 0 to engine 0 rank 0" in error
+    assert f"no acknowledgement by engine 0 rank 0 within {seconds} s" in error
+
+
+def sent_to_one_that_stops(way: Way, seconds: float) -> str:
+    """How the sender ends."""
     case = Case(architecture(), ParallelLayout(), tensor=1)
     plan, held = case.plan(), case.held(random_checkpoint(case.arch))
-    host = MeetingHost("127.0.0.1", timeout_seconds=3.0)
+    host = MeetingHost("127.0.0.1", seconds)
     sender = open_sender(way, plan, 0, host.meeting, 1500)
     host.open(0, [0])
     ended: list[MegagrpoError | None] = []
     sending = threading.Thread(target=lambda: ended.extend(at_once([lambda: sender.send(0, held[0])])), daemon=True)
     sending.start()
     with pytest.raises(RankGroupError):
-        run_ranks(1, f"{RANKS}:receive_and_stop", plan, host.meeting, way, 1500, timeout=4.0)
-    sending.join(10.0)
-    (error,) = ended
-    assert "bucket 1 of " in str(error)
-    assert "from train rank 0 to engine 0 rank 0" in str(error)
-    assert "no acknowledgement by engine 0 rank 0 within 3 s" in str(error)
+        run_ranks(1, f"{RANKS}:receive_and_stop", plan, host.meeting, way, 1500, timeout=seconds + 1.0)
+    sending.join(CALL_SECONDS)
     sender.close()
+    (error,) = ended
+    return str(error)
