@@ -169,15 +169,18 @@ def _gpus(group: PlacementGroup, nodes: Sequence[str], timeout_seconds: float, w
 
 def _connect(address: str, settings: dict[str, Any]) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
+    local = address == "local"
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **settings)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except Exception as error:  # what Ray raises of a node that is late, of a wrong token, and of much else
         raise RankError(
             Problem(
-                where="cluster: Ray cannot be reached" if address != "local" else "cluster: Ray does not start",
+                where="cluster: Ray does not start" if local else "cluster: Ray cannot be reached",
                 given=f"{address}: {error}",
                 needed="a running Ray cluster, or local",
-                fix="check cluster.address, RAY_ADDRESS and RAY_AUTH_MODE, and that `ray status` works there",
+                fix="start the same command again; if it fails again, see /tmp/ray/session_latest/logs"
+                if local
+                else "check cluster.address, RAY_ADDRESS and RAY_AUTH_MODE, and that `ray status` works there",
             )
         ) from error
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import AuthenticationError
 
 from megagrpo.cluster import runtime
 from megagrpo.cluster.nodes import NodeWatch
+from megagrpo.errors import RankError
 from megagrpo.recipe.devices import DevicePlan
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.stopping import StopRequested
@@ -39,6 +41,19 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_ray_starts_here_with_as_many_cpus_as_the_run_reserves(connected: list[Any]) -> None:
     started = runtime.start(RECIPE)
     assert connected == [{"num_cpus": started.devices.bundles, "include_dashboard": False}]
+
+
+@pytest.mark.parametrize("raised", [AuthenticationError("no such token"), Exception("late"), ConnectionError()])
+@pytest.mark.parametrize(("address", "remedy"), [("head:6379", "RAY_AUTH_MODE"), ("local", "session_latest")])
+def test_whatever_ray_raises_at_its_start_is_told_with_a_remedy(
+    raised: Exception, address: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**settings: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RankError, match=rf"{address}(.|\n)*{remedy}"):
+        runtime._connect(address, {})
 
 
 def test_a_run_told_to_stop_while_it_reserves_devices_leaves_ray(
