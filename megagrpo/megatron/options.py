@@ -49,6 +49,10 @@ OWNED = {
         "moe_router_topk_scaling_factor", "moe_router_num_groups",
         "moe_router_group_topk", "moe_router_topk_limited_devices", "moe_router_enable_expert_bias",
         "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_apply_probs_on_input",
+        "mtp_loss_scaling_factor", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk",
+        "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "linear_conv_kernel_dim", "linear_key_head_dim",
+        "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "mamba_state_dim", "mamba_head_dim",
+        "mamba_num_groups", "mamba_num_heads", "use_mamba_mem_eff_path",
     ),
     "model.path (the model's own config)",
 )  # fmt: skip
@@ -58,7 +62,10 @@ _SAME_LOGPROBS = "old and new logprobs of the same weights must be equal, and th
 _ISOLATED = "a token's logprob must not depend on the other sequences of its microbatch"
 _OWN_LOSS = "the loss is GRPO's, with global denominators; a loss added inside the model has others"
 _OWN_STAGES = "weights are placed by layers_of_chunk; train.layout says how long the first and the last stage are"
-_NEEDS_A_CALL = "it needs a call after the backward pass that this trainer does not make"
+_NEEDS_A_CALL = "it needs a call that this trainer does not make, and would do nothing"
+_ONE_SHAPE = "a graph is of one shape, and microbatches of packed sequences differ in length"
+_WHOLE_CONTEXT = "every sequence is cut over all context ranks; train.layout.context says how many"
+_MODELS_DTYPE = "weights are loaded, compared and sent as elements of the model's dtype"
 ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_dropout": ((0,), _SAME_LOGPROBS),
     "attention_dropout": ((0,), _SAME_LOGPROBS),
@@ -90,7 +97,26 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "mtp_standalone": ((False,), _OWN_STAGES),
     "defer_embedding_wgrad_compute": ((False,), _NEEDS_A_CALL),
     "delay_wgrad_compute": ((False,), _NEEDS_A_CALL),
+    "qk_clip": ((False,), _NEEDS_A_CALL),
+    "qk_clip_alpha": ((), _NEEDS_A_CALL),
+    "qk_clip_threshold": ((), _NEEDS_A_CALL),
+    "log_max_attention_logit": ((False,), _NEEDS_A_CALL),
+    "moe_enable_routing_replay": ((False,), _NEEDS_A_CALL),
+    "cuda_graph_impl": (("none",), _ONE_SHAPE),
+    "enable_cuda_graph": ((False,), _ONE_SHAPE),
+    "external_cuda_graph": ((False,), _ONE_SHAPE),
+    "hybrid_context_parallel": ((False,), _WHOLE_CONTEXT),
+    "max_seqlen_per_dp_cp_rank": ((None,), _WHOLE_CONTEXT),
+    "fp8_param": ((False,), _MODELS_DTYPE),
+    "fp4_param": ((False,), _MODELS_DTYPE),
+    "init_method_std": ((), "all weights are loaded"),
+    "embedding_init_method_std": ((), "all weights are loaded"),
     "flash_decode": ((False,), "it is for inference"),
+    "inference_rng_tracker": ((False,), "it is for inference"),
+    "inference_sampling_seed": ((), "it is for inference"),
+    "use_inference_optimized_layers": ((False,), "it is for inference"),
+    "inference_fuse_tp_communication": ((False,), "it is for inference"),
+    "mlp_chunks_for_prefill": ((1,), "it is for inference"),
 } | dict.fromkeys(
     ("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "timers"),
     ((None,), "it is set by the training rank"),

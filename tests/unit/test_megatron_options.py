@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 
 from megagrpo.errors import RecipeError
 from megagrpo.megatron.config import transformer_config
-from megagrpo.megatron.options import option_problems
+from megagrpo.megatron.options import ALLOWED_VALUES, OWNED, option_problems
 from megagrpo.recipe.schema import Layout, Train
-from megagrpo.weights.families.architecture import Architecture, Experts, Rope
+from megagrpo.weights.families.architecture import Architecture, Experts, Rope, SigmoidRouter
 
 ARCHITECTURE = Architecture(
     family="qwen3", layers=4, hidden=48, ffn=80, heads=4, query_groups=2, head_dim=16, vocab=131, max_positions=256,
@@ -40,6 +41,9 @@ def test_options_pass_through() -> None:
         ("cross_entropy_loss_fusion", True, "rounds its gradient to bfloat16"),
         ("moe_aux_loss_coeff", 0.01, "global denominators"),
         ("batch_p2p_comm", True, "wrong numbers for interleaved stages"),
+        ("qk_clip", True, "does not make"),
+        ("cuda_graph_impl", "local", "differ in length"),
+        ("mamba_num_heads", 4, "model.path"),
         ("fp32_residual_connection", "yes", "valid boolean"),
         ("recompute_num_layers", "two", "train.recompute"),
         ("tp_comm_bootstrap_backend", "smoke", "'nccl', 'mpi' or 'gloo'"),
@@ -52,6 +56,16 @@ def test_an_option_that_cannot_be_is_refused_with_its_reason(option: str, value:
     assert says in str(problem)
     with pytest.raises(RecipeError, match=option):
         config(megatron={option: value})
+
+
+def test_every_value_that_an_option_must_have_is_megatrons_default_or_ours() -> None:
+    router = SigmoidRouter(scale=2.5, groups=1, groups_per_token=1)
+    experts = Experts(count=4, per_token=2, ffn=40, normalize_top_k=True, router=router)
+    plain = config(dataclasses.replace(ARCHITECTURE, experts=experts))
+    for name, (allowed, _) in ALLOWED_VALUES.items():
+        assert not allowed or getattr(plain, name) in allowed, name
+    assert {*OWNED, *ALLOWED_VALUES} <= {field.name for field in dataclasses.fields(plain)}
+    assert not OWNED.keys() & ALLOWED_VALUES.keys()
 
 
 def test_all_options_are_reported_at_once() -> None:
