@@ -49,8 +49,8 @@ def first_of_free_ports(job: int, listening: Sequence[int] = ()) -> int:
     """What ports.sh chooses while somebody listens on these ports of 127.0.0.1."""
     sockets = [socket.create_server(("127.0.0.1", port)) for port in listening]
     try:
-        command = f"source {SCRIPTS}/ports.sh; SLURM_JOB_ID={job} first_of_free_ports 127.0.0.1"
-        return int(subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True).stdout)
+        command = ["bash", "-c", f"source slurm/ports.sh; SLURM_JOB_ID={job} first_of_free_ports 127.0.0.1"]
+        return int(subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout)
     finally:
         for listener in sockets:
             listener.close()
