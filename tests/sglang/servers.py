@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from megagrpo.rollout.sglang.arguments import server_arguments, server_environme
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.engine import Pause, SglangEngine
 from megagrpo.rollout.sglang.server import Server
+from megagrpo.types import SamplingParams
 from megagrpo.weights.executors.meeting import MeetingHost
 from megagrpo.weights.executors.ways import Way, open_sender
 from megagrpo.weights.plan import make_plan
@@ -23,10 +25,15 @@ from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.verification import expected_digests, sent_bucket_digests, sent_digests
 from tests.rollout_engines import model_directory
 
-START_SECONDS = 240.0
-WAIT_SECONDS = 60.0
+# Deadlines that are only there to end a test that hangs: a busy machine may take fifty times what an idle one takes.
+START_SECONDS = 600.0
+WAIT_SECONDS = 240.0
 AT_ONCE = 16
-TOKENS = 240
+CONTEXT = 4096
+TOKENS = 4000
+# Greedily, this prompt is continued without an end by the model of tied_server.
+ENDLESS = SamplingParams(TOKENS, temperature=0.0)
+ENDLESS_PROMPT = (5, 6, 9, 11)
 BUCKET_BYTES = 1 << 16
 BUCKETS_OF = "model.layers.1.mlp.down_proj.weight"
 
@@ -65,6 +72,30 @@ class Served:
             client.post("/pause_generation", {"mode": "abort"})
             client.post("/update_weights_from_disk", {"model_path": str(self.directory), "weight_version": "0"})
             client.post("/continue_generation", {})
+
+    def loads(self) -> Mapping[str, int]:
+        """How many requests run and wait in the server, and more."""
+        with self.client() as client:
+            (load,) = client.get("/v1/loads")["loads"]
+        return load
+
+    def wait_for_requests(self, count: int) -> None:
+        """Until as many run or wait in the server."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while (load := self.loads())["num_running_reqs"] + load["num_waiting_reqs"] != count:
+            assert time.monotonic() < deadline, load
+            time.sleep(0.02)
+
+    def batches(self) -> int:
+        """How many the server has computed so far: it logs every one."""
+        return sum(" batch, " in line for line in self.server.log.read_text().splitlines())
+
+    def wait_for_batches(self, more: int) -> None:
+        """Until so many more were computed than now."""
+        enough, deadline = self.batches() + more, time.monotonic() + WAIT_SECONDS
+        while self.batches() < enough:
+            assert time.monotonic() < deadline, self.server.log_end()
+            time.sleep(0.01)
 
     def pause(self, mode: Pause) -> None:
         """Behind the engine's back: what it sends from now on waits in the server."""
@@ -122,7 +153,9 @@ def start_server(
 
 def serve(family: str, tensor: int, root: Path) -> Iterator[Served]:
     """For fixtures: a started server of a tiny model, ended afterwards."""
-    yield from serve_directory(model_directory(family, root / family), tensor, root / f"{family}.log")
+    # Latent attention has caches of as many positions as its rotary embedding is scaled to.
+    changes = {} if family == "deepseek_v3" else {"max_position_embeddings": CONTEXT}
+    yield from serve_directory(model_directory(family, root / family, **changes), tensor, root / f"{family}.log")
 
 
 def serve_directory(directory: Path, tensor: int, log: Path) -> Iterator[Served]:

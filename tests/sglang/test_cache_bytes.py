@@ -44,7 +44,7 @@ def test_cached_bytes_are_those_of_sglangs_pools() -> None:
     asked = json.dumps([["MHATokenToKVPool", of_heads], ["MLATokenToKVPool", of_latents]])
     # In a process of its own: what SGLang needs on a CPU changes modules that other tests import.
     command = [sys.executable, "-c", POOLS, asked]
-    answered = subprocess.run(command, capture_output=True, text=True, check=True, timeout=180)
+    answered = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     held = json.loads(answered.stdout.splitlines()[-1])
     each = cache_bytes_per_token(dense, 2, 2), cache_bytes_per_token(latent, 8, 2)
     assert held == [(TOKENS + 1) * size for size in each]  # with a slot for padding

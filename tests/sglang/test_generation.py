@@ -1,24 +1,18 @@
 """What a real SGLang server samples: its distribution, seeds, ends, aborts and time limits."""
 
-import json
-import threading
-import time
-import urllib.request
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import EngineError
 from megagrpo.types import Request, Sample, SamplingParams
 from tests.rollout_engines import END, request
-from tests.sglang.servers import AT_ONCE, Served
+from tests.sglang.expected import logits_of, logprobs_of
+from tests.sglang.servers import AT_ONCE, CONTEXT, ENDLESS, ENDLESS_PROMPT, WAIT_SECONDS, Served
 
 PROMPTS = ([5, 6, 9, 11], [20, 21, 22, 23, 24, 25, 26], [90])
-LONG = SamplingParams(max_tokens=230)
 ask = request
 SAMPLINGS = {
     "plain": SamplingParams(24),
@@ -28,18 +22,9 @@ SAMPLINGS = {
 }
 
 
-def logits_of(directory: Path, prompt: tuple[int, ...], tokens: list[int]) -> torch.Tensor:
-    """[tokens, vocab], before each token, by transformers in float32."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-
-
 def difference(directory: Path, asked: Request, sample: Sample) -> float:
     """Largest difference between the engine's logprobs and transformers'."""
-    tokens = sample.tokens.tolist()
-    scaled = logits_of(directory, asked.tokens, tokens) / (asked.sampling.temperature or 1.0)
-    expected = scaled.log_softmax(-1)[torch.arange(len(tokens)), tokens].numpy()
+    expected = logprobs_of(directory, asked.tokens, sample.tokens.tolist(), asked.sampling.temperature or 1.0)
     return float(np.abs(sample.logprobs - expected).max())
 
 
@@ -59,7 +44,7 @@ def test_logprobs_are_those_of_transformers_over_the_whole_vocabulary(
 
 def test_greedy_tokens_are_the_likeliest(tied_server: Served) -> None:
     (sample,) = tied_server.engine.generate([ask(PROMPTS[0], SAMPLINGS["greedy"])])
-    logits = logits_of(tied_server.directory, tuple(PROMPTS[0]), sample.tokens.tolist())
+    logits = logits_of(tied_server.directory, PROMPTS[0], sample.tokens.tolist())
     assert logits.argmax(-1).tolist() == sample.tokens.tolist()
 
 
@@ -79,7 +64,7 @@ def test_sampled_frequencies_are_the_models_probabilities(tied_server: Served) -
     draws = 600
     asked = [ask(PROMPTS[0], SamplingParams(1), seed=seed) for seed in range(draws)]
     drawn = np.array([sample.tokens[0] for sample in tied_server.engine.generate(asked)])
-    probabilities = logits_of(tied_server.directory, tuple(PROMPTS[0]), [0]).softmax(-1)[0].numpy()
+    probabilities = logits_of(tied_server.directory, PROMPTS[0], [0]).softmax(-1)[0].numpy()
     counts = np.bincount(drawn, minlength=len(probabilities))
     # Pearson's statistic over the tokens that are expected at least five times, the others as one.
     often = probabilities * draws >= 5
@@ -122,48 +107,47 @@ def test_samples_come_as_they_finish_and_more_are_asked_than_run_at_once(tied_se
 
 
 def test_an_aborted_request_gives_the_tokens_that_it_has(tied_server: Served) -> None:
-    asked = [ask(PROMPTS[0], LONG, seed=seed, index=seed) for seed in never_ending(tied_server, AT_ONCE + 4)]
-    samples = while_running(tied_server, asked, tied_server.engine.abort)
-    aborted = [sample for sample in samples if sample.finish == "abort"]
-    assert len(aborted) > 4
-    assert any(0 < len(sample.tokens) < LONG.max_tokens for sample in aborted)
-    for one, sample in zip(asked, samples, strict=True):
-        if len(sample.tokens):
-            assert difference(tied_server.directory, one, sample) < 1e-5
+    asked = [ask(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(AT_ONCE + 4)]
+    with ThreadPoolExecutor(1) as pool:
+        generating = pool.submit(tied_server.engine.generate, asked)
+        tied_server.wait_for_requests(AT_ONCE)
+        tied_server.wait_for_batches(3)
+        tied_server.engine.abort()
+        samples = generating.result(WAIT_SECONDS)
+    assert all(sample.finish == "abort" for sample in samples)
+    begun = [(one, sample) for one, sample in zip(asked, samples, strict=True) if len(sample.tokens)]
+    assert len(begun) == AT_ONCE
+    for one, sample in begun:
+        assert len(sample.tokens) < ENDLESS.max_tokens
+        assert difference(tied_server.directory, one, sample) < 1e-5
 
 
 def test_a_request_past_its_time_limit_is_aborted_with_what_it_has(tied_server: Served) -> None:
-    (seed,) = never_ending(tied_server, 1)
-    with tied_server.trained(timeout_seconds=0.05) as (engine, _):
-        (sample,) = engine.generate([ask(PROMPTS[0], LONG, seed=seed)])
+    with tied_server.trained(timeout_seconds=1.0) as (engine, _):
+        (sample,) = engine.generate([ask(ENDLESS_PROMPT, ENDLESS)])
     assert sample.finish == "abort"
-    assert len(sample.tokens) < LONG.max_tokens
+    assert len(sample.tokens) < ENDLESS.max_tokens
 
 
 def test_the_time_limit_counts_from_when_samples_were_asked_for(tied_server: Served) -> None:
-    seeds = never_ending(tied_server, 2) * 4
-    with tied_server.trained(timeout_seconds=0.3, requests_at_once=1) as (engine, _):
-        samples = engine.generate([ask(PROMPTS[0], LONG, seed=seed, index=i) for i, seed in enumerate(seeds)])
+    with tied_server.trained(timeout_seconds=1.0, requests_at_once=1) as (engine, _):
+        samples = engine.generate([ask(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(4)])
     # One by one: those that had no turn in time are given up, not granted the whole limit anew.
-    assert [(sample.finish, len(sample.tokens)) for sample in samples[4:]] == [("abort", 0)] * 4
+    assert [(sample.finish, len(sample.tokens)) for sample in samples[1:]] == [("abort", 0)] * 3
 
 
 def test_requests_of_a_caller_that_stops_are_aborted(tied_server: Served) -> None:
-    asked = [ask(PROMPTS[0], LONG, seed=seed) for seed in never_ending(tied_server, 4)]
-    asked.append(ask(PROMPTS[0], SamplingParams(1), seed=0))
-    stream = tied_server.engine.generate_stream(asked)
+    asked = [ask(ENDLESS_PROMPT, ENDLESS)] * 4
+    stream = tied_server.engine.generate_stream([*asked, ask(PROMPTS[0], SamplingParams(1), seed=0)])
     next(stream)
-    assert loads(tied_server)["num_running_reqs"] > 0
+    tied_server.wait_for_requests(4)
     stream.close()
-    deadline = time.monotonic() + 10
-    while (load := loads(tied_server))["num_running_reqs"] + load["num_waiting_reqs"] > 0:
-        assert time.monotonic() < deadline, load
-        time.sleep(0.05)
+    tied_server.wait_for_requests(0)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_with_what_the_server_says(tied_server: Served) -> None:
     with pytest.raises(EngineError, match="context length"):
-        tied_server.engine.generate([ask([5] * 300, SamplingParams(4))])
+        tied_server.engine.generate([ask([5] * (CONTEXT + 4), SamplingParams(4))])
     with pytest.raises(EngineError, match="no tokens"):
         tied_server.engine.generate([ask([], SamplingParams(4))])
     assert tied_server.engine.generate([]) == []
@@ -172,35 +156,3 @@ def test_a_prompt_that_does_not_fit_is_refused_with_what_the_server_says(tied_se
 def test_every_token_carries_the_servers_weight_version(tied_server: Served) -> None:
     (sample,) = tied_server.engine.generate([ask(PROMPTS[0], SamplingParams(5))])
     assert sample.versions.tolist() == [0] * len(sample.tokens)
-
-
-def loads(served: Served) -> dict[str, int]:
-    """What runs and waits in the server."""
-    request = urllib.request.Request(
-        f"{served.server.url}/v1/loads", headers={"Authorization": f"Bearer {served.server.api_key}"}
-    )
-    with urllib.request.urlopen(request, timeout=10) as response:
-        (load,) = json.load(response)["loads"]
-    return load
-
-
-def never_ending(served: Served, count: int) -> list[int]:
-    """Seeds with which LONG reaches its limit after PROMPTS[0]."""
-    seeds = range(1000, 1000 + 40 * count)
-    asked = [ask(PROMPTS[0], LONG, seed=seed) for seed in seeds]
-    found = []
-    for index, sample in served.engine.generate_stream(asked):
-        if sample.finish == "length":
-            found.append(seeds[index])
-        if len(found) == count:
-            break
-    return found
-
-
-def while_running(served: Served, asked: list[Request], act: Callable[[], None]) -> list[Sample]:
-    """The samples of `asked`; `act` is called once they run."""
-    acting = threading.Timer(0.15, act)
-    acting.start()
-    samples = served.engine.generate(asked)
-    acting.join()
-    return samples

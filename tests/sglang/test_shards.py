@@ -7,18 +7,18 @@ import hashlib
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import MegagrpoError, WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
@@ -43,7 +43,8 @@ from megagrpo.weights.verification import (
     sent_digests,
 )
 from tests.rollout_engines import model_directory, request
-from tests.sglang.servers import AT_ONCE, Served
+from tests.sglang.expected import logprobs_of
+from tests.sglang.servers import AT_ONCE, WAIT_SECONDS, Served
 from tests.tiny_models import FAMILIES
 from tests.unit.test_weights_executors import Corrupting
 from tests.weight_streams import at_once, empty
@@ -70,9 +71,14 @@ class Policy:
     """Training ranks of a layout, in threads, and one engine that they bring up to date."""
 
     def __init__(
-        self, engine: SglangEngine, served: Served, layout: ParallelLayout, way: Way, timeout_seconds: float = 60.0
+        self,
+        engine: SglangEngine,
+        served: Served,
+        layout: ParallelLayout,
+        way: Way,
+        timeout_seconds: float = WAIT_SECONDS,
     ) -> None:
-        self.engine, self.layout = engine, layout
+        self.engine, self.layout, self.served = engine, layout, served
         self.arch = read_architecture(served.directory)
         sources = [megatron_local.manifest(self.arch, layout, where, "float32") for where in rank_grid(layout)]
         self.plan = make_plan(sources, engine.manifests())
@@ -144,15 +150,10 @@ def check_holds(engine: SglangEngine, directory: Path) -> None:
 
 def check_logprobs(samples: list[Sample], prompts: list[tuple[int, ...]], directories: dict[int, Path]) -> None:
     """Each token has the logprob that transformers gives it with the weights of its version."""
-    models = {}
     for sample, prompt in zip(samples, prompts, strict=True):
         tokens = sample.tokens.tolist()
         for version in {int(version) for version in sample.versions}:
-            if version not in models:
-                models[version] = AutoModelForCausalLM.from_pretrained(directories[version], dtype=torch.float32).eval()
-            with torch.no_grad():
-                logits = models[version](torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-            expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens].numpy()
+            expected = logprobs_of(directories[version], prompt, tokens)
             of_version = sample.versions == version
             assert np.abs(sample.logprobs - expected)[of_version].max() < 1e-5
 
@@ -218,11 +219,11 @@ def test_ten_syncs_while_it_generates(policy: Policy, family: str, weights: Weig
     with ThreadPoolExecutor(1) as pool:
         generating = pool.submit(policy.engine.generate, asked)
         for version in range(2, 12):
-            time.sleep(0.1)
+            policy.served.wait_for_batches(3)
             policy.sync(version, directories[version])
             check_holds(policy.engine, directories[version])
         policy.engine.abort()
-        samples = generating.result(120)
+        samples = generating.result(WAIT_SECONDS)
     assert len({version for sample in samples for version in sample.versions.tolist()}) >= 3
     mixed = [i for i, sample in enumerate(samples) if len(set(sample.versions.tolist())) > 1]
     assert mixed
@@ -261,34 +262,53 @@ def test_a_bucket_that_changes_on_the_way_is_named_and_the_next_sync_mends_it(po
 
 @pytest.mark.parametrize("policy", [("split_server", LAYOUTS["tensor2"], way, 3.0) for way in IN_PLACE], indirect=True)
 def test_a_rank_that_stops_answering_is_named_at_the_deadline_and_syncs_again_when_it_lives(
-    policy: Policy, weights: Weights, split_server: Served
+    policy: Policy, weights: Weights, split_server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = weights("qwen3", 1)
-    policy.sync(1, directory)
+    sync_in_time(policy, 1, directory)
     (scheduler,) = [
         process
         for process in members(split_server.server._process.pid)
         if b"scheduler_TP1" in Path(f"/proc/{process}/cmdline").read_bytes()
     ]
     policy.engine.begin_update(2)
+    given_up = threading.Semaphore(0)
+    for sender in policy.senders:
+        monkeypatch.setattr(sender, "send", partial(then_release, sender.send, given_up))
     os.kill(scheduler, signal.SIGSTOP)
     try:
         with ThreadPoolExecutor(1) as pool:
             moving = pool.submit(policy.move, 2, directory)
-            time.sleep(4.0)
+            assert all(given_up.acquire(timeout=WAIT_SECONDS) for _ in policy.senders)
+            time.sleep(0.5)  # the engine's other rank began to wait no later than this
             os.kill(scheduler, signal.SIGCONT)
-            errors = moving.result(60)
+            errors = moving.result(WAIT_SECONDS)
     finally:
         os.kill(scheduler, signal.SIGCONT)
     assert len(errors) == 3  # both training ranks and the engine
     # The other rank of the engine may wait for the stopped one inside SGLang, and is then as late.
     assert all("no acknowledgement by engine 0 rank " in str(error) for error in errors)
     assert all(" within 3 s" in str(error) for error in errors)
-    policy.engine.begin_update(2)
-    assert not policy.move(2, weights("qwen3", 2))
-    assert not policy.wrong(weights("qwen3", 2), policy.engine.end_update(2))
-    policy.engine.commit_update(2)
+    sync_in_time(policy, 2, weights("qwen3", 2))
     check_holds(policy.engine, weights("qwen3", 2))
+
+
+def sync_in_time(policy: Policy, version: int, directory: Path) -> None:
+    """Again if a busy machine misses a short deadline."""
+    for _ in range(10):
+        policy.engine.begin_update(version)
+        if not (errors := policy.move(version, directory)):
+            break
+    assert not errors
+    assert not policy.wrong(directory, policy.engine.end_update(version))
+    policy.engine.commit_update(version)
+
+
+def then_release(send: Callable[..., None], semaphore: threading.Semaphore, *arguments: Any) -> None:
+    try:
+        send(*arguments)
+    finally:
+        semaphore.release()
 
 
 def test_wrong_shapes_and_commands_are_answered_and_the_server_lives(tied_server: Served, weights: Weights) -> None:

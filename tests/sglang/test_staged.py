@@ -29,7 +29,7 @@ from megagrpo.weights.verification import expected_digests
 from tests.rank_group import run_ranks
 from tests.rollout_engines import model_directory
 from tests.rollout_engines import request as ask
-from tests.sglang.servers import START_SECONDS, Served, settings, start_server
+from tests.sglang.servers import START_SECONDS, WAIT_SECONDS, Served, settings, start_server
 from tests.sglang.staged_ranks import Sending
 from tests.sglang.test_shards import BUCKET_BYTES, LAYOUTS, PROMPT, SERVERS, Policy, check_holds, check_logprobs
 
@@ -71,7 +71,7 @@ def test_every_way_brings_megatrons_weights_into_the_server(
     server: str, layout: ParallelLayout, weights: Weights, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     served: Served = request.getfixturevalue(server)
-    host = MeetingHost("127.0.0.1", 60.0)
+    host = MeetingHost("127.0.0.1", WAIT_SECONDS)
     test = host.meeting.join("the test")
     sendings = [
         Sending(way, tuple((2 * i + k, weights(SERVERS[server], (2 * i + k) % 3)) for k in (1, 2)))
@@ -108,7 +108,7 @@ def test_every_way_brings_megatrons_weights_into_the_server(
             samples = engine.generate([ask(PROMPT, SamplingParams(24), seed=version)])
             assert (samples[0].versions == version).all()
             check_logprobs(samples, [PROMPT], {version: directory})
-        sent = sending_ranks.result(60)
+        sent = sending_ranks.result(WAIT_SECONDS)
     for version, digests in arrived.items():
         expected = expected_digests(of_rank[version] for of_rank in sent)
         assert digests == [expected[rank] for rank in ranks]
@@ -122,7 +122,7 @@ class StagedPolicy(Policy):
     ) -> None:
         self.engine, self.layout, self.arch = engine, layout, read_architecture(directory)
         self.plan = plan_from(layout, engine, directory)
-        self.host = MeetingHost("127.0.0.1", 60.0)
+        self.host = MeetingHost("127.0.0.1", WAIT_SECONDS)
         self.ranks = range(len(self.plan.destinations))
         engine.connect(self.plan, self.ranks, way, self.host.meeting, BUCKET_BYTES)
         self.senders = [

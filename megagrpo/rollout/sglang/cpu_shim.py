@@ -1,7 +1,7 @@
 """What SGLang 0.5 lacks on a machine without GPUs and without its own CPU kernels, replaced in plain PyTorch.
 
-Two modules that it imports there and never uses; and sampling by seed, which it has for GPU attention only and which
-needs a hash. Nothing here changes how a model computes.
+Two modules that it imports there and never uses; sampling by seed, which it has for GPU attention only and which needs
+a hash; and rest while it is paused. Nothing here changes how a model computes.
 """
 
 from __future__ import annotations
@@ -62,6 +62,20 @@ def _sample_by_seed() -> None:
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = lambda *arguments, **options: None  # Triton kernels
     sampling_hash.murmur_hash32 = murmur_hash32
+
+
+def rest_while_paused() -> None:
+    """Lets a paused scheduler sleep until it is asked for something, as an idle one does: it would take a core, which
+    training ranks need to send weights. To be called once the scheduler may be imported."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record = Scheduler._record_scheduler_state_for_paused_engine
+
+    def record_and_rest(scheduler: Any) -> None:
+        record(scheduler)
+        scheduler.maybe_sleep_on_idle()
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_and_rest
 
 
 def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

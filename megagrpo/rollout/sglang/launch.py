@@ -3,7 +3,8 @@
     python launch.py < settings         settings: JSON, {"owner": pid, "directory": ..., "arguments": {...}}
 
 The arguments, the API key among them, come on standard input so that `ps` does not show them. SGLang spawns its
-processes anew, and each runs this module's top level again: what must hold in all of them stands there.
+processes anew, and each runs this module's top level again: what must hold in all of them stands there. On CPUs they
+are forked from this process instead, which has it all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -60,6 +62,16 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
+def fork_processes() -> None:
+    """Where SGLang spawns a process, this one is forked: each would import SGLang anew, for ten seconds of a core.
+
+    For CPUs only: CUDA does not survive a fork.
+    """
+    multiprocessing.set_start_method("fork")
+    vars(multiprocessing)["set_start_method"] = lambda *arguments, **options: None  # SGLang asks for "spawn"
+    os.register_at_fork(after_in_child=end_with_parent)
+
+
 def end_with(owner: int, directory: str) -> None:
     """Ends every process of this server once the process that started it is gone, however it ended."""
     from megagrpo.rollout.sglang.processes import kill_group, members, remove, shared_files
@@ -84,6 +96,11 @@ def main() -> None:
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
+    if os.environ.get(DEVICE_VARIABLE) == "cpu":
+        from megagrpo.rollout.sglang import cpu_shim
+
+        fork_processes()
+        cpu_shim.rest_while_paused()
     run_server(ServerArgs(**settings["arguments"]))
 
 
