@@ -38,7 +38,7 @@ def estimate(
     critic: Architecture | None = None,
 ) -> Estimate:
     """What the recipe needs, and how long its steps take, on these GPUs. Its rules must hold (trainer/preflight.py)."""
-    held = memory(recipe, architecture, machines, "cuda", critic)
+    held = memory(recipe, architecture, machines, "cuda", critic, assumptions.expert_imbalance)
     time = step_time(recipe, architecture, machines, assumptions, critic)
     return Estimate(held, time, lacking_bytes(held, machines))
 

@@ -87,7 +87,11 @@ def plan_of(
     device = planned_device(recipe)
     known = machines if device == "cuda" else None
     expected = estimate(recipe, architecture, known, assumptions, critic) if known else None
-    held = expected.memory if expected else memory(recipe, architecture, None, device, critic)
+    held = (
+        expected.memory
+        if expected
+        else memory(recipe, architecture, None, device, critic, assumptions.expert_imbalance)
+    )
     if device == "cpu" and run_directory is not None:  # of CPUs nothing is known but what a run measured
         expected = Estimate(held, step_time(recipe, architecture, A_CPU, assumptions, critic), 0)
     return Plan(

@@ -27,6 +27,7 @@ from megagrpo.plan.memory.engine import (
 )
 from megagrpo.plan.memory.logits import logits_bytes
 from megagrpo.plan.memory.parts import DeviceMemory, PhaseMemory
+from megagrpo.plan.plan import plan_of
 from megagrpo.plan.time.step_time import step_time
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.schema import EngineLayout, Recipe, SftRecipe
@@ -34,6 +35,7 @@ from megagrpo.rollout.sglang import arguments
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides import sglang
+from tests import plans
 from tests.tiny_models import FAMILIES, make_model
 
 H100 = Machines(GPUS["H100"], 8, 50e9)
@@ -448,3 +450,17 @@ def test_devices_that_hold_the_same_are_counted_once() -> None:
     held = memory(recipe, DEEPSEEK, H100, "cuda")
     assert len(held) == 16
     assert sum(len(kind.devices) for kind in held) == 2048
+
+
+def test_uneven_routing_takes_memory_as_it_takes_time() -> None:
+    recipe = plans.changed(plans.ON_2048)
+
+    def most(*given: str) -> tuple[int, float]:
+        planned = plan_of(recipe, DEEPSEEK, given=given)
+        assert planned.estimate is not None
+        updates = (phase.bytes for kind in planned.memory for phase in kind.phases if phase.phase == "update")
+        return max(updates), planned.estimate.time.seconds
+
+    even, usual, uneven = most("expert_imbalance=1"), most(), most("expert_imbalance=4")
+    assert even[0] < usual[0] < uneven[0]
+    assert even[1] < usual[1] < uneven[1]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.machines import Machines
 from megagrpo.plan.memory.engine import GIB, EngineMemory, engine_memory
 from megagrpo.plan.memory.parts import DeviceMemory, Part, PhaseMemory
@@ -28,21 +29,23 @@ def memory(
     machines: Machines | None,
     device: str,
     critic: Architecture | None = None,
+    expert_imbalance: float = Assumptions().expert_imbalance,
 ) -> tuple[DeviceMemory, ...]:
     """One entry for each kind of device, in their order. `device` is cpu or cuda; without `machines` an engine's cache
     is as large as the recipe could use. All sequences are taken to be as long as the recipe allows. `critic` is the
-    model of algorithm.critic.path, if it is another.
+    model of algorithm.critic.path, if it is another; `expert_imbalance` as in Assumptions.
     """
     planned = plan_devices(recipe, device)
     card = machines.gpu.memory_bytes if machines and device == "cuda" else None
     engine = None
     if isinstance(recipe, Recipe) and recipe.rollout.engine != "external":
         engine = engine_memory(recipe, architecture, card, device)
-    return tuple(
-        DeviceMemory(_name(recipe, stage, engines), tuple(devices), tuple(phases))
-        for (stage, engines), devices in _kinds(recipe, planned).items()
-        if (phases := list(_phases(_Device(recipe, architecture, device, stage, engines, engine, critic))))
-    )
+    held = []
+    for (stage, engines), devices in _kinds(recipe, planned).items():
+        kind = _Device(recipe, architecture, device, stage, engines, engine, critic, expert_imbalance)
+        if phases := tuple(_phases(kind)):
+            held.append(DeviceMemory(_name(recipe, stage, engines), tuple(devices), phases))
+    return tuple(held)
 
 
 def _kinds(recipe: AnyRecipe, planned: DevicePlan) -> dict[tuple[int | None, int], list[int]]:
@@ -81,12 +84,13 @@ class _Device:
     engines: int
     engine: EngineMemory | None
     critic: Architecture | None
+    expert_imbalance: float
 
     @cached_property
     def trainer(self) -> TrainingRank | None:
         if self.stage is None:
             return None
-        return TrainingRank(self.recipe, self.architecture, self.device, self.stage, self.critic)
+        return TrainingRank(self.recipe, self.architecture, self.device, self.stage, self.critic, self.expert_imbalance)
 
 
 def _phases(device: _Device) -> Iterator[PhaseMemory]:

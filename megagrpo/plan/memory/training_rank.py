@@ -8,7 +8,6 @@ from functools import cached_property
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
 from megagrpo.layout.stages import layers_of_chunk
-from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.memory.activations import Pass, forward_bytes, stage_bytes, working_bytes
 from megagrpo.plan.memory.engine import GIB, MIB
 from megagrpo.plan.memory.logits import end_bytes, logits_bytes
@@ -58,6 +57,7 @@ class TrainingRank:
     device: str
     stage: int
     critic: Architecture | None
+    expert_imbalance: float
 
     @cached_property
     def layout(self) -> ParallelLayout:
@@ -113,7 +113,7 @@ class TrainingRank:
             fused_layers(train, self.device),
             train.recompute,
             train.lora is not None,
-            Assumptions().expert_imbalance,
+            self.expert_imbalance,
         )
 
     @property

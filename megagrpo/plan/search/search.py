@@ -225,7 +225,8 @@ def _fitting(
         key = tuple(candidate.values[path] for path in apart) if apart else len(found)
         if key in found:
             continue
-        held = memory(candidate.recipe, case.architecture, case.machines, "cuda", case.critic)
+        uneven = case.assumptions.expert_imbalance
+        held = memory(candidate.recipe, case.architecture, case.machines, "cuda", case.critic, uneven)
         lacking = lacking_bytes(held, case.machines, spare=SPARE)
         one = _Found(candidate.values, candidate.recipe, Estimate(held, candidate.time, lacking))
         if lacking == 0:
