@@ -109,6 +109,7 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_seqlen_per_dp_cp_rank": ((None,), _WHOLE_CONTEXT),
     "fp8_param": ((False,), _MODELS_DTYPE),
     "fp4_param": ((False,), _MODELS_DTYPE),
+    "fp32_residual_connection": ((False,), "layers round the residual to the model's dtype all the same"),
     "init_method_std": ((), "all weights are loaded"),
     "embedding_init_method_std": ((), "all weights are loaded"),
     "flash_decode": ((False,), "it is for inference"),

@@ -25,13 +25,14 @@ def config(arch: Architecture = ARCHITECTURE, dtype: torch.dtype = torch.float32
 
 
 def test_options_pass_through() -> None:
-    assert config(megatron={"fp32_residual_connection": True, "deterministic_mode": True}).fp32_residual_connection
+    options = {"disable_bf16_reduced_precision_matmul": True, "deterministic_mode": True}
+    assert config(megatron=options).disable_bf16_reduced_precision_matmul
 
 
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("fp32_residual_conection", True, "did you mean fp32_residual_connection"),
+        ("determinstic_mode", True, "did you mean deterministic_mode"),
         ("_cpu_offloading_context", None, "a field of megatron.core's TransformerConfig"),
         ("tensor_model_parallel_size", 2, "train.layout.tensor"),
         ("recompute_granularity", "full", "train.recompute"),
@@ -44,7 +45,8 @@ def test_options_pass_through() -> None:
         ("qk_clip", True, "does not make"),
         ("cuda_graph_impl", "local", "differ in length"),
         ("mamba_num_heads", 4, "model.path"),
-        ("fp32_residual_connection", "yes", "valid boolean"),
+        ("fp32_residual_connection", True, "round the residual"),
+        ("deterministic_mode", "yes", "valid boolean"),
         ("recompute_num_layers", "two", "train.recompute"),
         ("tp_comm_bootstrap_backend", "smoke", "'nccl', 'mpi' or 'gloo'"),
         ("finalize_model_grads_func", "f", "set by the training rank"),
