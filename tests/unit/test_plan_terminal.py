@@ -53,7 +53,11 @@ def test_two_thousand_gpus_take_few_lines(of_671b: Plan) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_pictures_fit_the_width_in_plain_text_where_there_is_no_terminal(of_671b: Plan, width: int) -> None:
+def test_pictures_fit_the_width_in_plain_text_where_there_is_no_terminal(
+    of_671b: Plan, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     _, _, pictures = drawn(of_671b, width=width).partition("\nwhere")
     pictures = pictures.partition("\nunwise")[0]
     assert max(map(len, pictures.splitlines())) <= min(width, 120)
