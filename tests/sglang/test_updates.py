@@ -6,10 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from megagrpo.errors import EngineError, WeightSyncError
 from megagrpo.rollout.sglang.engine import Pause
+from megagrpo.rollout.sglang.processes import members
 from megagrpo.types import Request, Sample, SamplingParams
 from tests.rollout_engines import model_directory, request
 from tests.sglang.expected import logprobs_of
@@ -146,6 +148,18 @@ def test_no_token_is_sampled_while_an_update_is_open(
         tied_server.wait_for_batches(1)
         engine.abort()
         future.result(WAIT_SECONDS)
+
+
+def test_a_server_that_waits_for_weights_leaves_the_cores_to_those_who_send_them(tied_server: Served) -> None:
+    processes = [psutil.Process(process) for process in members(tied_server.server._process.pid)]
+    with tied_server.trained() as (engine, trainer):
+        engine.begin_update(1)
+        used = -sum(sum(process.cpu_times()[:2]) for process in processes)
+        time.sleep(1.0)
+        used += sum(sum(process.cpu_times()[:2]) for process in processes)
+        trainer.send(1, tied_server.directory)
+        engine.commit_update(1)
+    assert used < 0.3
 
 
 def test_an_update_that_failed_is_begun_again(tied_server: Served, new_weights: Callable[[str], Path]) -> None:
