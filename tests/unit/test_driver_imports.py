@@ -40,6 +40,6 @@ def test_the_driver_starts_and_reads_answers_without_what_only_its_actors_use(dr
         input=pickle.dumps(answers),
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.stdout.decode() == "[]\n", done.stderr.decode()
