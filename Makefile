@@ -11,7 +11,8 @@ ADDER := .cache/adder
 WARM_START := runs/adder_sft_cpu/hugging_face/config.json
 
 # Tests run on CPUs everywhere. The ranks together use every core, so each has one thread; nothing is compiled or fetched.
-TEST_ENVIRONMENT := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
+# Ray would run its workers at niceness 15, with next to no time on a machine that does something else as well.
+TEST_ENVIRONMENT := RAY_worker_niceness=0 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
 
 .PHONY: adder warm-start demo demo-sglang sglang-cpu slurm-cpu test test-long lint benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
@@ -75,10 +76,10 @@ demo-sglang: $(SGLANG_INSTALLED) warm-start
 	@$(BIN)/python -m megagrpo.demo.ask runs/adder_sglang_cpu/hugging_face 37+45=
 
 test: lint $(SGLANG_INSTALLED)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not long" --durations=20 $(ARGS)
 
 test-long: $(SGLANG_INSTALLED)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m long $(ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m long --durations=20 $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

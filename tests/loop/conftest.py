@@ -1,12 +1,23 @@
-"""What the tests of whole runs share: one set of inputs, and one run to its end."""
+"""What the tests of whole runs share: one set of inputs, one run to its end, and a Ray that runs can join."""
 
 from __future__ import annotations
 
+import contextlib
+import re
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.loop import small_run
+from tests.loop import demo_run, small_run
+from tests.loop.ray_nodes import RayNodes
+from tests.loop.warm_model import warm_model
+
+ACTOR = re.compile(r"ray::(\w*Actor)\b")
 
 
 @pytest.fixture(scope="session")
@@ -16,11 +27,59 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A run that was not interrupted. `actors`: the class of each Ray actor that it ever had, by process id."""
+
+    directory: Path
+    printed: str
+    actors: Mapping[int, str]
+
+
 @pytest.fixture(scope="session")
-def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Directory of a run that was not interrupted, tracked by MLflow, and what it printed."""
+def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Tracked by MLflow, on a Ray of its own."""
     output = tmp_path_factory.mktemp("finished")
     values = small_run.recipe(inputs, output)
     values["track"]["mlflow"] = {}
-    printed = small_run.train(small_run.write(values, output))
-    return output / values["name"], printed
+    process = small_run.start(small_run.write(values, output))
+    actors: dict[int, str] = {}
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(small_run.end, process)
+        while not ended.done():
+            actors |= actors_of(process.pid)
+            time.sleep(0.1)
+    return Finished(output / values["name"], ended.result(), actors)
+
+
+def actors_of(pid: int) -> dict[int, str]:
+    """Those that a driver has now."""
+    found = {}
+    with contextlib.suppress(psutil.NoSuchProcess):  # the driver has ended
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if match := ACTOR.match(" ".join(child.cmdline())):
+                    found[child.pid] = match[1]
+    return found
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[Mapping[str, str]]:
+    """The environment of a run that joins a Ray of four CPUs, enough for two runs of two ranks at once: Ray's start
+    and end take longer than a small run's steps."""
+    with RayNodes(cpus_per_node=4) as nodes:
+        yield nodes.environment
+
+
+@pytest.fixture(scope="session")
+def adder() -> str:
+    """The model that the demo's GRPO starts from, as an override."""
+    return f"model.path={warm_model()}"
+
+
+@pytest.fixture(scope="session")
+def grpo(adder: str, ray: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, demo_run.Metrics]:
+    """The demo's own run: its directory, and its metrics. It goes on after it has learnt enough."""
+    output = tmp_path_factory.mktemp("grpo")
+    metrics = demo_run.train(ray, output, "adder_cpu", adder, "track.mlflow=null", "train.total_steps=40")
+    return output / "adder_cpu", metrics

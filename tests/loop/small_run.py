@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -15,7 +17,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from megagrpo.data.prepared import prompt_row, write_splits
 from megagrpo.demo.tokenizer import make_tokenizer
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+T = TypeVar("T")
 STEPS = 4
+RUN_SECONDS = 600.0
+"""A run that is not over by then hangs. Twenty seconds are enough where nothing else runs."""
 VOLATILE = ("seconds/", "tokens_per_second", "time")
 """Metrics that measure the machine and differ from run to run."""
 
@@ -83,30 +89,52 @@ def write(values: dict[str, Any], directory: Path) -> Path:
     return path
 
 
-def environment() -> dict[str, str]:
+def own_environment() -> dict[str, str]:
     """Without the tests' own settings, which a user does not have either."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
 
 
-def start(recipe_file: Path, *overrides: str, command: str = "train") -> subprocess.Popen[str]:
+def start(
+    recipe_file: Path,
+    *overrides: str,
+    command: str = "train",
+    through: Sequence[str] = ("megagrpo.cli",),
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[str]:
+    """Starts `megagrpo train`, or another command. `through`: the module that runs it, and what that is told first.
+    `environment`: RayNodes.environment, to join that Ray; otherwise the run starts its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "megagrpo.cli", command, str(recipe_file), *overrides],
+        [sys.executable, "-m", *through, command, str(recipe_file), *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment(),
+        cwd=REPOSITORY,
+        env=environment or own_environment(),
     )
 
 
-def train(recipe_file: Path, *overrides: str, timeout_seconds: float = 180.0, command: str = "train") -> str:
-    """Runs `megagrpo train`, or another command, to its end; what it printed. Fails if it failed."""
-    process = start(recipe_file, *overrides, command=command)
+def end(process: subprocess.Popen[str], code: int = 0) -> str:
+    """What a run printed, once it has ended. Fails if it ended with another exit code."""
     try:
-        output, _ = process.communicate(timeout=timeout_seconds)
+        output, _ = process.communicate(timeout=RUN_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"not over after {RUN_SECONDS:g} s: {process.communicate()[0]}") from None
     finally:
         process.kill()
-    assert process.returncode == 0, output
+    assert process.returncode == code, output
     return output
+
+
+def train(recipe_file: Path, *overrides: str, **how: Any) -> str:
+    """Runs `megagrpo train`, or another command, to its end; what it printed. Fails if it failed. `how`: as `start`."""
+    return end(start(recipe_file, *overrides, **how))
+
+
+def side_by_side(*works: Callable[[], T]) -> list[T]:
+    """Their results. A run that starts uses one core at most times, so that two take little longer than one."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [started.result() for started in [pool.submit(work) for work in works]]
 
 
 def metrics(run_directory: Path) -> dict[int, dict[str, float]]:

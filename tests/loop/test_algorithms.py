@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -9,12 +12,12 @@ from typing import Any
 import pytest
 
 from tests.loop import small_run
-from tests.loop.warm_model import warm_model
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 8
+SAVED = 5
+"""The step of the checkpoint before the last."""
 
-SHORT: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "dapo": {
         "algorithm": {"loss": {"clip_high": 0.28}, "minibatches": 2},
         "rollout": {"dynamic_sampling": {"rounds_max": 2}},
@@ -29,8 +32,6 @@ SHORT: dict[str, dict[str, Any]] = {
             "correction": {"weights": "token", "reject": [{"level": "sequence", "high": 2.0}], "veto": 1e-4},
         },
     },
-}
-LONG: dict[str, dict[str, Any]] = {
     "rloo": {
         "algorithm": {
             "advantage": {"name": "rloo"},
@@ -46,7 +47,8 @@ LONG: dict[str, dict[str, Any]] = {
         "algorithm": {
             "advantage": {"name": "reinforce_plus_plus", "discount": 0.9},
             "kl": {"coefficient": 0.01, "placement": "reward"},
-        }
+        },
+        "train": {"offload": ["optimizer", "gradients", "reference"]},
     },
     "clip_cov": {
         "algorithm": {"loss": {"name": "clip_cov"}, "minibatches": 2, "rollout_logprobs_as_old": True},
@@ -58,59 +60,71 @@ FIGURES = {
     "rloo": "kl/mean kl/coefficient",
     "remax": "reward/greedy",
 }
+GAIN = {"remax": 1.3}
+"""How often the reward must be what it was at first; 2 times where nothing is said. remax comes to 1.8, those that have
+other responses to compare with to 5 and more."""
+Metrics = dict[int, dict[str, float]]
 
 
 def recipe(inputs: Path, output: Path, name: str) -> dict[str, Any]:
     """small_run's recipe without its objective, with that of `name`."""
     values = small_run.recipe(inputs, output, name)
     values["algorithm"] = {}
-    for section, settings in (SHORT | LONG)[name].items():
+    for section, settings in METHODS[name].items():
         values[section] |= settings
     values["rollout"] |= {"prompts_per_step": 8, "samples_per_prompt": 8}
     values["train"] |= {"total_steps": STEPS, "tokens_per_microbatch": 512, "optimizer": {"lr": 1e-2}}
     values["eval"]["every_steps"] = STEPS
+    values["checkpoint"]["every_steps"] = SAVED
     return values
 
 
-@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
-def test_a_method_learns_and_leaves_its_figures(inputs: Path, tmp_path: Path, name: str) -> None:
-    small_run.train(small_run.write(recipe(inputs, tmp_path, name), tmp_path))
-    entries = small_run.metrics(tmp_path / name)
-    assert sorted(entries) == list(range(STEPS + 1))
-    assert set(FIGURES.get(name, "").split()) <= set(entries[STEPS])
-    rewards = [entries[step]["reward/share_of_digits"] for step in range(1, STEPS + 1)]
-    assert fmean(rewards[-3:]) > 1.5 * fmean(rewards[:3])
-    if "rollout_logprobs_as_old" not in (SHORT | LONG)[name]["algorithm"]:  # else the policy has moved by then
-        assert entries[1]["logprob_difference/max"] < 1e-4
+def train(inputs: Path, output: Path, ray: Mapping[str, str], name: str) -> Metrics:
+    small_run.train(small_run.write(recipe(inputs, output, name), output), environment=ray)
+    return small_run.metrics(output / name)
+
+
+def check(name: str, metrics: Metrics) -> None:
+    """That it has learnt, and left its figures."""
+    assert sorted(metrics) == list(range(STEPS + 1))
+    assert set(FIGURES.get(name, "").split()) <= set(metrics[STEPS])
+    rewards = [metrics[step]["reward/share_of_digits"] for step in range(1, STEPS + 1)]
+    gain = fmean(rewards[-3:]) / fmean(rewards[:3])
+    print(f"{name}: the reward grew {gain:.2f} times")
+    assert gain > GAIN.get(name, 2.0)
+    if "rollout_logprobs_as_old" not in METHODS[name]["algorithm"]:  # else the policy has moved by then
+        assert metrics[1]["logprob_difference/max"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("dapo", "gspo"),
+        pytest.param(("remax", "cispo"), marks=pytest.mark.long),
+        pytest.param(("reinforce_plus_plus", "clip_cov"), marks=pytest.mark.long),
+    ],
+    ids="-".join,
+)
+def test_methods_learn_and_leave_their_figures(
+    inputs: Path, tmp_path: Path, ray: Mapping[str, str], names: tuple[str, ...]
+) -> None:
+    found = small_run.side_by_side(*(partial(train, inputs, tmp_path, ray, name) for name in names))
+    for name, metrics in zip(names, found, strict=True):
+        check(name, metrics)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["dapo", "rloo"])
-def test_a_resumed_run_has_the_same_numbers(inputs: Path, tmp_path: Path, name: str) -> None:
-    for directory in ("whole", "parts"):
-        (tmp_path / directory).mkdir()
-    whole = small_run.write(recipe(inputs, tmp_path / "whole", name), tmp_path / "whole")
-    small_run.train(whole)
-    parts = small_run.write(recipe(inputs, tmp_path / "parts", name), tmp_path / "parts")
-    small_run.train(parts, "train.total_steps=5", "eval.every_steps=8", "checkpoint.every_steps=5")
-    assert "continuing after step 5" in small_run.train(parts)
-    found, expected = (small_run.metrics(tmp_path / directory / name) for directory in ("parts", "whole"))
-    for step in (6, 7, 8):
-        assert small_run.stable(found)[step] == small_run.stable(expected)[step]
+def test_resumed_runs_have_the_same_numbers(inputs: Path, tmp_path: Path, ray: Mapping[str, str]) -> None:
+    def whole_and_resumed(name: str) -> tuple[Metrics, Metrics]:
+        whole = train(inputs, tmp_path, ray, name)
+        shutil.rmtree(tmp_path / name / "checkpoints" / f"step_{STEPS:06}")
+        printed = small_run.train(tmp_path / f"{name}.yaml", environment=ray)
+        assert f"continuing after step {SAVED}" in printed
+        return whole, small_run.metrics(tmp_path / name)
 
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["rloo", "gspo", "dapo", "cispo", "ppo", "lora"])
-def test_the_demo_learns_to_carry_by_every_recipe(tmp_path: Path, name: str) -> None:
-    recipe_file = REPOSITORY / "yaml_recipes" / f"adder_{name}_cpu.yaml"
-    small_run.train(
-        recipe_file,
-        f"model.path={warm_model()}",
-        f"track.directory={tmp_path}",
-        "train.total_steps=40",
-        "track.mlflow=null",
-        timeout_seconds=600,
-    )
-    metrics = small_run.metrics(tmp_path / recipe_file.stem)
-    assert metrics[max(metrics)]["eval/mean@1"] >= 0.9
+    names = ("dapo", "rloo")
+    found = small_run.side_by_side(*(partial(whole_and_resumed, name) for name in names))
+    for name, (whole, resumed) in zip(names, found, strict=True):
+        check(name, whole)
+        assert whole[STEPS]["time"] != resumed[STEPS]["time"], "the step was made anew"
+        assert small_run.stable(resumed) == small_run.stable(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.loop import small_run
 pytestmark = pytest.mark.long
 
 
-def test_a_run_of_ppo_continues_with_its_critic(inputs: Path, tmp_path: Path) -> None:
+def test_a_run_of_ppo_continues_with_its_critic(inputs: Path, tmp_path: Path, ray: Mapping[str, str]) -> None:
     values = small_run.recipe(inputs, tmp_path, "ppo")
     values["algorithm"] = {
         "advantage": {"name": "gae", "trace": 0.9},
@@ -23,7 +24,7 @@ def test_a_run_of_ppo_continues_with_its_critic(inputs: Path, tmp_path: Path) ->
     values["rollout"] |= {"prompts_per_step": 16, "samples_per_prompt": 1}
     values["train"]["offload"] = ["critic", "optimizer"]
     recipe = small_run.write(values, tmp_path)
-    small_run.train(recipe)
+    small_run.train(recipe, environment=ray)
     whole = small_run.stable(small_run.metrics(tmp_path / "ppo"))
 
     assert "loss/policy" not in whole[1]
@@ -39,6 +40,6 @@ def test_a_run_of_ppo_continues_with_its_critic(inputs: Path, tmp_path: Path) ->
     saved = tmp_path / "ppo" / "checkpoints"
     assert (saved / "step_000004" / "rank" / "critic" / ".metadata").is_file()
     shutil.rmtree(saved / "step_000004")
-    small_run.train(recipe)
+    small_run.train(recipe, environment=ray)
     again = small_run.stable(small_run.metrics(tmp_path / "ppo"))
     assert again == whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.safetensors_files import saved
 pytestmark = pytest.mark.long
 
 
-def test_a_run_with_adapters(inputs: Path, tmp_path: Path) -> None:
+def test_a_run_with_adapters(inputs: Path, tmp_path: Path, ray: Mapping[str, str]) -> None:
     values = small_run.recipe(inputs, tmp_path, "lora")
     values["train"] |= {
         "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj", "up_proj", "down_proj"]},
@@ -24,7 +25,7 @@ def test_a_run_with_adapters(inputs: Path, tmp_path: Path) -> None:
         "offload": ["parameters", "gradients", "optimizer", "reference"],
     }
     recipe = small_run.write(values, tmp_path)
-    small_run.train(recipe)
+    small_run.train(recipe, environment=ray)
     run = tmp_path / "lora"
     whole = small_run.stable(small_run.metrics(run))
 
@@ -47,5 +48,5 @@ def test_a_run_with_adapters(inputs: Path, tmp_path: Path) -> None:
     assert changed == set(config["target_modules"])
 
     shutil.rmtree(run / "checkpoints" / f"step_{small_run.STEPS:06}")
-    small_run.train(recipe)
+    small_run.train(recipe, environment=ray)
     assert small_run.stable(small_run.metrics(run)) == whole

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ import pytest
 from megagrpo.errors import EXIT_RUN_FAILED
 from tests.loop import small_run
 from tests.loop.altered_logprob import LOWER, POSITION
+from tests.loop.conftest import Finished
 
 LIMIT = ("rollout.mismatch.above=1.0", "rollout.mismatch.metric=max")
 SHORT = ("eval.files=[]", "checkpoint.every_steps=100", "train.total_steps=2", "checkpoint.export_hugging_face=false")
 
 
-def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, *arguments]
+def run(module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, env=small_run.environment()
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=small_run.RUN_SECONDS,
+        check=False,
+        env=environment or small_run.own_environment(),
     )
 
 
@@ -30,8 +36,8 @@ def lines_of(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "mismatch.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_run_writes_the_worst_tokens_of_every_step_and_says_nothing(finished: tuple[Path, str]) -> None:
-    directory, printed = finished
+def test_a_run_writes_the_worst_tokens_of_every_step_and_says_nothing(finished: Finished) -> None:
+    directory, printed = finished.directory, finished.printed
     assert "logprob_difference" not in printed
     metrics = small_run.metrics(directory)
     lines = lines_of(directory)
@@ -49,11 +55,12 @@ def test_a_run_writes_the_worst_tokens_of_every_step_and_says_nothing(finished: 
 
 
 @pytest.fixture(scope="module")
-def stopped(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def stopped(inputs: Path, tmp_path_factory: pytest.TempPathFactory, ray: Mapping[str, str]) -> tuple[Path, Any]:
     """Recipe of a run that stopped at its first step, and what it printed."""
     output = tmp_path_factory.mktemp("stopped")
     recipe = small_run.write(small_run.recipe(inputs, output), output)
-    return recipe, run("tests.loop.altered_logprob", str(recipe), *SHORT, *LIMIT, "rollout.mismatch.then=stop")
+    arguments = ("tests.loop.altered_logprob", str(recipe), *SHORT, *LIMIT, "rollout.mismatch.then=stop")
+    return recipe, run(*arguments, environment=ray)
 
 
 @pytest.mark.long
@@ -81,8 +88,10 @@ def test_an_altered_logprob_ends_the_run_with_its_token_once_the_step_is_saved(s
 
 
 @pytest.mark.long
-def test_a_run_that_stopped_goes_on_once_its_recipe_only_warns(stopped: tuple[Path, Any]) -> None:
-    done = run("tests.loop.altered_logprob", str(stopped[0]), *SHORT, *LIMIT)
+def test_a_run_that_stopped_goes_on_once_its_recipe_only_warns(
+    stopped: tuple[Path, Any], ray: Mapping[str, str]
+) -> None:
+    done = run("tests.loop.altered_logprob", str(stopped[0]), *SHORT, *LIMIT, environment=ray)
     assert done.returncode == 0, done.stderr
     assert "continuing after step 1" in done.stdout
     assert "warning: step 2: logprob_difference/max is 3" in done.stdout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from megagrpo.data.messages import load_examples
 from megagrpo.data.prompts import load_tokenizer
+from megagrpo.errors import EXIT_STOPPED
 from megagrpo.recipe.schema import ConversationFile
 from tests.loop import small_run
-from tests.loop.test_resume import kill_when, lines_of
 
 STEPS = 6
 
@@ -58,10 +60,10 @@ def write_conversations(directory: Path, name: str, sums: list[tuple[int, int]])
 
 
 @pytest.fixture(scope="module")
-def finished_sft(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_sft(inputs: Path, tmp_path_factory: pytest.TempPathFactory, ray: Mapping[str, str]) -> Path:
     """Directory of a run that was not interrupted."""
     output = tmp_path_factory.mktemp("finished_sft")
-    small_run.train(small_run.write(recipe(inputs, output), output), command="sft")
+    small_run.train(small_run.write(recipe(inputs, output), output), command="sft", environment=ray)
     return output / "small_sft"
 
 
@@ -92,15 +94,24 @@ def test_the_loss_falls_and_the_exported_model_has_it(inputs: Path, finished_sft
 
 
 @pytest.mark.long
-def test_killed_in_a_step_it_continues_with_the_same_numbers(inputs: Path, finished_sft: Path, tmp_path: Path) -> None:
+def test_killed_and_stopped_in_updates_it_continues_with_the_same_numbers(
+    inputs: Path, finished_sft: Path, tmp_path: Path, ray: Mapping[str, str]
+) -> None:
     recipe_file = small_run.write(recipe(inputs, tmp_path), tmp_path)
     directory = tmp_path / "small_sft"
-    kill_when(
-        small_run.start(recipe_file, command="sft"),
-        lambda: lines_of(directory) >= 3 and (directory / "checkpoints" / "step_000002").exists(),
-    )
-    assert "continuing after step" in small_run.train(recipe_file, command="sft")
+
+    def signalled(name: str, nth: int, code: int) -> str:
+        through = ("tests.loop.signalled", name, "update", str(nth))
+        process = small_run.start(recipe_file, command="sft", through=through, environment=ray)
+        return small_run.end(process, code)
+
+    signalled("SIGKILL", 3, code=-signal.SIGKILL)
+    printed = signalled("SIGTERM", 1, code=EXIT_STOPPED)
+    assert "continuing after step 2" in printed
+    assert "stopped by SIGTERM" in printed
+    assert "step_000003" in printed, "an update that has begun is finished and saved"
+    assert "continuing after step 3" in small_run.train(recipe_file, command="sft", environment=ray)
     assert small_run.stable(small_run.metrics(directory)) == small_run.stable(small_run.metrics(finished_sft))
     ours, theirs = ((run / "hugging_face" / "model.safetensors").read_bytes() for run in (directory, finished_sft))
     assert ours == theirs
-    assert "nothing to do" in small_run.train(recipe_file, command="sft")
+    assert "nothing to do" in small_run.train(recipe_file, command="sft", environment=ray)

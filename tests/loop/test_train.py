@@ -20,10 +20,11 @@ from megagrpo.recipe.load import load
 from megagrpo.track.metrics import undocumented
 from megagrpo.weights.families import read_architecture
 from tests.loop import small_run
+from tests.loop.conftest import Finished
 
 
-def test_a_run_leaves_metrics_for_every_step(finished: tuple[Path, str]) -> None:
-    entries = small_run.metrics(finished[0])
+def test_a_run_leaves_metrics_for_every_step(finished: Finished) -> None:
+    entries = small_run.metrics(finished.directory)
     assert sorted(entries) == list(range(small_run.STEPS + 1))
     names = set().union(*entries.values()) - {"step", "time"}
     assert not undocumented(names)
@@ -34,56 +35,54 @@ def test_a_run_leaves_metrics_for_every_step(finished: tuple[Path, str]) -> None
     assert entries[1]["weights/version"] == 1
 
 
-def test_rollout_and_training_logprobs_agree(finished: tuple[Path, str]) -> None:
-    for step, entry in small_run.metrics(finished[0]).items():
+def test_rollout_and_training_logprobs_agree(finished: Finished) -> None:
+    for step, entry in small_run.metrics(finished.directory).items():
         if step:
             assert entry["logprob_difference/max"] < 1e-4
 
 
-def test_a_run_remembers_its_recipe_and_its_environment(finished: tuple[Path, str]) -> None:
-    recipe = yaml.safe_load((finished[0] / "recipe.yaml").read_text())
+def test_a_run_remembers_its_recipe_and_its_environment(finished: Finished) -> None:
+    recipe = yaml.safe_load((finished.directory / "recipe.yaml").read_text())
     assert recipe["train"]["optimizer"]["beta2"] == 0.95  # a default, written out
-    environment = json.loads((finished[0] / "environment.json").read_text())
+    environment = json.loads((finished.directory / "environment.json").read_text())
     assert environment["libraries"]["torch"]
 
 
-def test_a_plan_that_is_calibrated_by_a_run_says_what_its_phases_took(finished: tuple[Path, str], inputs: Path) -> None:
-    recipe, architecture = load(finished[0] / "recipe.yaml").recipe, read_architecture(inputs / "model")
-    assumptions = calibrated(Assumptions(), recipe, architecture, None, finished[0])
-    entries = [entry for step, entry in sorted(small_run.metrics(finished[0]).items()) if step > 1]
+def test_a_plan_that_is_calibrated_by_a_run_says_what_its_phases_took(finished: Finished, inputs: Path) -> None:
+    recipe, architecture = load(finished.directory / "recipe.yaml").recipe, read_architecture(inputs / "model")
+    assumptions = calibrated(Assumptions(), recipe, architecture, None, finished.directory)
+    entries = [entry for step, entry in sorted(small_run.metrics(finished.directory).items()) if step > 1]
     for phase in step_time(recipe, architecture, A_CPU, assumptions).phases:
         if phase.phase != "driver":
             measured = median(entry[f"seconds/{phase.phase}"] for entry in entries)
             assert phase.seconds == pytest.approx(measured, rel=1e-6)
 
 
-def test_mlflow_has_the_same_metrics(finished: tuple[Path, str]) -> None:
-    rewards = [entry["reward/mean"] for step, entry in small_run.metrics(finished[0]).items() if step]
-    with sqlite3.connect(finished[0].parent / "mlflow.db") as database:
+def test_mlflow_has_the_same_metrics(finished: Finished) -> None:
+    rewards = [entry["reward/mean"] for step, entry in small_run.metrics(finished.directory).items() if step]
+    with sqlite3.connect(finished.directory.parent / "mlflow.db") as database:
         stored = database.execute("select value from metrics where key = 'reward/mean' order by step").fetchall()
     assert [value for (value,) in stored] == rewards
 
 
-def test_transformers_loads_the_export_and_it_is_not_the_model_of_the_start(
-    finished: tuple[Path, str], inputs: Path
-) -> None:
-    trained = AutoModelForCausalLM.from_pretrained(finished[0] / "hugging_face")
+def test_transformers_loads_the_export_and_it_is_not_the_model_of_the_start(finished: Finished, inputs: Path) -> None:
+    trained = AutoModelForCausalLM.from_pretrained(finished.directory / "hugging_face")
     start = AutoModelForCausalLM.from_pretrained(inputs / "model")
-    assert AutoTokenizer.from_pretrained(finished[0] / "hugging_face").chat_template
+    assert AutoTokenizer.from_pretrained(finished.directory / "hugging_face").chat_template
     difference = max((a - b).abs().max().item() for a, b in zip(trained.parameters(), start.parameters(), strict=True))
     assert 1e-4 < difference < 0.1
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.isfinite(trained(tokens).logits).all()
 
 
-def test_the_end_says_how_to_see_metrics_and_where_everything_is(finished: tuple[Path, str]) -> None:
-    directory, printed = finished
+def test_the_end_says_how_to_see_metrics_and_where_everything_is(finished: Finished) -> None:
+    directory, printed = finished.directory, finished.printed
     assert "mlflow ui --backend-store-uri" in printed
     assert str(directory) in printed
 
 
-def test_the_same_command_again_finds_the_run_complete(finished: tuple[Path, str]) -> None:
-    before = small_run.metrics(finished[0])
-    printed = small_run.train(finished[0].parent / "small.yaml")
+def test_the_same_command_again_finds_the_run_complete(finished: Finished) -> None:
+    before = small_run.metrics(finished.directory)
+    printed = small_run.train(finished.directory.parent / "small.yaml")
     assert "complete" in printed
-    assert small_run.metrics(finished[0]) == before
+    assert small_run.metrics(finished.directory) == before

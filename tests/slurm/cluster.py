@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,16 +23,36 @@ from pathlib import Path
 
 from megagrpo.ports import free_port
 
-NODES = 2
+NODES = ("n1", "n2")
 CPUS_PER_NODE = 1
 """Two ranks of one CPU each then need both nodes."""
 GPUS_PER_NODE = 8
 """Counted, not there: scripts ask for them, and Ray finds none."""
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare")
-START_SECONDS = 60.0
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "ip", "unshare", "mount", "hostname")
+START_SECONDS = 300.0
+"""For daemons, and a command of Slurm's, on a machine that is busy with something else."""
 KILL_WAIT_SECONDS = 10
 NODE_TIMEOUT_SECONDS = 300
 """As on most clusters: Slurm is the last to hear of a lost node."""
+
+REACH_SECONDS = 60
+LISTEN = """
+import socket, sys
+with socket.create_server((sys.argv[1], 17000)) as server:
+    server.accept()
+"""
+CONNECT = f"""
+import socket, sys, time
+deadline = time.monotonic() + {REACH_SECONDS}
+while True:
+    try:
+        socket.create_connection((sys.argv[1], 17000), timeout={REACH_SECONDS}).close()
+        break
+    except OSError as error:
+        if time.monotonic() > deadline:
+            sys.exit(f"nodes cannot reach each other: {{error}}")
+        time.sleep(0.1)
+"""
 
 CONF = """
 ClusterName=test
@@ -71,20 +92,8 @@ PartitionName=test Nodes=n[1-{nodes}] Default=YES DefaultTime=10
 """
 
 
-def reason_to_skip() -> str | None:
-    """Why Slurm cannot run here; None if it can."""
-    missing = [program for program in PROGRAMS if shutil.which(program) is None]
-    if missing:
-        return f"no {', '.join(missing)} here: `make slurm-cpu` installs Slurm from Debian's packages"
-    if os.getuid() != 0:
-        return "Slurm's daemons for two nodes need root"
-    name = f"try{secrets.token_hex(3)}"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False, timeout=10)
-    if tried.returncode == 0:
-        inside = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "true"]
-        tried = subprocess.run(inside, capture_output=True, text=True, check=False, timeout=10)
-        subprocess.run(["ip", "netns", "del", name], check=False, timeout=10)
-    return f"namespaces are not permitted here: {tried.stderr.strip()}" if tried.returncode else None
+class UnavailableError(Exception):
+    """Slurm cannot run on this machine."""
 
 
 @dataclass
@@ -105,7 +114,7 @@ class Slurm:
     def command(self, *words: str, cwd: Path | None = None, check: bool = True) -> str:
         """What one of Slurm's commands prints. Fails if it failed."""
         done = subprocess.run(
-            words, env=self.environment, cwd=cwd, capture_output=True, text=True, check=False, timeout=30
+            words, env=self.environment, cwd=cwd, capture_output=True, text=True, check=False, timeout=START_SECONDS
         )
         assert done.returncode == 0 or not check, f"{' '.join(words)}: {done.stderr}"
         return done.stdout + done.stderr
@@ -118,13 +127,13 @@ class Slurm:
         """What `scontrol show job` says: JobState, ExitCode, Restarts, ..."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "--oneliner", "show", "job", str(job))))
 
-    def wait(self, moment: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+    def wait(self, moment: Callable[[], bool], what: str, seconds: float = START_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not moment():
             assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
             time.sleep(0.2)
 
-    def wait_for_state(self, job: int, *states: str, seconds: float = 120.0) -> dict[str, str]:
+    def wait_for_state(self, job: int, *states: str, seconds: float = START_SECONDS) -> dict[str, str]:
         """The job, once it is in one of these states and nothing of it is left."""
         self.wait(lambda: self.job(job)["JobState"] in states, f"job {job} {' or '.join(states)}", seconds)
         return self.job(job)
@@ -150,18 +159,21 @@ class Slurm:
         for pid in self.pids(node):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.processes.pop(node).wait(timeout=30)
+        self.processes.pop(node).wait(timeout=START_SECONDS)
 
     def start_node(self, node: str) -> None:
+        self._start(node, *self._on(node, "slurmd", "-D", "-N", node))
+
+    def _on(self, node: str, *words: str) -> list[str]:
+        """A command that runs another on a node: in its network, with its own name, /dev/shm and disk."""
         inside = (
-            'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/disk-$1" "$2/disk"; '
-            'mount -t tmpfs -o mode=1777 tmpfs /dev/shm; exec slurmd -D -N "$1"'
+            'set -e; hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/disk-$1" "$2/disk"; '
+            'mount -t tmpfs -o mode=1777 tmpfs /dev/shm; shift 2; exec "$@"'
         )
-        self._start(
-            node,
+        return [
             *("ip", "netns", "exec", self._namespace(node), "unshare", "--uts", "--mount", "--propagation", "private"),
-            *("bash", "-c", inside, "bash", node, str(self.state)),
-        )
+            *("bash", "-c", inside, "bash", node, str(self.state), *words),
+        ]
 
     def _namespace(self, node: str) -> str:
         return f"{self.tag}{node}"
@@ -170,43 +182,83 @@ class Slurm:
         return f"{self.tag}v{node}"
 
     def _ip(self, *words: str) -> None:
-        subprocess.run(["ip", *words], check=True, timeout=10)
+        subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=START_SECONDS)
 
     def _start(self, name: str, *words: str) -> None:
         with (self.state / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(words, env=self.environment, stdout=log, stderr=log)
 
     def start(self) -> None:
-        nodes = [f"n{number}" for number in range(1, NODES + 1)]
+        self._start("slurmctld", "slurmctld", "-D", "-i")
+        for node in NODES:
+            self.start_node(node)
+        self.wait(lambda: all(self._is_idle(node) for node in NODES), "two idle nodes", START_SECONDS)
+
+    def prepare(self) -> None:
+        """All that a machine may not permit: the network, files, and munged. Raises UnavailableError."""
+        try:
+            self._connect()
+            self._write()
+            self._try_nodes()
+        except subprocess.CalledProcessError as failed:
+            said = str(failed.stderr).strip() or f"exit code {failed.returncode}"
+            raise UnavailableError(f"not permitted here: {' '.join(failed.cmd[:6])}: {said}") from failed
+        except OSError as failed:
+            raise UnavailableError(f"not permitted here: {failed}") from failed
+        self._start_munged()
+
+    def _connect(self) -> None:
+        """A bridge, and a network namespace for each node with one link to it."""
         self._ip("link", "add", f"{self.tag}br", "type", "bridge")
         self._ip("addr", "add", f"{self.network}.1/24", "dev", f"{self.tag}br")
         self._ip("link", "set", f"{self.tag}br", "up")
-        for number, node in enumerate(nodes, start=11):
+        for node, address in self._addresses().items():
             space = self._namespace(node)
             self._ip("netns", "add", space)
             self._ip("link", "add", self._link(node), "type", "veth", "peer", "name", "eth0", "netns", space)
             self._ip("link", "set", self._link(node), "master", f"{self.tag}br", "up")
-            self._ip("-n", space, "addr", "add", f"{self.network}.{number}/24", "dev", "eth0")
+            self._ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
             self._ip("-n", space, "link", "set", "lo", "up")
             self._ip("-n", space, "link", "set", "eth0", "up")
-        self._write(nodes)
+
+    def _addresses(self) -> dict[str, str]:
+        return {node: f"{self.network}.{number}" for number, node in enumerate(NODES, start=11)}
+
+    def _try_nodes(self) -> None:
+        """Each node has what is its own, and reaches the other: firewalls may forbid what crosses a bridge."""
+        for node, other in (NODES, reversed(NODES)):
+            self._check(self._on(node, "mkdir", "-p", f"{self.state}/disk/tried"))
+            listening = subprocess.Popen(self._on(other, sys.executable, "-c", LISTEN, self._addresses()[other]))
+            try:
+                self._check(self._on(node, sys.executable, "-c", CONNECT, self._addresses()[other]))
+            finally:
+                listening.kill()
+                listening.wait()
+            if not (self.state / f"disk-{node}" / "tried").is_dir():
+                raise UnavailableError(f"mounts in namespaces do not work here: {node} has no disk of its own")
+            (self.state / f"disk-{node}" / "tried").rmdir()
+
+    def _check(self, words: list[str]) -> None:
+        subprocess.run(words, check=True, capture_output=True, text=True, timeout=START_SECONDS)
+
+    def _start_munged(self) -> None:
         munge = self.state / "munge"
         self._start(
             "munged",
             *("munged", "--foreground", f"--key-file={munge}/key", f"--socket={munge}/socket"),
             *(f"--pid-file={munge}/pid", f"--seed-file={munge}/seed"),
         )
-        self.wait((munge / "socket").exists, "munged's socket", START_SECONDS)
-        self._start("slurmctld", "slurmctld", "-D", "-i")
-        for node in nodes:
-            self.start_node(node)
-        self.wait(lambda: all(self._is_idle(node) for node in nodes), "two idle nodes", START_SECONDS)
+        deadline = time.monotonic() + START_SECONDS
+        while not (munge / "socket").exists():
+            if self.processes["munged"].poll() is not None or time.monotonic() > deadline:
+                raise UnavailableError(f"munged does not start here: {(self.state / 'munged.log').read_text().strip()}")
+            time.sleep(0.1)
 
     def _is_idle(self, node: str) -> bool:
         return "State=IDLE " in self.command("scontrol", "--oneliner", "show", "node", node, check=False)
 
-    def _write(self, nodes: list[str]) -> None:
-        of_nodes = [f"{directory}-{node}" for directory in ("disk", "spool") for node in nodes]
+    def _write(self) -> None:
+        of_nodes = [f"{directory}-{node}" for directory in ("disk", "spool") for node in NODES]
         for directory in ("munge", "controller", "disk", *of_nodes):
             (self.state / directory).mkdir(mode=0o755)
         host = socket.gethostname()
@@ -216,8 +268,8 @@ class Slurm:
             port=free_port(""),
             state=self.state,
             network=self.network,
-            nodes=NODES,
-            last=10 + NODES,
+            nodes=len(NODES),
+            last=10 + len(NODES),
             cpus=CPUS_PER_NODE,
             gpus=GPUS_PER_NODE,
             kill_wait=KILL_WAIT_SECONDS,
@@ -228,14 +280,14 @@ class Slurm:
         (self.state / "gres.conf").write_text(f"Name=gpu File={self.state}/gpu[0-{GPUS_PER_NODE - 1}]\n")
         for gpu in range(GPUS_PER_NODE):
             (self.state / f"gpu{gpu}").touch()
-        names = [f"{self.network}.{number} {node}" for number, node in enumerate(nodes, start=11)]
+        names = [f"{address} {node}" for node, address in self._addresses().items()]
         (self.state / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{self.network}.1 {host}", *names, ""]))
         key = self.state / "munge" / "key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(1024))
 
     def stop(self) -> None:
-        for node in [f"n{number}" for number in range(1, NODES + 1)]:
+        for node in NODES:
             with contextlib.suppress(subprocess.CalledProcessError):
                 for pid in self.pids(node):
                     with contextlib.suppress(ProcessLookupError):
@@ -243,16 +295,25 @@ class Slurm:
                 self._ip("netns", "del", self._namespace(node))
         for process in self.processes.values():
             process.kill()
-            process.wait(timeout=30)
+            process.wait(timeout=START_SECONDS)
         with contextlib.suppress(subprocess.CalledProcessError):
             self._ip("link", "del", f"{self.tag}br")
 
 
 @contextlib.contextmanager
 def slurm(state: Path) -> Iterator[Slurm]:
-    """Slurm with its state in an empty directory, ended at the end. Short: Ray's sockets lie in it."""
+    """Slurm with its state in an empty directory, ended at the end. Short: Ray's sockets lie in it.
+
+    Raises UnavailableError if this machine lacks what it takes.
+    """
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        raise UnavailableError(f"no {', '.join(missing)} here: `make slurm-cpu` installs Slurm from Debian's packages")
+    if os.getuid() != 0:
+        raise UnavailableError("Slurm's daemons for two nodes need root")
     started = Slurm(state, f"10.231.{secrets.randbelow(254) + 1}", f"s{secrets.token_hex(2)}")
     try:
+        started.prepare()
         started.start()
         yield started
     finally:

@@ -1,9 +1,10 @@
-"""A real Ray cluster of two nodes on this machine: two raylets with addresses of their own, one device each."""
+"""A real Ray cluster on this machine: a head and, where a test wants it, a second node with an address of its own."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,65 +17,66 @@ import psutil
 from megagrpo.ports import free_port
 from tests.loop import small_run
 
-HEAD, WORKER = "127.0.0.11", "127.0.0.12"
-START_SECONDS = 120.0
-END_SECONDS = 30.0
+START_SECONDS = 300.0
+END_SECONDS = 60.0
 MEMORY_BYTES = 100 << 20
+JOIN = """
+import sys, time, ray
+ray.init(logging_level="error")
+deadline = time.monotonic() + 10
+while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]):
+    time.monotonic() < deadline or sys.exit(1)
+    time.sleep(0.2)
+"""
 
 
-class TwoNodes:
-    """As a context. `environment` is what a driver needs."""
+class RayNodes:
+    """As a context: a head, which runs join. `environment` is what a driver needs for that."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpus_per_node: int) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="mg-", dir="/tmp"))  # short: Ray makes sockets in it
         token = self._directory / "token"
         token.write_text(secrets.token_hex(32))
         token.chmod(0o600)
-        self.address = f"{HEAD}:{free_port(HEAD)}"
+        # Of this cluster alone. Ray takes 127.0.0.1 for the address of an outside interface.
+        network = f"127.{1 + secrets.randbelow(254)}.{secrets.randbelow(256)}"
+        self.head, self.worker = f"{network}.11", f"{network}.12"
+        self.address = f"{self.head}:{free_port(self.head)}"
         # Said in full: left open, Ray's choice depends on what else this user has run.
         self.environment = {
-            **small_run.environment(),
+            **small_run.own_environment(),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_ADDRESS": self.address,
             "RAY_USAGE_STATS_ENABLED": "0",
         }
+        self._cpus = cpus_per_node
         self._raylets: dict[str, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> TwoNodes:
+    def __enter__(self) -> RayNodes:
         port = self.address.rpartition(":")[2]
-        self._start(HEAD, "--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self._directory}/ray")
-        self.start_worker()
+        temporary = f"--temp-dir={self._directory}/ray"
+        try:
+            self._start(1, self.head, "--head", f"--port={port}", "--include-dashboard=false", temporary)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *raised: object) -> None:
         for process in reversed(self._raylets.values()):
             end_all(process)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def start_worker(self) -> None:
         """Starts the second node, also instead of one that was killed, and waits until the cluster has both."""
-        self._start(WORKER, f"--address={self.address}")
-        count = "import ray; ray.init(logging_level='error'); print(sum(n['Alive'] for n in ray.nodes()))"
-        deadline = time.monotonic() + START_SECONDS
-        while self._python(count) != "2":
-            assert time.monotonic() < deadline, (self._directory / f"{WORKER}.log").read_text()
-            time.sleep(0.5)
+        self._start(2, self.worker, f"--address={self.address}")
 
     def kill_worker(self) -> None:
         """kill -9 of everything on the second node."""
-        end_all(self._raylets[WORKER])
+        end_all(self._raylets[self.worker])
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """`megagrpo ...` on the head."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "megagrpo.cli", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=self.environment,
-        )
-
-    def _start(self, address: str, *arguments: str) -> None:
+    def _launch(self, address: str, *arguments: str) -> None:
         with (self._directory / f"{address}.log").open("wb") as log:
             self._raylets[address] = subprocess.Popen(
                 [
@@ -82,7 +84,7 @@ class TwoNodes:
                     "start",
                     *arguments,
                     f"--node-ip-address={address}",
-                    "--num-cpus=1",
+                    f"--num-cpus={self._cpus}",
                     f"--object-store-memory={MEMORY_BYTES}",
                     "--block",
                 ],
@@ -92,11 +94,24 @@ class TwoNodes:
                 start_new_session=True,
             )
 
-    def _python(self, code: str) -> str:
+    def _start(self, nodes: int, address: str, *arguments: str) -> None:
+        """Starts a node and waits until the cluster has `nodes`. Ray's own patience is half a minute: it may need more
+        than one try."""
+        deadline = time.monotonic() + START_SECONDS
+        self._launch(address, *arguments)
+        while self._joined(nodes) != 0:
+            assert time.monotonic() < deadline, (self._directory / f"{address}.log").read_text()
+            if self._raylets[address].poll() is not None:
+                self._launch(address, *arguments)
+            time.sleep(0.5)
+
+    def _joined(self, nodes: int) -> int:
+        """Exit code of a driver that waits for so many nodes."""
+        command = [sys.executable, "-c", JOIN, str(nodes)]
         done = subprocess.run(
-            [sys.executable, "-c", code], env=self.environment, capture_output=True, text=True, timeout=START_SECONDS
+            command, env=self.environment, capture_output=True, text=True, check=False, timeout=START_SECONDS
         )
-        return done.stdout.strip()
+        return done.returncode
 
 
 def end_all(process: subprocess.Popen[bytes]) -> None:
