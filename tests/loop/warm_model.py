@@ -20,5 +20,5 @@ def warm_model() -> Path:
     runs = DIRECTORY / f"runs_{fingerprint()[:8]}_{recipe[:8]}"
     model = runs / "adder_sft_cpu" / "hugging_face"
     if not model.exists():
-        small_run.train(RECIPE, f"track.directory={runs}", command="sft", timeout_seconds=600.0)
+        small_run.train(RECIPE, f"track.directory={runs}", command="sft")
     return model
