@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.recipe.schema import EngineLayout
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.families import architecture_of, tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import make_plan
@@ -64,55 +64,59 @@ class Case:
     name: str
     arch: Architecture
     layout: ParallelLayout
-    engine: EngineLayout
+    engine: EngineLayoutConfig
     engines: int
     colocated: bool
     published: str = ""
 
 
 CASES = (
-    Case("Llama-3.1-8B", LLAMA_8B, ParallelLayout(tensor=2, data=4), EngineLayout(tensor=1), 8, True),
-    Case("Llama-3.1-8B", LLAMA_8B, ParallelLayout(tensor=2, data=4), EngineLayout(tensor=1), 8, False),
+    Case("Llama-3.1-8B", LLAMA_8B, ParallelLayout(tensor=2, data=4), EngineLayoutConfig(tensor=1), 8, True),
+    Case("Llama-3.1-8B", LLAMA_8B, ParallelLayout(tensor=2, data=4), EngineLayoutConfig(tensor=1), 8, False),
     Case(
-        "Qwen3-30B-A3B", QWEN_30B, ParallelLayout(tensor=4, data=4, expert=8), EngineLayout(tensor=8, expert=8), 2,
+        "Qwen3-30B-A3B", QWEN_30B, ParallelLayout(tensor=4, data=4, expert=8), EngineLayoutConfig(tensor=8, expert=8),
+        2,
         True, "0.74-1.0",
     ),
     Case(
-        "Qwen3-30B-A3B", QWEN_30B, ParallelLayout(tensor=4, data=4, expert=8), EngineLayout(tensor=8, expert=8), 2,
+        "Qwen3-30B-A3B", QWEN_30B, ParallelLayout(tensor=4, data=4, expert=8), EngineLayoutConfig(tensor=8, expert=8),
+        2,
         False, "0.74-1.0",
     ),
-    Case("Llama-3-70B", LLAMA_70B, ParallelLayout(tensor=8, pipeline=4, data=2), EngineLayout(tensor=8), 8, True),
-    Case("Llama-3-70B", LLAMA_70B, ParallelLayout(tensor=8, pipeline=4, data=2), EngineLayout(tensor=8), 8, False),
+    Case("Llama-3-70B", LLAMA_70B, ParallelLayout(tensor=8, pipeline=4, data=2), EngineLayoutConfig(tensor=8), 8, True),
     Case(
-        "Qwen3-235B-A22B", QWEN_235B, ParallelLayout(tensor=4, pipeline=2, data=16, expert=32),
-        EngineLayout(tensor=8, expert=8), 16, True, "3.2-10.8",
+        "Llama-3-70B", LLAMA_70B, ParallelLayout(tensor=8, pipeline=4, data=2), EngineLayoutConfig(tensor=8), 8, False
     ),
     Case(
         "Qwen3-235B-A22B", QWEN_235B, ParallelLayout(tensor=4, pipeline=2, data=16, expert=32),
-        EngineLayout(tensor=8, expert=8), 8, False, "3.2-10.8",
+        EngineLayoutConfig(tensor=8, expert=8), 16, True, "3.2-10.8",
+    ),
+    Case(
+        "Qwen3-235B-A22B", QWEN_235B, ParallelLayout(tensor=4, pipeline=2, data=16, expert=32),
+        EngineLayoutConfig(tensor=8, expert=8), 8, False, "3.2-10.8",
     ),
     Case(
         "DeepSeek-V3 671B", DEEPSEEK, ParallelLayout(tensor=8, pipeline=4, data=16, expert=64),
-        EngineLayout(tensor=32, expert=32), 16, True,
+        EngineLayoutConfig(tensor=32, expert=32), 16, True,
     ),
     Case(
         "DeepSeek-V3 671B", DEEPSEEK, ParallelLayout(tensor=8, pipeline=4, data=16, expert=64),
-        EngineLayout(tensor=32, expert=32), 8, False,
+        EngineLayoutConfig(tensor=32, expert=32), 8, False,
     ),
     Case(
         "Kimi-K2 1T", KIMI, ParallelLayout(tensor=8, pipeline=4, data=32, expert=64),
-        EngineLayout(tensor=32, expert=32), 32, True, "1.3-7.2",
+        EngineLayoutConfig(tensor=32, expert=32), 32, True, "1.3-7.2",
     ),
     Case(
         "Kimi-K2 1T", KIMI, ParallelLayout(tensor=8, pipeline=4, data=32, expert=64),
-        EngineLayout(tensor=32, expert=32), 16, False, "1.3-7.2",
+        EngineLayoutConfig(tensor=32, expert=32), 16, False, "1.3-7.2",
     ),
 )  # fmt: skip
 
 
 def of_ranks(name: str, arch: Architecture, ranks: int) -> Case:
     """The same model on more and more ranks: replicas are added, of training and of engines."""
-    engine = EngineLayout(tensor=8) if arch.experts is None else EngineLayout(tensor=32, expert=32)
+    engine = EngineLayoutConfig(tensor=8) if arch.experts is None else EngineLayoutConfig(tensor=32, expert=32)
     expert = 1 if arch.experts is None else min(64, ranks // 4)
     layout = ParallelLayout(tensor=8, pipeline=4, data=ranks // 32, expert=expert)
     return Case(name, arch, layout, engine, ranks // engine.tensor, colocated=True)

@@ -29,7 +29,7 @@ from sync_ranks import GATHER, Sync, TrainingRanks
 
 from megagrpo.errors import Problem, WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.recipe.schema import EngineLayout
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.server import Server
@@ -102,7 +102,7 @@ class Engine:
     """One server, and what is known of it. One for all measurements with its tensor size."""
 
     def __init__(self, directory: Path, tensor: int) -> None:
-        self.layout = EngineLayout(tensor=tensor)
+        self.layout = EngineLayoutConfig(tensor=tensor)
         arch = read_architecture(directory)
         self.manifests = [sglang.manifest(arch, self.layout, rank, DTYPE, "cpu") for rank in range(tensor)]
         arguments = server_arguments(

@@ -52,10 +52,10 @@ class Advantages:
     returns: Ragged | None = None  # float64, what a critic learns
 
 
-Method = Callable[[AdvantageInputs, schema.Advantage], Advantages]
+Method = Callable[[AdvantageInputs, schema.AdvantageConfig], Advantages]
 
 
-def compute_advantages(inputs: AdvantageInputs, settings: schema.Advantage) -> Advantages:
+def compute_advantages(inputs: AdvantageInputs, settings: schema.AdvantageConfig) -> Advantages:
     """Advantages by `settings.name`. With a KL penalty, methods that compare whole responses subtract its sum over the
     response from the score; those that work by token subtract it at every token.
 
@@ -77,7 +77,7 @@ def groups_with_signal(advantages: np.ndarray, group_ids: np.ndarray) -> np.ndar
     return np.unique(group_ids[advantages != 0])
 
 
-def groups_that_teach(inputs: AdvantageInputs, settings: schema.Advantage) -> np.ndarray:
+def groups_that_teach(inputs: AdvantageInputs, settings: schema.AdvantageConfig) -> np.ndarray:
     """Ids, sorted, of the groups that teach something: those whose scored samples are not all equal; for gdpo not in
     every reward that counts; for pass_k those with one sample better than all others. What whitening gives to groups of
     equal scores, all alike, teaches nothing.
@@ -94,35 +94,35 @@ def groups_that_teach(inputs: AdvantageInputs, settings: schema.Advantage) -> np
     return np.unique(inputs.group_ids[teaches])
 
 
-def _method(estimate: Callable[[ScoredGroups, schema.Advantage], np.ndarray]) -> Method:
-    def method(inputs: AdvantageInputs, settings: schema.Advantage) -> Advantages:
+def _method(estimate: Callable[[ScoredGroups, schema.AdvantageConfig], np.ndarray]) -> Method:
+    def method(inputs: AdvantageInputs, settings: schema.AdvantageConfig) -> Advantages:
         groups = scored_groups(_penalized_scores(inputs), inputs.group_ids, inputs.tokens)
         return Advantages(estimate(groups, settings))
 
     return method
 
 
-def _gdpo(inputs: AdvantageInputs, settings: schema.Advantage) -> Advantages:
+def _gdpo(inputs: AdvantageInputs, settings: schema.AdvantageConfig) -> Advantages:
     if inputs.parts is None or inputs.weights is None or inputs.kl is not None:
         raise ValueError("gdpo needs parts and weights, and knows no KL penalty in the reward")
     groups = scored_groups(inputs.scores, inputs.group_ids, inputs.tokens)
     return Advantages(gdpo(groups, inputs.parts, inputs.weights, inputs.group_ids, settings))
 
 
-def _remax(inputs: AdvantageInputs, settings: schema.Advantage) -> Advantages:
+def _remax(inputs: AdvantageInputs, settings: schema.AdvantageConfig) -> Advantages:
     ids, group = np.unique(inputs.group_ids, return_inverse=True)
     if inputs.baselines is None or len(inputs.baselines) != len(ids):
         raise ValueError(f"remax needs a baseline for each of the {len(ids)} groups")
     return Advantages(remax(_penalized_scores(inputs), inputs.baselines[group]))
 
 
-def _reinforce_plus_plus(inputs: AdvantageInputs, settings: schema.Advantage) -> Advantages:
+def _reinforce_plus_plus(inputs: AdvantageInputs, settings: schema.AdvantageConfig) -> Advantages:
     rewards = token_rewards(inputs.scores, inputs.tokens, inputs.kl, inputs.kl_coefficient)
     of_tokens = reinforce_plus_plus(rewards, ~np.isnan(inputs.scores), settings.discount)
     return Advantages(_means(of_tokens), of_tokens)
 
 
-def _gae(inputs: AdvantageInputs, settings: schema.Advantage) -> Advantages:
+def _gae(inputs: AdvantageInputs, settings: schema.AdvantageConfig) -> Advantages:
     if inputs.values is None:
         raise ValueError("gae needs the critic's values")
     rewards = token_rewards(inputs.scores, inputs.tokens, inputs.kl, inputs.kl_coefficient)
@@ -143,7 +143,7 @@ def _means(values: Ragged) -> np.ndarray:
     return values.sums() / np.maximum(values.lengths, 1)
 
 
-PLAIN = schema.Advantage(standard_deviation="none")
+PLAIN = schema.AdvantageConfig(standard_deviation="none")
 
 BY_GROUP: dict[str, Method] = {
     "grpo": _method(grpo),

@@ -42,7 +42,7 @@ def correct(
     old: Tensor,
     rollout: Tensor,
     sequences: Sequences,
-    settings: schema.Correction,
+    settings: schema.CorrectionConfig,
     sum_over_ranks: Callable[[Tensor], None],
 ) -> Corrected:
     """Weights of a whole minibatch's tokens, and which of them stay.
@@ -93,7 +93,9 @@ def correction_of(sums: Tensor) -> Correction:
     )
 
 
-def _bounded_weights(log_ratio: Tensor, sequences: Sequences, settings: schema.Correction) -> tuple[Tensor, Tensor]:
+def _bounded_weights(
+    log_ratio: Tensor, sequences: Sequences, settings: schema.CorrectionConfig
+) -> tuple[Tensor, Tensor]:
     """Weights [tokens] within their bounds, and which were outside of them, bool [tokens]."""
     log_weight = log_ratio.double()
     if settings.weights == "sequence":
@@ -109,7 +111,7 @@ def _mean_weight(
     weights: Tensor,
     kept: Tensor,
     sequences: Sequences,
-    settings: schema.Correction,
+    settings: schema.CorrectionConfig,
     sum_over_ranks: Callable[[Tensor], None],
 ) -> Tensor:
     """Over the minibatch's kept tokens, or over the sequences that have any; 1 where all weights are 0."""
@@ -121,7 +123,7 @@ def _mean_weight(
     return torch.where(sums[0] > 0, sums[0] / sums[1].clamp(min=1), 1.0)
 
 
-def _within(log_ratio: Tensor, sequences: Sequences, rejection: schema.Rejection) -> Tensor:
+def _within(log_ratio: Tensor, sequences: Sequences, rejection: schema.RejectionConfig) -> Tensor:
     """Tokens whose statistic, or their response's, is within the bounds; bool [tokens]."""
     if rejection.level == "token":
         statistic = _statistic(log_ratio, rejection)
@@ -140,7 +142,7 @@ def _within(log_ratio: Tensor, sequences: Sequences, rejection: schema.Rejection
     return sequences.of_tokens(_at_least(statistic, rejection.low) & _at_most(statistic, rejection.high))
 
 
-def _statistic(log_ratio: Tensor, rejection: schema.Rejection) -> Tensor:
+def _statistic(log_ratio: Tensor, rejection: schema.RejectionConfig) -> Tensor:
     """By token, float64 [tokens]."""
     log_ratio = log_ratio.double()
     if rejection.statistic == "ratio":

@@ -19,7 +19,7 @@ def choose_by_covariance(
     advantages: Tensor,
     kept: Tensor,
     draws: Tensor,
-    settings: schema.PolicyLoss,
+    settings: schema.PolicyLossConfig,
     sum_over_ranks: Callable[[Tensor], None],
 ) -> Tensor:
     """The chosen ones among this rank's tokens of a minibatch, bool [tokens].

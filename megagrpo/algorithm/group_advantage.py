@@ -52,7 +52,7 @@ def scored_groups(scores: np.ndarray, group_ids: np.ndarray, tokens: np.ndarray)
     return ScoredGroups(group, known, compared, sizes, height, tokens)
 
 
-def grpo(groups: ScoredGroups, settings: schema.Advantage) -> np.ndarray:
+def grpo(groups: ScoredGroups, settings: schema.AdvantageConfig) -> np.ndarray:
     """GRPO, arXiv:2402.03300, section 4.1.2: (R - mean) / (standard deviation + epsilon).
 
     Without the division it is the advantage of Dr.GRPO, arXiv:2503.20783.
@@ -60,19 +60,19 @@ def grpo(groups: ScoredGroups, settings: schema.Advantage) -> np.ndarray:
     return _divided(groups.centered(), groups, settings)
 
 
-def rloo(groups: ScoredGroups, settings: schema.Advantage) -> np.ndarray:
+def rloo(groups: ScoredGroups, settings: schema.AdvantageConfig) -> np.ndarray:
     """RLOO, arXiv:2402.14740, eq. 8: R - mean of the others, which is n / (n - 1) (R - mean)."""
     return groups.centered() * (groups.sizes / np.maximum(groups.sizes - 1, 1))[groups.group]
 
 
-def opo(groups: ScoredGroups, settings: schema.Advantage) -> np.ndarray:
+def opo(groups: ScoredGroups, settings: schema.AdvantageConfig) -> np.ndarray:
     """OPO, arXiv:2505.23585: R - sum(tokens x R) / sum(tokens), the baseline of least variance of the gradient if a
     response's gradient grows with its length."""
     baseline = groups.sums(groups.tokens * groups.height) / np.maximum(groups.sums(groups.tokens), 1)
     return np.where(groups.compared, groups.height - baseline[groups.group], 0.0)
 
 
-def gpg(groups: ScoredGroups, settings: schema.Advantage) -> np.ndarray:
+def gpg(groups: ScoredGroups, settings: schema.AdvantageConfig) -> np.ndarray:
     """GPG, arXiv:2504.02546, section 3.3: alpha (R - mean), alpha = samples / samples of groups whose scores differ.
 
     alpha makes up for groups without a gradient in the mean over the batch: these must then not be left out of it.
@@ -83,7 +83,7 @@ def gpg(groups: ScoredGroups, settings: schema.Advantage) -> np.ndarray:
     return centered * (groups.sizes.sum() / counted) if counted else centered
 
 
-def pass_k(groups: ScoredGroups, settings: schema.Advantage) -> np.ndarray:
+def pass_k(groups: ScoredGroups, settings: schema.AdvantageConfig) -> np.ndarray:
     """The best sample alone gets (best - second best) / (standard deviation + epsilon). arXiv:2503.19595, max@k.
 
     It is what the group's best score would lose without that sample. With two best ones nobody gets anything.
@@ -96,7 +96,7 @@ def pass_k(groups: ScoredGroups, settings: schema.Advantage) -> np.ndarray:
     return _divided(gain, groups, settings)
 
 
-def reinforce_plus_plus_baseline(groups: ScoredGroups, settings: schema.Advantage) -> np.ndarray:
+def reinforce_plus_plus_baseline(groups: ScoredGroups, settings: schema.AdvantageConfig) -> np.ndarray:
     """REINFORCE++-baseline, arXiv:2501.03262: R - mean of the group, then whitened over the step's response tokens.
 
     Longer responses weigh more in the whitening's mean, so a group of equal scores gets a small advantage, all alike.
@@ -105,7 +105,11 @@ def reinforce_plus_plus_baseline(groups: ScoredGroups, settings: schema.Advantag
 
 
 def gdpo(
-    groups: ScoredGroups, parts: np.ndarray, weights: np.ndarray, group_ids: np.ndarray, settings: schema.Advantage
+    groups: ScoredGroups,
+    parts: np.ndarray,
+    weights: np.ndarray,
+    group_ids: np.ndarray,
+    settings: schema.AdvantageConfig,
 ) -> np.ndarray:
     """GDPO, arXiv:2601.05242: GRPO's advantage of each reward apart, their weighted sum, whitened over the step.
 
@@ -127,7 +131,7 @@ def remax(scores: np.ndarray, baselines: np.ndarray) -> np.ndarray:
     return np.nan_to_num(scores - baselines, nan=0.0)
 
 
-def _divided(values: np.ndarray, groups: ScoredGroups, settings: schema.Advantage) -> np.ndarray:
+def _divided(values: np.ndarray, groups: ScoredGroups, settings: schema.AdvantageConfig) -> np.ndarray:
     """values / (standard deviation of the group's scores + epsilon), as far as the settings say."""
     if settings.standard_deviation == "none":
         return values

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from megagrpo.recipe.schema import Optimizer
+from megagrpo.recipe.schema import OptimizerConfig
 
 
-def learning_rate(step: int, total_steps: int, optimizer: Optimizer) -> float:
+def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> float:
     """Learning rate of step `step`; the first is 1.
 
     The warm-up rises in equal parts, so that step 1 already learns and step warmup_steps has the peak. After it the

@@ -16,7 +16,7 @@ from megagrpo.recipe import schema
 class ObjectiveSettings:
     """Constants of the objective. `kl_coefficient` is that of the loss term: 0 when the penalty is in the reward."""
 
-    loss: schema.PolicyLoss
+    loss: schema.PolicyLossConfig
     kl_coefficient: float
     kl_estimator: Estimator
     kl_straight_through: bool

@@ -37,12 +37,12 @@ class PolicyLoss:
     clipped_high: Tensor  # bool: the upper bound or the dual clip did
 
 
-def policy_loss(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
+def policy_loss(inputs: PolicyInputs, settings: schema.PolicyLossConfig) -> PolicyLoss:
     """The loss that the recipe names. Raises ValueError if it needs chosen tokens and has none."""
     return LOSSES[settings.name](inputs, settings)
 
 
-def ppo_clip(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
+def ppo_clip(inputs: PolicyInputs, settings: schema.PolicyLossConfig) -> PolicyLoss:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); with dual_clip, where A < 0, at most dual_clip |A|.
 
     PPO, arXiv:1707.06347, eq. 7; bounds apart: DAPO, arXiv:2503.14476, eq. 10; dual clip: arXiv:1912.09729.
@@ -50,7 +50,7 @@ def ppo_clip(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
     return _clipped(_log_ratio(inputs).exp(), inputs, settings, settings.dual_clip)
 
 
-def gspo(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
+def gspo(inputs: PolicyInputs, settings: schema.PolicyLossConfig) -> PolicyLoss:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) with s = exp(mean of log r over the response).
 
     GSPO, arXiv:2507.18071, eq. 5 to 7, as its token variant, eq. 13 and 14: s is sg(s) r / sg(r) at each token. Under
@@ -63,7 +63,7 @@ def gspo(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
     return _clipped((own + _gradient_of(inputs.logprobs)).exp(), inputs, settings, None)
 
 
-def cispo(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
+def cispo(inputs: PolicyInputs, settings: schema.PolicyLossConfig) -> PolicyLoss:
     """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob: clipped tokens keep a gradient.
 
     CISPO, arXiv:2506.13585, eq. 4 and 5. (Its authors use no lower bound: clip_low 1.)
@@ -74,7 +74,7 @@ def cispo(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
     return PolicyLoss(loss, ratio, clipped_low=ratio < low, clipped_high=ratio > high)
 
 
-def gmpo(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
+def gmpo(inputs: PolicyInputs, settings: schema.PolicyLossConfig) -> PolicyLoss:
     """-g A with g the geometric mean over the response of min(r, e^clip_high) if A > 0, else max(r, e^-clip_low).
 
     GMPO, arXiv:2507.20673: bounds are on log r, token by token. As in gspo each token carries its own part of
@@ -89,7 +89,7 @@ def gmpo(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
     return PolicyLoss(-(mean + own).exp() * inputs.advantages, log_ratio.exp(), clipped_low, clipped_high)
 
 
-def sapo(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
+def sapo(inputs: PolicyInputs, settings: schema.PolicyLossConfig) -> PolicyLoss:
     """-4 / t sigmoid(t (r - 1)) A with t = temperature_positive if A > 0, else temperature_negative.
 
     SAPO, arXiv:2511.20347: the gradient fades as r leaves 1, and is that of r A at 1.
@@ -101,7 +101,7 @@ def sapo(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
     return _unclipped(-gate * inputs.advantages, ratio)
 
 
-def clip_cov(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
+def clip_cov(inputs: PolicyInputs, settings: schema.PolicyLossConfig) -> PolicyLoss:
     """ppo_clip without the chosen tokens, which still count in the denominators.
 
     Clip-Cov, arXiv:2505.22617, section 4: tokens of high covariance are what makes the entropy fall.
@@ -112,7 +112,7 @@ def clip_cov(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
     )
 
 
-def kl_cov(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
+def kl_cov(inputs: PolicyInputs, settings: schema.PolicyLossConfig) -> PolicyLoss:
     """-r A, and on the chosen tokens + covariance_kl |log r|. Nothing is clipped.
 
     KL-Cov, arXiv:2505.22617, section 4. The penalty has no gradient before the policy has moved: it needs more than
@@ -124,12 +124,12 @@ def kl_cov(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
     return _unclipped(penalty - ratio * inputs.advantages, ratio)
 
 
-def reinforce(inputs: PolicyInputs, settings: schema.PolicyLoss) -> PolicyLoss:
+def reinforce(inputs: PolicyInputs, settings: schema.PolicyLossConfig) -> PolicyLoss:
     """-A logprob. REINFORCE (Williams, 1992); GPG, arXiv:2504.02546."""
     return _unclipped(-inputs.advantages * inputs.logprobs, _log_ratio(inputs).exp())
 
 
-LOSSES: dict[str, Callable[[PolicyInputs, schema.PolicyLoss], PolicyLoss]] = {
+LOSSES: dict[str, Callable[[PolicyInputs, schema.PolicyLossConfig], PolicyLoss]] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "cispo": cispo,
@@ -150,7 +150,9 @@ def _gradient_of(logprobs: Tensor) -> Tensor:
     return logprobs - logprobs.detach()
 
 
-def _clipped(ratio: Tensor, inputs: PolicyInputs, settings: schema.PolicyLoss, dual_clip: float | None) -> PolicyLoss:
+def _clipped(
+    ratio: Tensor, inputs: PolicyInputs, settings: schema.PolicyLossConfig, dual_clip: float | None
+) -> PolicyLoss:
     """PPO's clipped objective for a ratio of the token or of its response."""
     low, high, advantages = 1 - settings.clip_low, 1 + settings.clip_high, inputs.advantages
     loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)

@@ -15,7 +15,7 @@ from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem, RankError, RecipeError, WeightSyncError
 from megagrpo.recipe.defaults import sync_directory
-from megagrpo.recipe.schema import Recipe, Weights
+from megagrpo.recipe.schema import Recipe, WeightsConfig
 from megagrpo.weights.boxes import Box, Manifest
 from megagrpo.weights.bundles import classes_of
 from megagrpo.weights.executors.disk import remove_all, remove_older
@@ -263,7 +263,7 @@ def sharing(manifests: Sequence[Manifest]) -> list[Manifest]:
     return shared
 
 
-def choose_way(settings: Weights, topology: Topology, *, external: bool) -> Way:
+def choose_way(settings: WeightsConfig, topology: Topology, *, external: bool) -> Way:
     """How weights travel where the recipe leaves it open; or what it says, if that can work here.
 
     Raises: RecipeError.

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megagrpo.data.files import row_count
-from megagrpo.recipe.schema import DataFile
+from megagrpo.recipe.schema import DataFileConfig
 
 
-def epoch_rows(files: Sequence[DataFile]) -> int:
+def epoch_rows(files: Sequence[DataFileConfig]) -> int:
     """Rows of one epoch, over-long ones included. Raises DataError for a file that cannot be read."""
     return sum(_taken(row_count(Path(file.path)), file.amount) for file in files)
 

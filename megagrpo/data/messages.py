@@ -21,7 +21,7 @@ from megagrpo.data.mixture import FileCount, mix
 from megagrpo.data.prompts import RENDER_ERRORS, encode, first_line, template_error
 from megagrpo.data.rows import given_fields, message_problems
 from megagrpo.errors import DataError, Problem
-from megagrpo.recipe.schema import DataFile
+from megagrpo.recipe.schema import DataFileConfig
 
 Messages = Sequence[Mapping[str, Any]]
 Overlong = Literal["drop", "truncate", "error"]
@@ -72,7 +72,7 @@ def file_problems(path: Path) -> list[Problem]:
 
 
 def load_examples(
-    files: Sequence[DataFile],
+    files: Sequence[DataFileConfig],
     tokenizer: PreTrainedTokenizerBase,
     *,
     tokens_max: int,

@@ -15,7 +15,7 @@ from megagrpo.data.order import permutation
 from megagrpo.data.prompts import Overlong, render
 from megagrpo.data.rows import read_rows
 from megagrpo.errors import DataError, Problem
-from megagrpo.recipe.schema import DataFile
+from megagrpo.recipe.schema import DataFileConfig
 from megagrpo.types import Prompt
 
 Amount = int | float | Literal["all"]
@@ -41,7 +41,7 @@ class Mixture:
 
 
 def load_mixture(
-    files: Sequence[DataFile],
+    files: Sequence[DataFileConfig],
     tokenizer: PreTrainedTokenizerBase,
     *,
     tokens_max: int,
@@ -70,7 +70,7 @@ def load_mixture(
 
 
 def mix(
-    files: Sequence[DataFile], read: Callable[[Path, str], tuple[Sequence[AnyItem], int, int]], *, seed: int
+    files: Sequence[DataFileConfig], read: Callable[[Path, str], tuple[Sequence[AnyItem], int, int]], *, seed: int
 ) -> tuple[tuple[AnyItem, ...], tuple[FileCount, ...]]:
     """Items of all files. `read` receives a path and a short name for it, and gives items, rows and over-long rows.
 

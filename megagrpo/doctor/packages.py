@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from packaging.requirements import Requirement
 
 from megagrpo.doctor.finding import Finding
-from megagrpo.recipe.schema import Sglang
+from megagrpo.recipe.schema import SglangConfig
 from megagrpo.rollout.sglang.arguments import sglang_problems
 
 IMPORT_SECONDS = 120.0
@@ -74,7 +74,7 @@ def working_findings() -> Iterator[Finding]:
     if installed_version("transformer-engine") is not None:
         yield _transformer_engine()
     if installed_version("sglang") is not None:
-        problems = sglang_problems(Sglang())
+        problems = sglang_problems(SglangConfig())
         for problem in problems:
             yield Finding("SGLang", "wrong", problem.given, problem.fix or problem.needed)
         if not problems:

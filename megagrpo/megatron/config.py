@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.options import option_problems
-from megagrpo.recipe.schema import Train
+from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
 
 __all__ = ["layer_spec", "option_problems", "transformer_config"]
@@ -20,7 +20,7 @@ __all__ = ["layer_spec", "option_problems", "transformer_config"]
 LayerSpec = Literal["local", "transformer_engine"]
 
 
-def layer_spec(train: Train, device: str) -> LayerSpec:
+def layer_spec(train: TrainConfig, device: str) -> LayerSpec:
     """What `train.layer_spec` means on `device` (cpu or cuda). Raises RecipeError if it cannot run there.
 
     Adapters hold on to the linear layers of the local spec: with them auto is local.
@@ -40,7 +40,7 @@ def layer_spec(train: Train, device: str) -> LayerSpec:
     return train.layer_spec
 
 
-def transformer_config(arch: Architecture, train: Train, dtype: torch.dtype, device: str) -> TransformerConfig:
+def transformer_config(arch: Architecture, train: TrainConfig, dtype: torch.dtype, device: str) -> TransformerConfig:
     """Megatron's config for `arch` in the recipe's layout, with the recipe's `train.megatron` options on top.
 
     `dtype` is float32 or bfloat16; `device` is cpu or cuda. Raises RecipeError if Megatron refuses the combination.

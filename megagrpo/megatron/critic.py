@@ -30,8 +30,7 @@ from megagrpo.megatron.packed import PackedTensors
 from megagrpo.megatron.response import ResponseTokens
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.rank_results import CriticMetrics
-from megagrpo.recipe.schema import Critic as CriticSettings
-from megagrpo.recipe.schema import Train
+from megagrpo.recipe.schema import CriticConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import critic_of
 
@@ -44,8 +43,8 @@ PARTS: tuple[Literal["parameters", "gradients", "optimizer"], ...] = ("parameter
 class Critic:
     def __init__(
         self,
-        settings: CriticSettings,
-        train: Train,
+        settings: CriticConfig,
+        train: TrainConfig,
         where: RankCoordinates,
         directory: str | Path,
         dtype: torch.dtype,

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.layers import (
 from torch import Tensor
 from torch.nn import Parameter
 
-from megagrpo.recipe.schema import Lora
+from megagrpo.recipe.schema import LoraConfig
 from megagrpo.weights import adapters
 from megagrpo.weights.adapters import AdaptedLinear
 from megagrpo.weights.boxes import Manifest
@@ -35,7 +35,7 @@ class LoraLinear(torch.nn.Module):
     as Megatron's norms do, and its gradients are summed with theirs.
     """
 
-    def __init__(self, linear: ColumnParallelLinear | RowParallelLinear, held: AdaptedLinear, lora: Lora) -> None:
+    def __init__(self, linear: ColumnParallelLinear | RowParallelLinear, held: AdaptedLinear, lora: LoraConfig) -> None:
         super().__init__()
         self.held, self.rank, self.scale = held, lora.rank, lora.alpha / lora.rank
         self._by_rows = isinstance(linear, ColumnParallelLinear)
@@ -100,7 +100,9 @@ class Adapters:
     `checkpoint_tensors`.
     """
 
-    def __init__(self, chunks: Sequence[GPTModel], arch: Architecture, base: Manifest, lora: Lora, seed: int) -> None:
+    def __init__(
+        self, chunks: Sequence[GPTModel], arch: Architecture, base: Manifest, lora: LoraConfig, seed: int
+    ) -> None:
         for chunk in chunks:
             chunk.requires_grad_(False)
             if chunk.pre_process:
@@ -130,7 +132,7 @@ class Adapters:
         }
 
 
-def _attach(chunks: Sequence[GPTModel], held: AdaptedLinear, lora: Lora) -> LoraLinear:
+def _attach(chunks: Sequence[GPTModel], held: AdaptedLinear, lora: LoraConfig) -> LoraLinear:
     chunk, _, module = held.weight.removesuffix(".weight").partition(".")
     linear = chunks[int(chunk.removeprefix("chunk"))].get_submodule(module)
     linear.adapter = LoraLinear(linear, held, lora)

@@ -17,7 +17,7 @@ from megagrpo.algorithm.draws import token_draws
 from megagrpo.megatron.packed import PackedTensors
 from megagrpo.megatron.response import ResponseTokens, joined, share_out
 from megagrpo.recipe.passes import BY_COVARIANCE, corrects
-from megagrpo.recipe.schema import Algorithm
+from megagrpo.recipe.schema import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Minibatch:
 def prepare(
     minibatch: Minibatch,
     advantages: Callable[[ResponseTokens], Tensor],
-    algorithm: Algorithm,
+    algorithm: AlgorithmConfig,
     divisor: float,
     seed: int,
     device: torch.device,

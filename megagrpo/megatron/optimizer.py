@@ -41,7 +41,10 @@ def wrap_chunks(
 
 
 def make_optimizer(
-    wrapped: list[DistributedDataParallel], settings: schema.Optimizer, distributed_optimizer: bool, dtype: torch.dtype
+    wrapped: list[DistributedDataParallel],
+    settings: schema.OptimizerConfig,
+    distributed_optimizer: bool,
+    dtype: torch.dtype,
 ) -> MegatronOptimizer:
     """Adam with decoupled weight decay, with transformer-engine's or apex's fused kernels where Megatron finds them.
 

@@ -20,7 +20,7 @@ from megagrpo.megatron.model import build_chunks, named_tensors
 from megagrpo.megatron.optimizer import make_optimizer, set_learning_rate, wrap_chunks
 from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.state import TrainingState
-from megagrpo.recipe.schema import Lora, Optimizer, Train
+from megagrpo.recipe.schema import LoraConfig, OptimizerConfig, TrainConfig
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.executors import checkpoint_files
 from megagrpo.weights.families import tensors_of
@@ -32,13 +32,13 @@ class TrainedModel:
     def __init__(
         self,
         architecture: Architecture,
-        train: Train,
-        optimizer: Optimizer,
+        train: TrainConfig,
+        optimizer: OptimizerConfig,
         where: RankCoordinates,
         directory: str | Path,
         dtype: torch.dtype,
         device: str,
-        adapters: Lora | None = None,
+        adapters: LoraConfig | None = None,
         seed: int = 0,
     ) -> None:
         """Builds this rank's part and loads its weights from a Hugging Face directory. Collective over all ranks.

@@ -13,7 +13,7 @@ from math import prod
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
 from megagrpo.layout.stages import layers_of_chunk
-from megagrpo.recipe.schema import Train
+from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.boxes import Storage
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
@@ -113,7 +113,7 @@ class RankParameters:
         return self.embedding + self.head + self.dense + self.experts
 
 
-def fused_layers(train: Train, device: str) -> bool:
+def fused_layers(train: TrainConfig, device: str) -> bool:
     """Whether ranks on `device` (cpu or cuda) have transformer-engine's layers.
 
     A plan takes `layer_spec: auto` on CUDA for a machine that has transformer-engine, whatever this one has. Adapters

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from megagrpo.recipe.passes import kl_in_reward
 from megagrpo.recipe.rule_problem import RuleProblem, broken, given_keys
-from megagrpo.recipe.schema import Advantage, PolicyLoss, Recipe
+from megagrpo.recipe.schema import AdvantageConfig, PolicyLossConfig, Recipe
 
 NOT_BY_GROUP = ("reinforce_plus_plus", "remax", "gae")
 """Advantages that do not compare the samples of a prompt: a single sample per prompt is enough."""
@@ -38,7 +38,7 @@ LOSS_READS: Mapping[str, tuple[str, ...]] = {
 
 def _unread(recipe: Recipe) -> Iterator[RuleProblem]:
     algorithm = recipe.algorithm
-    sections: tuple[tuple[str, Advantage | PolicyLoss, Mapping[str, tuple[str, ...]]], ...] = (
+    sections: tuple[tuple[str, AdvantageConfig | PolicyLossConfig, Mapping[str, tuple[str, ...]]], ...] = (
         ("advantage", algorithm.advantage, ADVANTAGE_READS),
         ("loss", algorithm.loss, LOSS_READS),
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from megagrpo.recipe.passes import corrects
 from megagrpo.recipe.rule_problem import RuleProblem, broken, given_keys
-from megagrpo.recipe.schema import Recipe, Rejection
+from megagrpo.recipe.schema import Recipe, RejectionConfig
 
 NO_DIFFERENCE = {"ratio": 1.0, "k1": 0.0, "k2": 0.0, "k3": 0.0}
 """What a statistic of correction.reject is where engine and trainer agree."""
@@ -50,7 +50,7 @@ def _correction(recipe: Recipe) -> Iterator[RuleProblem]:
         yield from _rejection(f"algorithm.correction.reject.{index}", rejection)
 
 
-def _rejection(where: str, rejection: Rejection) -> Iterator[RuleProblem]:
+def _rejection(where: str, rejection: RejectionConfig) -> Iterator[RuleProblem]:
     agreed = NO_DIFFERENCE[rejection.statistic]
     low, high = rejection.low, rejection.high
     if low is None and high is None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 from megagrpo.recipe.lora_checks import lora_problems
 from megagrpo.recipe.rule_problem import RuleProblem, broken
-from megagrpo.recipe.schema import AnyRecipe, Train
+from megagrpo.recipe.schema import AnyRecipe, TrainConfig
 
 
 def longest_fits(
-    train: Train, longest: int, *, described: str, what: str, limits: tuple[str, ...]
+    train: TrainConfig, longest: int, *, described: str, what: str, limits: tuple[str, ...]
 ) -> Iterator[RuleProblem]:
     """Whether a microbatch holds sequences of `longest` tokens, which the fields `limits` allow."""
     context = train.layout.context

@@ -18,7 +18,7 @@ TAKEN_NAMES = ("mean", "std", "max", "min", "errors", "solved_share", "truncated
 """Metrics of the whole reward: a function of that name would have the same `reward/NAME`."""
 
 
-def function_specs(reward: schema.Reward) -> tuple[FunctionSpec, ...]:
+def function_specs(reward: schema.RewardConfig) -> tuple[FunctionSpec, ...]:
     """One spec per entry. A second function of the same name is called `name_2`, and so on."""
     seen: Counter[str] = Counter()
     specs = []
@@ -32,7 +32,7 @@ def function_specs(reward: schema.Reward) -> tuple[FunctionSpec, ...]:
     return tuple(specs)
 
 
-def load_functions(reward: schema.Reward) -> tuple[FunctionSpec, ...]:
+def load_functions(reward: schema.RewardConfig) -> tuple[FunctionSpec, ...]:
     """The specs, or RewardError for what is known without running a user's code (workers do that when they start)."""
     problems = _static_problems(reward)
     if problems:
@@ -40,14 +40,14 @@ def load_functions(reward: schema.Reward) -> tuple[FunctionSpec, ...]:
     return function_specs(reward)
 
 
-def reward_problems(reward: schema.Reward) -> list[Problem]:
+def reward_problems(reward: schema.RewardConfig) -> list[Problem]:
     """Everything wrong with the section. Files of the user's own are imported, in a process that ends afterwards."""
     problems = _static_problems(reward)
     loadable = [spec for spec in function_specs(reward) if not spec.built_in and user_file_problem(spec) is None]
     return problems + (load_problems(loadable) if loadable else [])
 
 
-def _static_problems(reward: schema.Reward) -> list[Problem]:
+def _static_problems(reward: schema.RewardConfig) -> list[Problem]:
     specs = function_specs(reward)
     problems = [problem for spec in specs for problem in _spec_problems(spec)]
     isolated = [spec.function for spec in specs if spec.function not in INLINE]

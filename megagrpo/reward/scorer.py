@@ -24,7 +24,7 @@ class Scorer:
     """
 
     def __init__(
-        self, reward: schema.Reward, response_tokens_max: int, check: Callable[[], None] = lambda: None
+        self, reward: schema.RewardConfig, response_tokens_max: int, check: Callable[[], None] = lambda: None
     ) -> None:
         self._check = check
         self._reward, self._response_tokens_max = reward, response_tokens_max

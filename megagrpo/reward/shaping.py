@@ -17,7 +17,7 @@ OVERLONG = "overlong"
 REACHED_LIMIT = "the response reached the token limit"
 
 
-def gated_functions(functions: Sequence[schema.RewardFunction]) -> tuple[bool, ...]:
+def gated_functions(functions: Sequence[schema.RewardFunctionConfig]) -> tuple[bool, ...]:
     """For each function, whether it counts only if those that always count give a sum other than 0."""
     others_count = any(
         function.counts == "always" or (function.counts == "auto" and function.function != "format")
@@ -58,7 +58,7 @@ def weighted_score(
     return Score(total, parts, counted=counted, solved=total >= solved_at)
 
 
-def shaped_score(score: Score, sample: Sample, reward: schema.Reward, response_tokens_max: int) -> Score:
+def shaped_score(score: Score, sample: Sample, reward: schema.RewardConfig, response_tokens_max: int) -> Score:
     """What training makes of a score: non_stop_score, then the penalty for length, then the mask. `solved` stays.
 
     A score without a value is returned as it is.
@@ -77,7 +77,7 @@ def shaped_score(score: Score, sample: Sample, reward: schema.Reward, response_t
     return replace(score, value=value, parts=parts)
 
 
-def overlong_penalty(tokens: int, overlong: schema.Overlong, response_tokens_max: int) -> float:
+def overlong_penalty(tokens: int, overlong: schema.OverlongConfig, response_tokens_max: int) -> float:
     """DAPO, arXiv:2503.14476, eq. 13: 0 up to the buffer, falling in a line to -penalty at the limit; never above 0."""
     used = tokens - (response_tokens_max - overlong.buffer_tokens)
     return -overlong.penalty * min(max(used / overlong.buffer_tokens, 0.0), 1.0) + 0.0

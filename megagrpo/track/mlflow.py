@@ -27,7 +27,7 @@ LAST_STEP_METRIC = "seconds/step"
 class MLflowTracker:
     """`say` receives the one line about failures."""
 
-    def __init__(self, settings: schema.MLflow, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: schema.MLflowConfig, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
         self._queue: queue.SimpleQueue[tuple[int, float, dict[str, float]] | Status] = queue.SimpleQueue()
@@ -95,7 +95,7 @@ class MLflowTracker:
 class _MLflowRun:
     """One run on the tracking server: made anew, or continued by its id. Methods raise what mlflow and its store do."""
 
-    def __init__(self, settings: schema.MLflow, run: RunStart, run_id: str | None) -> None:
+    def __init__(self, settings: schema.MLflowConfig, run: RunStart, run_id: str | None) -> None:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri(run.recipe))
@@ -114,7 +114,7 @@ class _MLflowRun:
         self._log_recipe(run.recipe)
         self._client.log_artifact(self.run_id, str(run.directory / "recipe.yaml"))
 
-    def _make_experiment(self, settings: schema.MLflow, run: RunStart) -> str:
+    def _make_experiment(self, settings: schema.MLflowConfig, run: RunStart) -> str:
         # The default for sqlite is mlruns/ in the current directory, wherever that is.
         local = None if settings.uri else (Path(run.recipe.track.directory).resolve() / "mlruns").as_uri()
         return self._client.create_experiment(settings.experiment, artifact_location=local)

@@ -11,7 +11,7 @@ from megagrpo.track.sink import RunStart, Status
 
 
 class WandBTracker:
-    def __init__(self, settings: schema.WandB) -> None:
+    def __init__(self, settings: schema.WandBConfig) -> None:
         self._settings = settings
         self.run_id: str | None = None
 

@@ -119,7 +119,7 @@ def _mean(values: Sequence[float]) -> float:
 class EarlyStopping:
     """The rule, and what must be remembered from one evaluation to the next (saved with a checkpoint)."""
 
-    rule: schema.EarlyStopping
+    rule: schema.EarlyStoppingConfig
     best: float | None = None
     evaluations_without_best: int = 0
 

@@ -64,7 +64,7 @@ def mismatch_record(
     )
 
 
-def excess_mismatch(record: MismatchRecord, settings: schema.Mismatch, directory: Path) -> Problem | None:
+def excess_mismatch(record: MismatchRecord, settings: schema.MismatchConfig, directory: Path) -> Problem | None:
     """What is wrong, if the recipe's figure is above its threshold or is not a number. directory: of the run."""
     value = getattr(record, settings.metric)
     if settings.above is None or value <= settings.above:

@@ -20,7 +20,7 @@ from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_direc
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.load import Kind, LoadedRecipe
 from megagrpo.recipe.model_checks import critic_problems, divisors, either, model_problems
-from megagrpo.recipe.schema import AnyRecipe, EngineLayout, Recipe, SftRecipe
+from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe, SftRecipe
 from megagrpo.reward.functions import reward_problems
 from megagrpo.rollout.sglang.arguments import sglang_problems
 from megagrpo.trainer.model_files import (
@@ -243,7 +243,9 @@ def _engine_problems(recipe: Recipe, architecture: Architecture | None, plan_onl
     device = "cuda" if plan_only and recipe.cluster.device == "auto" else _device(recipe)
     if architecture:
         sizes = [
-            n for n in divisors(architecture.heads) if not split_problems(architecture, EngineLayout(tensor=n), device)
+            n
+            for n in divisors(architecture.heads)
+            if not split_problems(architecture, EngineLayoutConfig(tensor=n), device)
         ]
         for problem in split_problems(architecture, rollout.layout, device):
             fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1"

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megagrpo.data.mixture import FileCount, Mixture, load_mixture
 from megagrpo.data.prompts import load_tokenizer
-from megagrpo.recipe.schema import AnyRecipe, DataFile, Recipe
+from megagrpo.recipe.schema import AnyRecipe, DataFileConfig, Recipe
 
 
 def read_tokenizer(recipe: AnyRecipe, directory: Path) -> PreTrainedTokenizerBase:
@@ -17,7 +17,7 @@ def read_tokenizer(recipe: AnyRecipe, directory: Path) -> PreTrainedTokenizerBas
     return load_tokenizer(str(directory), chat_template=recipe.model.chat_template)
 
 
-def read_mixture(recipe: Recipe, files: Sequence[DataFile], tokenizer: PreTrainedTokenizerBase) -> Mixture:
+def read_mixture(recipe: Recipe, files: Sequence[DataFileConfig], tokenizer: PreTrainedTokenizerBase) -> Mixture:
     """Rendered prompts of data.train or eval.files. Raises DataError."""
     return load_mixture(
         files,

@@ -76,7 +76,7 @@ def solved_prompts(groups: Sequence[Group], rate: float) -> list[str]:
     ]
 
 
-def _in_rounds(run: Run, step: int, dynamic: schema.DynamicSampling) -> Sampled:
+def _in_rounds(run: Run, step: int, dynamic: schema.DynamicSamplingConfig) -> Sampled:
     """Groups without signal are replaced by those of new prompts (DAPO, arXiv:2503.14476, section 3.2, eq. 11)."""
     wanted = run.recipe.rollout.prompts_per_step
     useful: list[Group] = []

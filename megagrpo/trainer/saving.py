@@ -15,7 +15,7 @@ from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.errors import MegagrpoError, Problem, RecipeError
 from megagrpo.recipe.defaults import adapter_directory, checkpoint_directory, export_directory
-from megagrpo.recipe.schema import AnyRecipe, Lora
+from megagrpo.recipe.schema import AnyRecipe, LoraConfig
 from megagrpo.trainer.preflight import Preflight
 from megagrpo.weights.adapters import adapted_matrices, adapter_tensors, peft_config
 from megagrpo.weights.executors.checkpoint_export import begin_adapter_export, begin_export, finish_export
@@ -90,7 +90,7 @@ def export(
     return export_directory(recipe)
 
 
-def _export_adapter(ranks: TrainRanks, checked: Preflight[AnyRecipe], lora: Lora, dtype: str) -> None:
+def _export_adapter(ranks: TrainRanks, checked: Preflight[AnyRecipe], lora: LoraConfig, dtype: str) -> None:
     matrices = adapted_matrices(checked.architecture, lora.targets)
     config = peft_config(matrices, lora.rank, lora.alpha, checked.recipe.model.path)
     begun = begin_adapter_export(adapter_directory(checked.recipe), adapter_tensors(matrices, lora.rank), config, dtype)

@@ -23,7 +23,7 @@ from megagrpo.data.cursor import Cursor
 from megagrpo.data.messages import Example, Examples, load_examples
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
 from megagrpo.recipe.run_length import total_steps
-from megagrpo.recipe.schema import DataFile, SftRecipe
+from megagrpo.recipe.schema import DataFileConfig, SftRecipe
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.clock import PhaseClock
 from megagrpo.trainer.preflight import Preflight
@@ -104,7 +104,7 @@ def _sft(checked: Preflight[SftRecipe], store: CheckpointStore, stopping: Stoppi
     return 0
 
 
-def read_examples(recipe: SftRecipe, files: Sequence[DataFile], tokenizer: PreTrainedTokenizerBase) -> Examples:
+def read_examples(recipe: SftRecipe, files: Sequence[DataFileConfig], tokenizer: PreTrainedTokenizerBase) -> Examples:
     """Rendered conversations of data.train or eval.files. Raises DataError."""
     return load_examples(
         files,

@@ -42,7 +42,9 @@ class Measured:
     logprobs: int
 
 
-def measure(arch: Architecture, train: schema.Train, dtype: str, lengths: Sequence[int], microbatches: int) -> Measured:
+def measure(
+    arch: Architecture, train: schema.TrainConfig, dtype: str, lengths: Sequence[int], microbatches: int
+) -> Measured:
     """Forward and backward passes of some microbatches, each of sequences of these lengths, all response tokens."""
     layout = train.layout.parallel()
     process.start_parallel(layout, seed=1)

@@ -15,7 +15,7 @@ from megagrpo.checkpoint.integrity import SavedFile
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import model, process, state
 from megagrpo.megatron.config import transformer_config
-from megagrpo.recipe.schema import Layout, Train
+from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.executors.checkpoint_export import begin_export, finish_export, write_part
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import make_plan
@@ -78,7 +78,7 @@ def export_training(cases: list[tuple[Path, Path, Path]], sizes: dict[str, int])
 def loaded(directory: Path, iteration: Path, layout: ParallelLayout) -> list[torch.nn.Module]:
     """The model's chunks on this rank with weights that only the checkpoint can have given them."""
     arch = read_architecture(directory)
-    config = transformer_config(arch, Train(layout=Layout(**vars(layout))), torch.float32, "cpu")
+    config = transformer_config(arch, TrainConfig(layout=LayoutConfig(**vars(layout))), torch.float32, "cpu")
     if arch.experts is not None and not arch.experts.dense_layers:
         config.moe_layer_freq = 1  # Megatron-LM's default; with a list, each layer has keys of its own
     chunks = model.build_chunks(arch, config, layout)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megagrpo.recipe.schema.train import Lora
+from megagrpo.recipe.schema.train import LoraConfig
 from tests.distributed.grpo_ranks import Parts
 
 
@@ -18,7 +18,7 @@ def adapter_boxes(rank: Any, tensors: dict[str, torch.Tensor]) -> Parts:
     return [(p.box, box_view(tensors[p.storage], p).detach().clone().numpy()) for p in placements]
 
 
-def export_adapter(rank: Any, directory: Path, lora: Lora, dtype: str) -> None:
+def export_adapter(rank: Any, directory: Path, lora: LoraConfig, dtype: str) -> None:
     """What trainer/saving.py does, without Ray."""
     import torch.distributed as dist
 

@@ -20,7 +20,7 @@ from megagrpo.megatron import model, process
 from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.output_layer import output_weight
 from megagrpo.megatron.packed import NO_ROW, PackedTensors, pack
-from megagrpo.recipe.schema import Layout, Train
+from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.executors import checkpoint_files
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
@@ -89,7 +89,7 @@ def load_model(
 ) -> tuple[list[torch.nn.Module], Architecture]:
     """This rank's chunks of the model in `directory`; `train` sets other fields of the recipe's train section."""
     arch = read_architecture(directory)
-    recipe = Train(layout=Layout(**vars(layout)), **train)
+    recipe = TrainConfig(layout=LayoutConfig(**vars(layout)), **train)
     chunks = model.build_chunks(arch, transformer_config(arch, recipe, dtype, "cpu"), layout)
     where = rank_grid(layout)[torch.distributed.get_rank()]
     manifest = megatron_local.manifest(arch, layout, where, str(dtype).removeprefix("torch."))

@@ -19,7 +19,7 @@ from megagrpo.megatron import model, process
 from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
 from megagrpo.megatron.optimizer import make_optimizer, set_learning_rate, wrap_chunks
 from megagrpo.megatron.options import option_problems
-from megagrpo.recipe.schema import Optimizer
+from megagrpo.recipe.schema import OptimizerConfig
 from tests.distributed.parity_ranks import load_model, logits_of, rank_microbatches, run_schedule
 from tests.rank_group import run_ranks
 from tests.tiny_models import DIMENSIONS, make_model
@@ -147,7 +147,7 @@ def weights_after_resume(directory: Path) -> dict[str, Any]:
     for name, load in (("uninterrupted", None), ("guarded", guarded), ("unguarded", guarded.__wrapped__)):
         chunks, _ = load_model(directory, ParallelLayout(), torch.float32)
         wrapped = wrap_chunks(chunks, chunks[0].config, distributed_optimizer=True)
-        optimizer = make_optimizer(wrapped, Optimizer(lr=1e-3), True, torch.float32)
+        optimizer = make_optimizer(wrapped, OptimizerConfig(lr=1e-3), True, torch.float32)
         _take_steps(wrapped, optimizer, first=0)
         if load is not None:
             DistributedOptimizer.load_state_dict = load

@@ -67,11 +67,11 @@ class Case:
     lora: bool = False
 
     @property
-    def train(self) -> schema.Train:
-        layout: Any = schema.Layout(**self.layout)
+    def train(self) -> schema.TrainConfig:
+        layout: Any = schema.LayoutConfig(**self.layout)
         recompute: Any = self.recompute
-        lora = schema.Lora(rank=8) if self.lora else None
-        return schema.Train(total_steps=1, layout=layout, recompute=recompute, lora=lora)
+        lora = schema.LoraConfig(rank=8) if self.lora else None
+        return schema.TrainConfig(total_steps=1, layout=layout, recompute=recompute, lora=lora)
 
 
 CASES = [

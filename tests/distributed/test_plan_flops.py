@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megagrpo.plan.time.flops import FORWARD, head_flops, layers_flops, training_pass
-from megagrpo.recipe.schema import Train
+from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.families import read_architecture
 from tests.rank_group import run_ranks
 from tests.tiny_models import make_model
@@ -30,7 +30,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_products_of_real_ranks_are_those_that_are_counted(tmp_path_factory: pytest.TempPathFactory) -> None:
     models = tmp_path_factory.mktemp("models")
     cases = [
-        (make_model(family, models / family), Train.model_validate({**train, "total_steps": 1}))
+        (make_model(family, models / family), TrainConfig.model_validate({**train, "total_steps": 1}))
         for family, train in CASES
     ]
     measured = run_ranks(2, "tests.distributed.test_plan_flops:count_all", cases)
@@ -47,11 +47,11 @@ def test_products_of_real_ranks_are_those_that_are_counted(tmp_path_factory: pyt
             assert found == pytest.approx(expected, rel=0.01), (name, train.layout, train.recompute, index)
 
 
-def count_all(cases: list[tuple[Path, Train]]) -> list[tuple[int, int]]:
+def count_all(cases: list[tuple[Path, TrainConfig]]) -> list[tuple[int, int]]:
     return [count(directory, train) for directory, train in cases]
 
 
-def count(directory: Path, train: Train) -> tuple[int, int]:
+def count(directory: Path, train: TrainConfig) -> tuple[int, int]:
     """This rank's operations in a pass without gradients and in one with them."""
     import torch
     import torch.distributed as dist

@@ -15,7 +15,7 @@ from megagrpo.batching.rank_batches import make_rank_batches
 from megagrpo.convert.merge_lora import merge_lora
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import SftRecipe
-from megagrpo.recipe.schema.train import Lora
+from megagrpo.recipe.schema.train import LoraConfig
 from tests.distributed.grpo_case import assemble, in_checkpoint, load_reference
 from tests.distributed.grpo_ranks import boxes
 from tests.distributed.lora_ranks import export_adapter
@@ -91,7 +91,7 @@ def step(rank: Any) -> dict[str, Any]:
     return {"gradients": gradients, "before": rank.evaluate(), "update": rank.update(LR), "after": rank.evaluate()}
 
 
-def train_adapters(rank: Any, lora: Lora, exported_in: Path) -> dict[str, Any]:
+def train_adapters(rank: Any, lora: LoraConfig, exported_in: Path) -> dict[str, Any]:
     """Two updates: the first changes B's alone, which begin with zeros."""
     from megagrpo.megatron.model import named_tensors
 
@@ -165,7 +165,7 @@ def test_loss_gradients_and_step_are_those_of_plain_torch(directory: Path, layou
 def test_with_adapters_only_these_are_trained_and_the_merged_export_has_the_loss_of_the_ranks(
     directory: Path, tmp_path: Path
 ) -> None:
-    lora = Lora(rank=3, alpha=6.0)
+    lora = LoraConfig(rank=3, alpha=6.0)
     recipe = make_recipe(ParallelLayout(tensor=2), lora=lora.model_dump())
     sequences = make_sequences(load_reference(directory).config.vocab_size)
     ranks = on_ranks("train_adapters", recipe, directory, sequences, lora, tmp_path / "adapter")

@@ -46,7 +46,7 @@ class TinyTraining:
         process.start_parallel(self.layout, seed=7)
         self.where = rank_grid(self.layout)[dist.get_rank()]
         self.architecture = read_architecture(self.directory)
-        train = schema.Train(layout=schema.Layout(**self.sizes), total_steps=1)
+        train = schema.TrainConfig(layout=schema.LayoutConfig(**self.sizes), total_steps=1)
         self.config = transformer_config(self.architecture, train, self.dtype, "cpu")
         chunks = build_chunks(self.architecture, self.config, self.layout)
         dtype_name = str(self.dtype).removeprefix("torch.")
@@ -58,7 +58,7 @@ class TinyTraining:
             for tensor in tensors.values():
                 tensor.normal_()
         self.wrapped = wrap_chunks(chunks, self.config, self.distributed_optimizer)
-        settings = schema.Optimizer(lr=1e-2, weight_decay=0.1, clip_grad=1.0)
+        settings = schema.OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0)
         self.optimizer = make_optimizer(self.wrapped, settings, self.distributed_optimizer, self.dtype)
         sum_gradients(self.config)
         self.state = TrainingState(self.wrapped, self.optimizer, tensors_of(self.architecture), self.layout, manifest)

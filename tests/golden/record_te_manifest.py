@@ -149,12 +149,12 @@ def record(case: dict[str, Any]) -> list[dict[str, Any]]:
     from megagrpo.layout.parallel import ParallelLayout
     from megagrpo.megatron.config import transformer_config
     from megagrpo.megatron.model import build_chunks
-    from megagrpo.recipe.schema import Layout, Train
+    from megagrpo.recipe.schema import LayoutConfig, TrainConfig
     from tests.weights_oracle import ARCHITECTURES
 
     arch = ARCHITECTURES[case["kind"]](**case["architecture"])
     layout = ParallelLayout(**case["layout"])
-    train = Train(layout=Layout(**vars(layout)), layer_spec="transformer_engine")
+    train = TrainConfig(layout=LayoutConfig(**vars(layout)), layer_spec="transformer_engine")
     ranks = []
     for rank in range(layout.ranks):
         dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megagrpo.errors import Problem
-from megagrpo.recipe.schema import EngineLayout
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient, new_request_id
 from megagrpo.rollout.sglang.samples import read_sample
 from megagrpo.rollout.sglang.server import Server
@@ -34,7 +34,7 @@ def server(inputs: Path, tmp_path: Path) -> Iterator[Server]:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
     randomize(model, seed=1)
     model.save_pretrained(directory)
-    started = start_server(directory, EngineLayout(), tmp_path / "server.log")
+    started = start_server(directory, EngineLayoutConfig(), tmp_path / "server.log")
     try:
         started.wait_until_ready(START_SECONDS)
         yield started

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megagrpo.data.messages import load_examples
 from megagrpo.data.prompts import load_tokenizer
 from megagrpo.errors import EXIT_STOPPED
-from megagrpo.recipe.schema import ConversationFile
+from megagrpo.recipe.schema import ConversationFileConfig
 from tests.loop import small_run
 
 STEPS = 6
@@ -71,7 +71,7 @@ def transformers_loss(model_directory: Path, conversations: Path) -> float:
     """Mean -log p of the assistant's tokens, one conversation at a time."""
     model = AutoModelForCausalLM.from_pretrained(model_directory)
     losses = []
-    files = [ConversationFile(path=str(conversations))]
+    files = [ConversationFileConfig(path=str(conversations))]
     for example in load_examples(files, load_tokenizer(str(model_directory)), tokens_max=32).examples:
         tokens = torch.from_numpy(example.tokens).long()
         with torch.no_grad():

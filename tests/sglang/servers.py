@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from megagrpo.recipe.schema import EngineLayout
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.engine import Pause, SglangEngine
@@ -44,7 +44,7 @@ class Served:
 
     server: Server
     directory: Path
-    layout: EngineLayout
+    layout: EngineLayoutConfig
     engine: SglangEngine
 
     @contextmanager
@@ -115,7 +115,7 @@ class Served:
             client.close()
 
 
-def settings(directory: Path, layout: EngineLayout) -> dict[str, Any]:
+def settings(directory: Path, layout: EngineLayoutConfig) -> dict[str, Any]:
     """Keyword arguments of an SglangEngine."""
     return {
         "name": "engine 0",
@@ -131,7 +131,11 @@ def settings(directory: Path, layout: EngineLayout) -> dict[str, Any]:
 
 
 def start_server(
-    directory: Path, layout: EngineLayout, log: Path, options: Mapping[str, Any] | None = None, name: str = "engine 0"
+    directory: Path,
+    layout: EngineLayoutConfig,
+    log: Path,
+    options: Mapping[str, Any] | None = None,
+    name: str = "engine 0",
 ) -> Server:
     """Started, not yet ready."""
     return Server(
@@ -160,7 +164,7 @@ def serve(family: str, tensor: int, root: Path) -> Iterator[Served]:
 
 def serve_directory(directory: Path, tensor: int, log: Path) -> Iterator[Served]:
     """For fixtures: a started server of the model in `directory`, ended afterwards."""
-    layout = EngineLayout(tensor=tensor)
+    layout = EngineLayoutConfig(tensor=tensor)
     server = start_server(directory, layout, log, {"decode_log_interval": 1})
     try:
         server.wait_until_ready(START_SECONDS)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megagrpo.errors import EngineError
-from megagrpo.recipe.schema import EngineLayout, Sglang
+from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
 from megagrpo.rollout.sglang.arguments import server_arguments, sglang_problems
 from megagrpo.rollout.sglang.check_arguments import declared_names
 
@@ -27,7 +27,7 @@ def test_all_wrong_arguments_are_found_at_once_with_what_is_right() -> None:
     }
     right = {"max_total_tokens": 4096, "schedule_policy": "lpm", "enable_metrics": True, "cuda_graph_bs_decode": [1, 2]}
     given = {name: value for name, (value, _) in wrong.items()}
-    found = {problem.where: str(problem) for problem in sglang_problems(Sglang(**given, **right))}
+    found = {problem.where: str(problem) for problem in sglang_problems(SglangConfig(**given, **right))}
     assert found.keys() == {f"rollout.sglang.{name}" for name in wrong}
     for name, (_, words) in wrong.items():
         assert words in found[f"rollout.sglang.{name}"]
@@ -39,7 +39,7 @@ def test_a_plan_knows_the_names_of_all_arguments_without_importing_sglang() -> N
 
     public = {field.name for field in record_fields(ServerArgs) if not field.name.startswith("_")}
     assert declared_names() == public
-    (problem,) = sglang_problems(Sglang(mem_fraction_statik=0.7, mem_fraction_static=0.7), plan_only=True)  # type: ignore[call-arg]
+    (problem,) = sglang_problems(SglangConfig(mem_fraction_statik=0.7, mem_fraction_static=0.7), plan_only=True)  # type: ignore[call-arg]
     assert problem.where == "rollout.sglang.mem_fraction_statik"
     assert problem.fix == "did you mean `mem_fraction_static`?"
 
@@ -48,19 +48,19 @@ def test_an_interpreter_without_sglang_is_named_and_how_to_get_it(tmp_path: Path
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
     bare.chmod(0o755)
-    (problem,) = sglang_problems(Sglang(python=str(bare)))
+    (problem,) = sglang_problems(SglangConfig(python=str(bare)))
     assert "has no SGLang" in problem.given
     assert "make sglang-cpu" in problem.fix
     assert "pip install megagrpo[sglang]" in problem.fix
-    assert sglang_problems(Sglang(python=str(bare)), plan_only=True) == []
-    (problem,) = sglang_problems(Sglang(python=str(tmp_path / "none")))
+    assert sglang_problems(SglangConfig(python=str(bare)), plan_only=True) == []
+    (problem,) = sglang_problems(SglangConfig(python=str(tmp_path / "none")))
     assert problem.where == "rollout.sglang.python"
-    assert sglang_problems(Sglang()) == []
+    assert sglang_problems(SglangConfig()) == []
 
 
 def test_the_recipes_arguments_win_over_defaults_but_not_over_ours() -> None:
     given: dict[str, Any] = {
-        "model_directory": "m", "layout": EngineLayout(tensor=2), "dtype": "float32", "device": "cpu",
+        "model_directory": "m", "layout": EngineLayoutConfig(tensor=2), "dtype": "float32", "device": "cpu",
         "requests_at_once": 8, "tokens_per_request": 100, "longest_pause_seconds": 600.0,
     }  # fmt: skip
     arguments = server_arguments(**given, options={"max_total_tokens": 77, "schedule_policy": "lpm"})

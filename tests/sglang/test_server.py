@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.errors import EngineError
-from megagrpo.recipe.schema import EngineLayout
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.processes import SHARED_MEMORY, members, note_leftovers, shared_files
 from megagrpo.rollout.sglang.server import Server
@@ -56,11 +56,11 @@ def test_a_server_listens_on_loopback_alone(tied_server: Served) -> None:
 @pytest.mark.long
 def test_a_server_that_is_killed_is_named_with_its_log_and_nothing_of_it_stays(tmp_path: Path) -> None:
     directory = model_directory("qwen2_tied", tmp_path / "model")
-    server = start_server(directory, EngineLayout(), tmp_path / "engine.log", name="engine 7")
+    server = start_server(directory, EngineLayoutConfig(), tmp_path / "engine.log", name="engine 7")
     engine = None
     try:
         server.wait_until_ready(START_SECONDS)
-        engine = SglangEngine(server, **(settings(directory, EngineLayout()) | {"name": "engine 7"}))
+        engine = SglangEngine(server, **(settings(directory, EngineLayoutConfig()) | {"name": "engine 7"}))
         (sample,) = engine.generate([request([5, 6], SamplingParams(3))])
         assert len(sample.tokens)
         group = server._process.pid
@@ -145,7 +145,7 @@ def test_what_a_server_left_that_was_killed_with_its_owner_is_removed_by_the_nex
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    server = start_server(tmp_path / "nothing", EngineLayout(), tmp_path / "engine.log")
+    server = start_server(tmp_path / "nothing", EngineLayoutConfig(), tmp_path / "engine.log")
     try:
         with pytest.raises(EngineError) as caught:
             server.wait_until_ready(START_SECONDS)
@@ -156,7 +156,9 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_ready_in_time_is_named(tmp_path: Path) -> None:
-    server = start_server(model_directory("qwen2_tied", tmp_path / "model"), EngineLayout(), tmp_path / "engine.log")
+    server = start_server(
+        model_directory("qwen2_tied", tmp_path / "model"), EngineLayoutConfig(), tmp_path / "engine.log"
+    )
     try:
         with pytest.raises(EngineError, match="not ready"):
             server.wait_until_ready(0.5)
@@ -173,5 +175,5 @@ def test_an_interpreter_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_as_the_recipe_says_is_refused(tied_server: Served) -> None:
-    with pytest.raises(EngineError, match="tp_size 1"), tied_server.borrowed(layout=EngineLayout(tensor=2)):
+    with pytest.raises(EngineError, match="tp_size 1"), tied_server.borrowed(layout=EngineLayoutConfig(tensor=2)):
         pass

@@ -14,7 +14,7 @@ import torch
 
 from megagrpo.errors import MegagrpoError, Problem, WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.recipe.schema import EngineLayout
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.processes import kill_group
 from megagrpo.types import SamplingParams
@@ -206,10 +206,10 @@ def test_a_server_without_our_loader_is_verified_by_its_checksums(
 def doomed(tmp_path: Path) -> Iterator[tuple[SglangEngine, int, Path]]:
     """An engine of its own, the process group of its server, and its model."""
     directory = model_directory("qwen2_tied", tmp_path / "model")
-    server = start_server(directory, EngineLayout(), tmp_path / "doomed.log")
+    server = start_server(directory, EngineLayoutConfig(), tmp_path / "doomed.log")
     try:
         server.wait_until_ready(START_SECONDS)
-        engine = SglangEngine(server, **settings(directory, EngineLayout()))
+        engine = SglangEngine(server, **settings(directory, EngineLayoutConfig()))
         yield engine, server._process.pid, directory
         engine.close()
     finally:

@@ -22,7 +22,7 @@ ROWS = st.lists(st.lists(LOG_RATIOS, min_size=1, max_size=6), min_size=1, max_si
 # No float32 is equal to these, so that no statistic lies on a bound.
 BOUNDS = st.tuples(st.sampled_from([None, -0.3037, 0.0119, 0.4321]), st.sampled_from([None, 0.5123, 1.7177, 3.3331]))
 REJECTIONS = st.builds(
-    lambda level, statistic, over, bounds: schema.Rejection(
+    lambda level, statistic, over, bounds: schema.RejectionConfig(
         level=level, statistic=statistic, over=over, low=bounds[0], high=bounds[1]
     ),
     st.sampled_from(["token", "sequence"]),
@@ -31,7 +31,7 @@ REJECTIONS = st.builds(
     BOUNDS,
 )
 CORRECTIONS = st.builds(
-    schema.Correction,
+    schema.CorrectionConfig,
     weights=st.sampled_from(["token", "sequence", None]),
     low=st.sampled_from([0.0, 0.5]),
     high=st.sampled_from([1.3, 2.0]),
@@ -51,14 +51,14 @@ def corrected(rows: Rows, **changes: Any) -> Corrected:
     """On one rank, with log r as given."""
     log_ratios = torch.tensor([d for row in rows for d in row], dtype=torch.float64)
     rollout = torch.zeros_like(log_ratios)
-    return correct(log_ratios, rollout, sequences_of(rows), schema.Correction(**changes), lambda _: None)
+    return correct(log_ratios, rollout, sequences_of(rows), schema.CorrectionConfig(**changes), lambda _: None)
 
 
 def number(statistic: str, d: float) -> float:
     return {"ratio": math.exp(d), "k1": -d, "k2": d * d / 2, "k3": math.expm1(d) - d}[statistic]
 
 
-def stays(row: list[float], token: int, rejection: schema.Rejection) -> bool:
+def stays(row: list[float], token: int, rejection: schema.RejectionConfig) -> bool:
     if rejection.level == "token":
         value = number(rejection.statistic, row[token])
     else:
@@ -70,7 +70,7 @@ def stays(row: list[float], token: int, rejection: schema.Rejection) -> bool:
     return (rejection.low is None or value >= rejection.low) and (rejection.high is None or value <= rejection.high)
 
 
-def written_out(rows: Rows, s: schema.Correction) -> tuple[np.ndarray, list[list[float]] | None, Correction]:
+def written_out(rows: Rows, s: schema.CorrectionConfig) -> tuple[np.ndarray, list[list[float]] | None, Correction]:
     """kept by token, importance by response, and the figures."""
     vetoed = [s.veto is not None and min(row) < math.log(s.veto) for row in rows]
     kept = [

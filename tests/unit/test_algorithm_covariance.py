@@ -21,8 +21,8 @@ TOKENS = st.lists(
 )
 
 
-def settings_of(name: str, share: float, low: float = 0.2, high: float = 1.5) -> schema.PolicyLoss:
-    return schema.PolicyLoss(name=name, covariance_share=share, covariance_low=low, covariance_high=high)
+def settings_of(name: str, share: float, low: float = 0.2, high: float = 1.5) -> schema.PolicyLossConfig:
+    return schema.PolicyLossConfig(name=name, covariance_share=share, covariance_low=low, covariance_high=high)
 
 
 def columns(rows: list[tuple[float, float, bool]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -31,7 +31,7 @@ def columns(rows: list[tuple[float, float, bool]]) -> tuple[torch.Tensor, torch.
     return logprobs, advantages, torch.tensor([row[2] for row in rows]), draws
 
 
-def written_out(rows: list[tuple[float, float, bool]], s: schema.PolicyLoss) -> set[int]:
+def written_out(rows: list[tuple[float, float, bool]], s: schema.PolicyLossConfig) -> set[int]:
     """By sorting; draws decide between equal covariances."""
     logprobs, advantages, kept, draws = (column.double().numpy() for column in columns(rows))
     there = [t for t in range(len(rows)) if kept[t]]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from megagrpo.algorithm.learning_rate import learning_rate
 from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grpo_objective
 from megagrpo.algorithm.sequences import Sequences
-from megagrpo.recipe.schema import Optimizer, PolicyLoss
+from megagrpo.recipe.schema import OptimizerConfig, PolicyLossConfig
 
 SETTINGS = ObjectiveSettings(
-    loss=PolicyLoss(clip_low=0.2, clip_high=0.3),
+    loss=PolicyLossConfig(clip_low=0.2, clip_high=0.3),
     kl_coefficient=0.05,
     kl_estimator="k3",
     kl_straight_through=False,
@@ -140,7 +140,7 @@ def test_a_straight_through_kl_changes_the_gradient_and_not_the_value():
 
 
 def test_learning_rate_warms_up_then_follows_its_schedule():
-    optimizer = Optimizer(lr=1.0, min_lr=0.1, schedule="linear", warmup_steps=4)
+    optimizer = OptimizerConfig(lr=1.0, min_lr=0.1, schedule="linear", warmup_steps=4)
     rates = [learning_rate(step, 14, optimizer) for step in range(1, 16)]
     np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1.0, 1.0])
     np.testing.assert_allclose(np.diff(rates[4:]), -0.09)

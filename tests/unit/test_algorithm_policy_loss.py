@@ -16,14 +16,14 @@ from megagrpo.recipe import schema
 
 LENGTHS = [1, 7, 3, 12, 5, 2]
 SETTINGS = {
-    "ppo_clip": schema.PolicyLoss(name="ppo_clip", clip_low=0.2, clip_high=0.3, dual_clip=1.5),
-    "gspo": schema.PolicyLoss(name="gspo", clip_low=0.1, clip_high=0.15),
-    "cispo": schema.PolicyLoss(name="cispo", clip_low=0.2, clip_high=0.3),
-    "gmpo": schema.PolicyLoss(name="gmpo", clip_low=0.3, clip_high=0.4),
-    "sapo": schema.PolicyLoss(name="sapo", temperature_positive=0.8, temperature_negative=1.3),
-    "clip_cov": schema.PolicyLoss(name="clip_cov", clip_low=0.2, clip_high=0.3),
-    "kl_cov": schema.PolicyLoss(name="kl_cov", covariance_kl=0.7),
-    "reinforce": schema.PolicyLoss(name="reinforce"),
+    "ppo_clip": schema.PolicyLossConfig(name="ppo_clip", clip_low=0.2, clip_high=0.3, dual_clip=1.5),
+    "gspo": schema.PolicyLossConfig(name="gspo", clip_low=0.1, clip_high=0.15),
+    "cispo": schema.PolicyLossConfig(name="cispo", clip_low=0.2, clip_high=0.3),
+    "gmpo": schema.PolicyLossConfig(name="gmpo", clip_low=0.3, clip_high=0.4),
+    "sapo": schema.PolicyLossConfig(name="sapo", temperature_positive=0.8, temperature_negative=1.3),
+    "clip_cov": schema.PolicyLossConfig(name="clip_cov", clip_low=0.2, clip_high=0.3),
+    "kl_cov": schema.PolicyLossConfig(name="kl_cov", covariance_kl=0.7),
+    "reinforce": schema.PolicyLossConfig(name="reinforce"),
 }
 every_loss = pytest.mark.parametrize("name", SETTINGS)
 
@@ -54,7 +54,7 @@ def weights_of(inputs: PolicyInputs) -> torch.Tensor:
 
 
 def written_out(
-    name: str, inputs: PolicyInputs, logprobs: np.ndarray, s: schema.PolicyLoss, base: np.ndarray | None = None
+    name: str, inputs: PolicyInputs, logprobs: np.ndarray, s: schema.PolicyLossConfig, base: np.ndarray | None = None
 ) -> np.ndarray:
     """Each token's loss, response by response and with cases. `base`: logprobs in what has no gradient."""
     base = logprobs if base is None else base
@@ -242,7 +242,7 @@ def test_a_loss_by_covariance_wants_chosen_tokens(name):
 
 
 def test_every_loss_of_the_recipe_is_there_and_tested():
-    names = set(schema.PolicyLoss.model_fields["name"].annotation.__args__)
+    names = set(schema.PolicyLossConfig.model_fields["name"].annotation.__args__)
     assert names == set(LOSSES) == set(SETTINGS)
 
 
@@ -282,7 +282,7 @@ def seq_mean_token_mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
     return ((losses * mask).sum(-1) / mask.sum(-1)).mean()
 
 
-def verl_vanilla(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+def verl_vanilla(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     ratio = torch.exp(torch.clamp(logprob - old, min=-20.0, max=20.0))
     losses1 = -advantages * ratio
@@ -292,7 +292,7 @@ def verl_vanilla(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
     return token_mean(torch.where(advantages < 0, dual, clipped), mask)
 
 
-def verl_gspo(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+def verl_gspo(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     seq = ((logprob - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
     ratio = torch.exp(torch.clamp(logprob - logprob.detach() + seq.detach().unsqueeze(-1), max=10.0))
@@ -300,7 +300,7 @@ def verl_gspo(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
     return seq_mean_token_mean(losses, mask)
 
 
-def verl_sapo(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+def verl_sapo(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     ratio = torch.exp(torch.clamp(logprob - old, min=-20.0, max=20.0))
     positive, negative = (
@@ -310,13 +310,13 @@ def verl_sapo(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
     return seq_mean_token_mean(-torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages, mask)
 
 
-def verl_cispo(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+def verl_cispo(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     ratio = torch.exp(torch.clamp(logprob - old, min=-20.0, max=20.0))
     return token_mean(-torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high).detach() * advantages * logprob, mask)
 
 
-def verl_geo_mean(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+def verl_geo_mean(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     log_ratio, sign = logprob - old, torch.sign(advantages)
     least = sign * torch.min(sign * log_ratio, sign * torch.clamp(log_ratio, -s.clip_low, s.clip_high))
@@ -325,19 +325,19 @@ def verl_geo_mean(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
     return torch.mean(-advantage * ratio)
 
 
-def verl_gpg(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+def verl_gpg(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
     logprob, _, advantages, mask = masked_rows(inputs)
     return token_mean(-logprob * advantages, mask)
 
 
-def verl_clip_cov(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+def verl_clip_cov(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     ratio, kept = torch.exp(logprob - old), 1 - padded(inputs.chosen.double(), inputs.sequences)
     losses2 = -advantages * torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high)
     return token_mean(torch.maximum(-advantages * ratio, losses2) * kept, mask)
 
 
-def verl_kl_cov(inputs: PolicyInputs, s: schema.PolicyLoss) -> torch.Tensor:
+def verl_kl_cov(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     plain = -advantages * torch.exp(logprob - old)
     chosen = padded(inputs.chosen, inputs.sequences)

@@ -32,6 +32,6 @@ def test_losses_by_response_keep_the_type_of_their_logprobs():
     logprobs = torch.tensor([-1.0, -2.0, -0.5, -0.25, -1.5], requires_grad=True)
     for method in (gspo, gmpo):
         inputs = PolicyInputs(logprobs, logprobs.detach() - 0.1, torch.ones(5), SEQUENCES)
-        found = method(inputs, schema.PolicyLoss())
+        found = method(inputs, schema.PolicyLossConfig())
         assert found.loss.dtype == found.ratio.dtype == torch.float32
         assert found.loss.requires_grad

@@ -11,7 +11,7 @@ import yaml
 
 from megagrpo.recipe.algorithm_checks import ALGORITHM_RULES
 from megagrpo.recipe.checks import RULES, recipe_problems
-from megagrpo.recipe.schema import Advantage, Algorithm, PolicyLoss, Recipe
+from megagrpo.recipe.schema import AdvantageConfig, AlgorithmConfig, PolicyLossConfig, Recipe
 from tests.tiny_run import recipe
 from tests.unit.test_recipe_algorithm_checks import CASES
 from tests.unit.test_recipe_checks import recipe_with
@@ -23,7 +23,9 @@ UNREAD = ALGORITHM_RULES[0]  # settings that the chosen method does not read: on
 
 
 @pytest.mark.parametrize(
-    ("section", "field"), [(Advantage, "name"), (PolicyLoss, "name"), (Algorithm, "aggregation")], ids=str
+    ("section", "field"),
+    [(AdvantageConfig, "name"), (PolicyLossConfig, "name"), (AlgorithmConfig, "aggregation")],
+    ids=str,
 )
 def test_every_name_has_a_row(section: Any, field: str) -> None:
     rows = set(re.findall(r"^\| `(\w+)`", TEXT, re.MULTILINE))

@@ -6,7 +6,7 @@ import pytest
 
 from megagrpo.cluster.weight_sync import choose_way, replica_problems
 from megagrpo.errors import RecipeError
-from megagrpo.recipe.schema import Weights
+from megagrpo.recipe.schema import WeightsConfig
 from megagrpo.weights.boxes import Box
 from megagrpo.weights.executors.ways import Way
 from megagrpo.weights.topology import Place, Topology
@@ -24,15 +24,15 @@ TWO_NODES = Topology((Place("a", 0), Place("a", 1)), (Place("b", 0),))
     ],
 )
 def test_the_way_is_chosen_by_where_everyone_is(topology: Topology, external: bool, way: Way) -> None:
-    assert choose_way(Weights(), topology, external=external) is way
+    assert choose_way(WeightsConfig(), topology, external=external) is way
 
 
 def test_a_way_through_a_nodes_memory_is_refused_between_nodes() -> None:
     for transfer in ("shared_memory", "direct", "tensors"):
         with pytest.raises(RecipeError, match="between 2 nodes"):
-            choose_way(Weights(transfer=transfer), TWO_NODES, external=False)
-        assert choose_way(Weights(transfer=transfer), ONE_NODE, external=False) is Way(transfer)
-    assert choose_way(Weights(transfer="broadcast"), TWO_NODES, external=False) is Way.BROADCAST
+            choose_way(WeightsConfig(transfer=transfer), TWO_NODES, external=False)
+        assert choose_way(WeightsConfig(transfer=transfer), ONE_NODE, external=False) is Way(transfer)
+    assert choose_way(WeightsConfig(transfer="broadcast"), TWO_NODES, external=False) is Way.BROADCAST
 
 
 def test_replicas_that_drifted_apart_name_their_ranks() -> None:

@@ -11,7 +11,7 @@ from megagrpo.data.amounts import epoch_rows
 from megagrpo.data.files import records, row_count
 from megagrpo.data.mixture import mix
 from megagrpo.errors import DataError
-from megagrpo.recipe.schema import DataFile
+from megagrpo.recipe.schema import DataFileConfig
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_rows_are_counted_as_they_are_read(files: tuple[Path, Path]) -> None:
 def test_an_epoch_has_as_many_rows_as_mixing_takes(
     files: tuple[Path, Path], amounts: tuple[str | int | float, str | int | float]
 ) -> None:
-    asked = [DataFile(path=str(path), amount=amount) for path, amount in zip(files, amounts, strict=True)]
+    asked = [DataFileConfig(path=str(path), amount=amount) for path, amount in zip(files, amounts, strict=True)]
 
     def read(path: Path, label: str) -> tuple[list[object], int, int]:
         found: list[object] = [record for _, record in records(path)]
@@ -43,4 +43,4 @@ def test_an_epoch_has_as_many_rows_as_mixing_takes(
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
-        epoch_rows([DataFile(path=str(tmp_path / "none.jsonl"))])
+        epoch_rows([DataFileConfig(path=str(tmp_path / "none.jsonl"))])

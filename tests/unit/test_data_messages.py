@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from megagrpo.data.messages import Examples, file_problems, load_examples
 from megagrpo.demo.tokenizer import make_tokenizer
 from megagrpo.errors import DataError, ModelError
-from megagrpo.recipe.schema import ConversationFile
+from megagrpo.recipe.schema import ConversationFileConfig
 
 LINE_AFTER_END = (
     "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content + '<|end|>\n' -}}{%- endfor -%}"
@@ -51,7 +51,7 @@ def write(path: Path, *conversations: Any) -> Path:
 
 
 def load(*paths: Path, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **options: Any) -> Examples:
-    files = [ConversationFile(path=str(path)) for path in paths]
+    files = [ConversationFileConfig(path=str(path)) for path in paths]
     return load_examples(files, tokenizer, **{"tokens_max": 1000} | options)
 
 
@@ -161,7 +161,7 @@ def test_a_parquet_file_with_fields_of_other_rows_is_read(tmp_path: Path) -> Non
 
 def test_files_are_mixed_in_their_order_with_their_amounts(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a.jsonl", chat("a", "1")), write(tmp_path / "b.jsonl", *[chat("b", "2")] * 3)
-    files = [ConversationFile(path=str(first)), ConversationFile(path=str(second), amount=2)]
+    files = [ConversationFileConfig(path=str(first)), ConversationFileConfig(path=str(second), amount=2)]
     assert said(load_examples(files, TOKENIZER, tokens_max=99)) == [["1<|end|>"], ["2<|end|>"], ["2<|end|>"]]
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from megagrpo.data.mixture import file_labels, load_mixture, take
 from megagrpo.data.prompts import load_tokenizer
 from megagrpo.errors import DataError, ModelError
-from megagrpo.recipe.schema import DataFile
+from megagrpo.recipe.schema import DataFileConfig
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('tools are not for this model') }}{% endif %}"
@@ -37,14 +37,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return byte_tokenizer(TEMPLATE)
 
 
-def write(path: Path, *questions: str, role: str = "user") -> DataFile:
+def write(path: Path, *questions: str, role: str = "user") -> DataFileConfig:
     rows = (
         {"data_source": "s", "prompt": [{"role": role, "content": q}], "reward_model": {"ground_truth": q[:1]}}
         for q in questions
     )
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return DataFile(path=str(path))
+    return DataFileConfig(path=str(path))
 
 
 def test_prompts_go_through_the_template_with_its_arguments(tokenizer, tmp_path):
@@ -132,7 +132,7 @@ def test_files_are_mixed_by_their_amounts(tokenizer, tmp_path):
 
 
 def test_problems_of_all_files_are_reported_together(tokenizer, tmp_path):
-    files = [write(tmp_path / "a.jsonl", "hi", role="king"), DataFile(path=str(tmp_path / "none.parquet"))]
+    files = [write(tmp_path / "a.jsonl", "hi", role="king"), DataFileConfig(path=str(tmp_path / "none.parquet"))]
     with pytest.raises(DataError) as raised:
         load_mixture(files, tokenizer, tokens_max=99)
     assert len(raised.value.problems) == 2

@@ -110,7 +110,7 @@ def test_failed_rewards_are_counted_and_masked_never_zero() -> None:
     assert metrics["reward/errors"] == 3
 
 
-def stop_after(rule: schema.EarlyStopping, values: list[float]) -> tuple[int | None, EarlyStopping]:
+def stop_after(rule: schema.EarlyStoppingConfig, values: list[float]) -> tuple[int | None, EarlyStopping]:
     state = EarlyStopping(rule)
     for i, value in enumerate(values):
         state = state.after({"mean@1": value})
@@ -120,17 +120,17 @@ def stop_after(rule: schema.EarlyStopping, values: list[float]) -> tuple[int | N
 
 
 def test_a_run_stops_when_the_target_is_reached() -> None:
-    rule = schema.EarlyStopping(target=0.9)
+    rule = schema.EarlyStoppingConfig(target=0.9)
     assert stop_after(rule, [0.5, 0.89, 0.9, 1.0])[0] == 2
     assert stop_after(rule, [0.5, float("nan")])[0] is None
 
 
 def test_a_run_stops_after_patience_evaluations_without_a_new_best() -> None:
-    rule = schema.EarlyStopping(patience=2)
+    rule = schema.EarlyStoppingConfig(patience=2)
     assert stop_after(rule, [0.5, 0.4, 0.6, 0.6, float("nan"), 1.0])[0] == 4
     assert stop_after(rule, [0.5, 0.4, 0.6, 0.6, 0.7])[1] == EarlyStopping(rule, best=0.7, evaluations_without_best=0)
 
 
 def test_a_metric_that_does_not_exist_is_an_error_that_names_those_that_do() -> None:
     with pytest.raises(RecipeError, match="pass@1"):
-        EarlyStopping(schema.EarlyStopping(metric="mean@8")).after(evaluation_metrics([group([1.0])], 1))
+        EarlyStopping(schema.EarlyStoppingConfig(metric="mean@8")).after(evaluation_metrics([group([1.0])], 1))

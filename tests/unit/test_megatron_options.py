@@ -11,7 +11,7 @@ import torch
 from megagrpo.errors import RecipeError
 from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.options import ALLOWED_VALUES, OWNED, option_problems
-from megagrpo.recipe.schema import Layout, Train
+from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families.architecture import Architecture, Experts, Rope, SigmoidRouter
 
 ARCHITECTURE = Architecture(
@@ -21,7 +21,7 @@ ARCHITECTURE = Architecture(
 
 
 def config(arch: Architecture = ARCHITECTURE, dtype: torch.dtype = torch.float32, **train: Any) -> Any:
-    return transformer_config(arch, Train(**train), dtype, "cpu")
+    return transformer_config(arch, TrainConfig(**train), dtype, "cpu")
 
 
 def test_options_pass_through() -> None:
@@ -90,8 +90,8 @@ def test_the_fields_that_the_contracts_rest_on() -> None:
     assert plain.variable_seq_lengths
     assert not plain.sequence_parallel
     assert plain.hidden_dropout == plain.attention_dropout == 0
-    assert config(layout=Layout(tensor=2)).sequence_parallel
-    interleaved = config(layout=Layout(pipeline=2, virtual_pipeline=2))
+    assert config(layout=LayoutConfig(tensor=2)).sequence_parallel
+    interleaved = config(layout=LayoutConfig(pipeline=2, virtual_pipeline=2))
     assert interleaved.overlap_p2p_comm
     assert not interleaved.batch_p2p_comm
     assert config(recompute="full").recompute_method == "uniform"

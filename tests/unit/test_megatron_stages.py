@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.layout.stages import layers_of_chunk
 from megagrpo.megatron.config import transformer_config
-from megagrpo.recipe.schema import Layout, Train
+from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from tests.unit.test_layout_parallel import uneven_stages
 from tests.unit.test_megatron_options import ARCHITECTURE
 
@@ -25,7 +25,7 @@ def megatron_layers(config: TransformerConfig, stage: int, chunk: int | None) ->
 @given(uneven_stages())
 def test_megatron_places_layers_on_the_same_stages(case: tuple[int, ParallelLayout]) -> None:
     layers, layout = case
-    train = Train(layout=Layout(**vars(layout)))
+    train = TrainConfig(layout=LayoutConfig(**vars(layout)))
     arch = type(ARCHITECTURE)(**(vars(ARCHITECTURE) | {"layers": layers}))
     config = transformer_config(arch, train, torch.float32, "cpu")
     for stage in range(layout.pipeline):

@@ -22,7 +22,7 @@ from megagrpo.plan.time.communication import (
     stage_sends,
 )
 from megagrpo.plan.time.weight_sync import sync_bytes
-from megagrpo.recipe.schema import EngineLayout, Train
+from megagrpo.recipe.schema import EngineLayoutConfig, TrainConfig
 from megagrpo.weights.families import architecture_of
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import megatron_te, sglang
@@ -87,7 +87,7 @@ def test_nobody_waits_for_a_collective_of_one():
 
 
 def collectives(arch, layout, directions=None, **train):
-    train = Train(layout=layout, total_steps=1, **train)
+    train = TrainConfig(layout=layout, total_steps=1, **train)
     passed = Exchanged(8192.0, 4, 2, directions or Directions(1, 1))
     found = layer_collectives(arch, 0, train, Groups.of(train.layout.parallel(), 8), passed, FAST)
     return {one.name: one for one in found}
@@ -138,7 +138,7 @@ def test_context_ranks_exchange_keys_as_often_as_cores_are_computed(train, passe
 
 def test_the_context_exchange_is_what_megatron_is_told():
     def kind(**train):
-        return context_exchange(Train(total_steps=1, **train))
+        return context_exchange(TrainConfig(total_steps=1, **train))
 
     assert kind() == "p2p"
     assert kind(layer_spec="local") == "all_gather"
@@ -164,7 +164,7 @@ def test_stages_send_each_microbatch_forth_and_its_gradient_back():
 
 @pytest.mark.parametrize(("distributed", "back"), [(True, 2), (False, 4)])
 def test_replicas_sum_gradients_and_get_weights_back(distributed, back):
-    train = Train(layout={"tensor": 2, "data": 16}, total_steps=1, distributed_optimizer=distributed)
+    train = TrainConfig(layout={"tensor": 2, "data": 16}, total_steps=1, distributed_optimizer=distributed)
     groups = Groups.of(train.layout.parallel(), 8)
     gradients, weights = replica_collectives(1e9, 0.0, train, groups, 2, FAST)
     assert gradients.bytes == pytest.approx(4e9 * 15 / 16 / 4)  # four of the sixteen replicas share a node's network
@@ -175,11 +175,11 @@ def test_replicas_sum_gradients_and_get_weights_back(distributed, back):
 @pytest.mark.parametrize(
     ("arch", "layout", "engine", "engines"),
     [
-        (DENSE, ParallelLayout(tensor=2, data=4), EngineLayout(tensor=1), 8),
-        (DENSE, ParallelLayout(tensor=8, pipeline=4, data=2), EngineLayout(tensor=8), 8),
-        (DENSE, ParallelLayout(tensor=4, pipeline=2, data=4), EngineLayout(tensor=4), 8),
-        (MIXTURE, ParallelLayout(tensor=4, data=4, expert=8), EngineLayout(tensor=8, expert=8), 2),
-        (MIXTURE, ParallelLayout(tensor=4, pipeline=2, data=8, expert=32), EngineLayout(tensor=8, expert=8), 8),
+        (DENSE, ParallelLayout(tensor=2, data=4), EngineLayoutConfig(tensor=1), 8),
+        (DENSE, ParallelLayout(tensor=8, pipeline=4, data=2), EngineLayoutConfig(tensor=8), 8),
+        (DENSE, ParallelLayout(tensor=4, pipeline=2, data=4), EngineLayoutConfig(tensor=4), 8),
+        (MIXTURE, ParallelLayout(tensor=4, data=4, expert=8), EngineLayoutConfig(tensor=8, expert=8), 2),
+        (MIXTURE, ParallelLayout(tensor=4, pipeline=2, data=8, expert=32), EngineLayoutConfig(tensor=8, expert=8), 8),
     ],
 )
 def test_bytes_of_a_sync_are_near_those_of_the_real_plan(arch, layout, engine, engines, colocated):

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
 from megagrpo.plan.time.flops import FORWARD, head_flops, layers_flops, sequence_flops, training_pass
-from megagrpo.recipe.schema import Lora, Train
+from megagrpo.recipe.schema import LoraConfig, TrainConfig
 from megagrpo.weights.families import architecture_of
 from tests.tiny_models import DIMENSIONS, FAMILIES
 
@@ -43,7 +43,7 @@ def test_forward_and_backward_of_every_family_are_what_torch_counts(family):
     ours = sequence_flops(arch, FORWARD, LENGTH, LENGTH).total + of_all_pairs(arch, FORWARD)
     assert ours == pytest.approx(counted(model, backward=False), rel=0.002)
 
-    training = training_pass(Train(total_steps=1))
+    training = training_pass(TrainConfig(total_steps=1))
     ours = sequence_flops(arch, training, LENGTH, LENGTH).total + of_all_pairs(arch, training)
     ours -= head_flops(arch, FORWARD, LENGTH).total  # transformers keeps its logits
     assert ours == pytest.approx(counted(model, backward=True), rel=0.002)
@@ -54,7 +54,7 @@ def test_recomputed_layers_are_what_torch_counts(family):
     model, arch = model_of(family)
     model.activation_checkpointing_enable({"use_reentrant": True})  # as Megatron's: whole layers
     model.train()
-    full = training_pass(Train(total_steps=1, recompute="full"))
+    full = training_pass(TrainConfig(total_steps=1, recompute="full"))
     ours = sequence_flops(arch, full, LENGTH, LENGTH).total + of_all_pairs(arch, full)
     ours -= head_flops(arch, FORWARD, LENGTH).total
     assert ours == pytest.approx(counted(model, backward=True), rel=0.002)
@@ -73,7 +73,7 @@ def test_the_output_layer_is_counted_as_it_is_computed(trained):
             hidden, positions, positions % 7, weight, shard, temperature=1.0, entropy=False
         )
         logprobs.sum().backward()
-    over = training_pass(Train(total_steps=1, lora=None if trained else Lora()))
+    over = training_pass(TrainConfig(total_steps=1, lora=None if trained else LoraConfig()))
     assert counter.get_total_flops() == head_flops(arch, over, float(len(positions))).total
 
 
@@ -90,7 +90,7 @@ def test_recompute_and_adapters_change_what_is_done():
     arch = model_of("qwen2")[1]
 
     def flops(**train):
-        train = Train(total_steps=1, **train)
+        train = TrainConfig(total_steps=1, **train)
         return sequence_flops(arch, training_pass(train), LENGTH, LENGTH, train.lora)
 
     none, selective, full = (flops(recompute=kind) for kind in ("none", "selective", "full"))
@@ -98,6 +98,6 @@ def test_recompute_and_adapters_change_what_is_done():
     assert selective.dense == none.dense
     assert full.attention == selective.attention
     assert full.dense > selective.dense
-    adapters = flops(lora=Lora(rank=1))
+    adapters = flops(lora=LoraConfig(rank=1))
     assert 2 / 3 < adapters.dense / none.dense < 0.8
     assert adapters.attention == none.attention

@@ -30,7 +30,7 @@ from megagrpo.plan.memory.parts import DeviceMemory, PhaseMemory
 from megagrpo.plan.plan import plan_of
 from megagrpo.plan.time.step_time import step_time
 from megagrpo.recipe.devices import plan_devices
-from megagrpo.recipe.schema import EngineLayout, Recipe, SftRecipe
+from megagrpo.recipe.schema import EngineLayoutConfig, Recipe, SftRecipe
 from megagrpo.rollout.sglang import arguments
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
@@ -177,7 +177,7 @@ def test_engine_weights_are_those_of_sglangs_manifest(family: str, tiny: dict[st
     compared = 0
     for device in ("cpu", "cuda"):
         for tensor, expert in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2)):
-            layout = EngineLayout(tensor=tensor, expert=expert)
+            layout = EngineLayoutConfig(tensor=tensor, expert=expert)
             if sglang.split_problems(arch, layout, device):
                 continue
             for rank in range(tensor):

@@ -11,7 +11,7 @@ from megagrpo.plan.machines import A_CPU, GPUS, Machines
 from megagrpo.plan.time.rollout import Engine, rollout_seconds
 from megagrpo.plan.time.step_time import ON_DRIVER, prompts_of_rounds, step_time
 from megagrpo.plan.time.training import Batch, TrainingRanks
-from megagrpo.recipe.schema import Layout, Recipe, SftRecipe, Train
+from megagrpo.recipe.schema import LayoutConfig, Recipe, SftRecipe, TrainConfig
 from megagrpo.reward.functions import INLINE
 from megagrpo.trainer.sampling import prompts_of_round
 from megagrpo.weights.families import architecture_of
@@ -151,7 +151,7 @@ def test_weight_syncs_are_about_as_long_as_published_ones(name, fastest, slowest
 
 def test_training_alone_reaches_a_usual_share_of_the_peak():
     """Megatron-LM publishes 41 to 48 % for dense models with long microbatches on H100, and nobody more than 60 %."""
-    train = Train(layout={"tensor": 8, "pipeline": 4, "data": 2}, total_steps=1, tokens_per_microbatch=8192)
+    train = TrainConfig(layout={"tensor": 8, "pipeline": 4, "data": 2}, total_steps=1, tokens_per_microbatch=8192)
     ranks = TrainingRanks(QWEN_32B, train, H100, Assumptions(), 2)
     batch = Batch(512, 512 * 4096, 512 * 4096.0**2, 512 * 4096)
     flops = 6 * 32e9 * batch.tokens
@@ -183,7 +183,7 @@ def test_longer_responses_take_longer_and_more_replicas_no_longer(tensor, pipeli
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_the_bubble_is_what_a_pipeline_of_equal_stages_loses(virtual):
     layout = {"pipeline": 4, "virtual_pipeline": virtual}
-    train = Train(layout=layout, total_steps=1, tokens_per_microbatch=4096)
+    train = TrainConfig(layout=layout, total_steps=1, tokens_per_microbatch=4096)
     ranks = TrainingRanks(LLAMA_8B, train, H100, Assumptions(packing=1.0), 2)
     batch = Batch(256, 16 * 4096, 256 * 256.0**2, 0)
     assert ranks.microbatches(batch) == 16
@@ -194,12 +194,14 @@ def test_the_bubble_is_what_a_pipeline_of_equal_stages_loses(virtual):
 
 
 def test_few_sequences_are_still_enough_microbatches_to_fill_the_pipeline():
-    train = Train(layout={"pipeline": 4}, total_steps=1, tokens_per_microbatch=1 << 20)
+    train = TrainConfig(layout={"pipeline": 4}, total_steps=1, tokens_per_microbatch=1 << 20)
     ranks = TrainingRanks(LLAMA_8B, train, H100, Assumptions(), 2)
     assert ranks.microbatches(Batch(100, 1e5, 1e8, 0)) == 8
     assert ranks.microbatches(Batch(5, 5e3, 5e6, 0)) == 5
     # The interleaved schedule takes rounds of as many as there are stages.
-    interleaved = replace(ranks, train=train.model_copy(update={"layout": Layout(pipeline=4, virtual_pipeline=2)}))
+    interleaved = replace(
+        ranks, train=train.model_copy(update={"layout": LayoutConfig(pipeline=4, virtual_pipeline=2)})
+    )
     assert interleaved.microbatches(Batch(5, 5e3, 5e6, 0)) == 8
 
 

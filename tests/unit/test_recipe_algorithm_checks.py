@@ -7,7 +7,7 @@ from megagrpo.algorithm.policy_loss import LOSSES
 from megagrpo.recipe.algorithm_checks import ADVANTAGE_READS, LOSS_READS, NOT_BY_GROUP, advantages_by_token
 from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.rule_problem import given_keys
-from megagrpo.recipe.schema import Advantage, PolicyLoss
+from megagrpo.recipe.schema import AdvantageConfig, PolicyLossConfig
 from tests.unit.test_recipe_checks import assert_speaks, recipe_with
 
 CRITIC = "algorithm.critic={}"
@@ -169,7 +169,7 @@ def test_the_tables_know_every_name_and_every_setting() -> None:
     assert set(ADVANTAGE_READS) == set(METHODS)
     assert set(LOSS_READS) == set(LOSSES)
     assert {name for name in METHODS if not is_by_group(name)} == set(NOT_BY_GROUP)
-    for section, reads in ((Advantage, ADVANTAGE_READS), (PolicyLoss, LOSS_READS)):
+    for section, reads in ((AdvantageConfig, ADVANTAGE_READS), (PolicyLossConfig, LOSS_READS)):
         assert {key for keys in reads.values() for key in keys} == set(section.model_fields) - {"name"}
 
 
@@ -180,4 +180,4 @@ def test_only_these_give_the_tokens_of_a_response_advantages_of_their_own() -> N
 
 
 def test_keys_that_differ_from_their_defaults_are_given() -> None:
-    assert given_keys(PolicyLoss(clip_low=0.2, clip_high=0.3)) == ["clip_high"]
+    assert given_keys(PolicyLossConfig(clip_low=0.2, clip_high=0.3)) == ["clip_high"]

@@ -173,7 +173,7 @@ def test_a_row_and_a_position_become_the_token_with_its_text() -> None:
 @pytest.mark.parametrize(("metric", "value"), [("mean", 0.001), ("p99", 0.02), ("max", 2.25), ("k3", 0.0004)])
 def test_the_threshold_is_of_the_recipes_metric(metric: str, value: float) -> None:
     def excess(above: float | None) -> object:
-        return excess_mismatch(RECORD, schema.Mismatch(metric=metric, above=above), Path("runs/x"))
+        return excess_mismatch(RECORD, schema.MismatchConfig(metric=metric, above=above), Path("runs/x"))
 
     assert excess(None) is None
     assert excess(value) is None
@@ -221,5 +221,5 @@ def test_past_the_threshold_a_run_is_warned_or_ended_and_otherwise_nothing_is_sa
 
 
 def test_a_figure_that_is_not_a_number_is_above_every_threshold() -> None:
-    settings = schema.Mismatch(metric="mean", above=1e9)
+    settings = schema.MismatchConfig(metric="mean", above=1e9)
     assert excess_mismatch(replace(RECORD, mean=math.nan), settings, Path("runs/x")) is not None

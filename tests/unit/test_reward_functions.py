@@ -159,9 +159,9 @@ number = 3
 """
 
 
-def reward(*functions: str | dict, **options) -> schema.Reward:
+def reward(*functions: str | dict, **options) -> schema.RewardConfig:
     entries = [{"function": f} if isinstance(f, str) else f for f in functions]
-    return schema.Reward.model_validate({"functions": entries, **options})
+    return schema.RewardConfig.model_validate({"functions": entries, **options})
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def make_group(*texts: str, ground_truth: str = "7", finish: FinishReason = "sto
 
 
 def make_scorer(*functions: dict, **options) -> Scorer:
-    return Scorer(schema.Reward.model_validate({"functions": list(functions), **options}), response_tokens_max=8)
+    return Scorer(schema.RewardConfig.model_validate({"functions": list(functions), **options}), response_tokens_max=8)
 
 
 def test_scores_are_weighted_sums_with_their_parts(tmp_path):

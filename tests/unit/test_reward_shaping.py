@@ -22,7 +22,7 @@ LIMIT = 100
 
 
 def reward_of(*functions, **options):
-    return schema.Reward.model_validate({"functions": list(functions) or [{"function": "gsm8k"}], **options})
+    return schema.RewardConfig.model_validate({"functions": list(functions) or [{"function": "gsm8k"}], **options})
 
 
 def format_function(**options):
@@ -110,7 +110,7 @@ def test_solved_is_of_the_weighted_sum(solved_at, solved):
     ("tokens", "penalty"), [(0, 0.0), (80, 0.0), (81, -0.1), (90, -1.0), (95, -1.5), (100, -2.0), (140, -2.0)]
 )
 def test_the_penalty_for_length_grows_over_the_buffer(tokens, penalty):
-    overlong = schema.Overlong(buffer_tokens=20, penalty=2.0)
+    overlong = schema.OverlongConfig(buffer_tokens=20, penalty=2.0)
     assert overlong_penalty(tokens, overlong, LIMIT) == pytest.approx(penalty)
     score = shaped(reward_of(overlong={"buffer_tokens": 20, "penalty": 2.0}), 1.0, tokens)
     assert (score.value, score.parts["overlong"]) == (pytest.approx(1 + penalty), pytest.approx(penalty))
@@ -120,9 +120,9 @@ def test_the_penalty_for_length_grows_over_the_buffer(tokens, penalty):
 @given(st.integers(0, 100_000), st.integers(1, LIMIT), st.sampled_from([0.25, 1.0, 8.0]))
 def test_the_penalty_for_length_is_never_a_bonus_and_never_more_than_it_says(tokens, buffer, penalty):
     # open-instruct's rewards for length fall without end: -0.19 at 40,000 tokens.
-    found = overlong_penalty(tokens, schema.Overlong(buffer_tokens=buffer, penalty=penalty), LIMIT)
+    found = overlong_penalty(tokens, schema.OverlongConfig(buffer_tokens=buffer, penalty=penalty), LIMIT)
     assert -penalty <= found <= 0
-    assert overlong_penalty(tokens + 1, schema.Overlong(buffer_tokens=buffer, penalty=penalty), LIMIT) <= found
+    assert overlong_penalty(tokens + 1, schema.OverlongConfig(buffer_tokens=buffer, penalty=penalty), LIMIT) <= found
 
 
 def test_a_response_without_a_stop_has_its_own_score_and_is_still_solved():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megagrpo.errors import WeightPlanError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.recipe.schema import EngineLayout
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
 from megagrpo.weights.coverage import Located
 from megagrpo.weights.families import tensors_of
@@ -45,7 +45,7 @@ class Cluster:
 
     arch: Architecture
     layout: ParallelLayout
-    engine: EngineLayout
+    engine: EngineLayoutConfig
     plan: WeightPlan
 
 
@@ -70,7 +70,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     else:
         arch = architecture(**changes, tied_embeddings=draw(st.booleans()))
     engine_tensor = draw(st.sampled_from([1, 2, 4]))
-    engine = EngineLayout(tensor=engine_tensor, expert=draw(st.sampled_from([1, engine_tensor])) if moe else 1)
+    engine = EngineLayoutConfig(tensor=engine_tensor, expert=draw(st.sampled_from([1, engine_tensor])) if moe else 1)
     engines = draw(st.integers(1, 3))
     sources = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
     destinations = [
@@ -308,7 +308,7 @@ def apart() -> tuple[Cluster, Tensors]:
     arch, layout, engine = (
         moe_architecture(heads=8, vocab=130),
         ParallelLayout(tensor=2, data=2),
-        EngineLayout(tensor=4),
+        EngineLayoutConfig(tensor=4),
     )
     sources = [megatron_local.manifest(arch, layout, rank, "float32") for rank in rank_grid(layout)]
     destinations = [sglang.manifest(arch, engine, rank, "float32", "cuda") for rank in range(4)]

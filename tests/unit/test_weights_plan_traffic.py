@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.recipe.schema import EngineLayout
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
 from megagrpo.weights.families.architecture import Experts
 from megagrpo.weights.plan import WeightPlan, make_plan
@@ -93,7 +93,10 @@ def test_sums_by_hand() -> None:
 
 def plan_of(ranks: int, layers: int, experts: int = 8) -> WeightPlan:
     arch = moe_architecture(layers=layers, heads=8, vocab=256, hidden=64, experts=Experts(experts, 2, 32, True))
-    layout, engine = ParallelLayout(tensor=2, pipeline=2, data=ranks // 4, expert=8), EngineLayout(tensor=4, expert=4)
+    layout, engine = (
+        ParallelLayout(tensor=2, pipeline=2, data=ranks // 4, expert=8),
+        EngineLayoutConfig(tensor=4, expert=4),
+    )
     sources = [megatron_local.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
     destinations = [
         sglang.manifest(arch, engine, rank, "bfloat16", "cuda", index)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.recipe.schema import EngineLayout
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.coverage import storage_problems
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, SigmoidRouter
 from megagrpo.weights.plan import make_plan
@@ -29,7 +29,7 @@ from tests.weights_oracle import (
 
 
 @st.composite
-def engines(draw: st.DrawFn) -> tuple[Architecture, EngineLayout, str]:
+def engines(draw: st.DrawFn) -> tuple[Architecture, EngineLayoutConfig, str]:
     """A model and an engine that can hold it. Sizes that need padding, and sizes that do not."""
     tensor, device = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from(["cpu", "cuda"]))
     per_rank = draw(st.integers(1, 2))
@@ -45,7 +45,7 @@ def engines(draw: st.DrawFn) -> tuple[Architecture, EngineLayout, str]:
     }
     kind = draw(st.sampled_from(["dense", "experts", "mixtral", "latent"]))
     if kind == "dense":
-        return architecture(**changes, tied_embeddings=draw(st.booleans())), EngineLayout(tensor=tensor), device
+        return architecture(**changes, tied_embeddings=draw(st.booleans())), EngineLayoutConfig(tensor=tensor), device
     expert = draw(st.sampled_from([size for size in (1, 2, 3, 4) if tensor % size == 0]))
     experts = Experts(12, 2, 12 * draw(st.integers(1, 9)), True)
     if kind == "mixtral":
@@ -56,13 +56,13 @@ def engines(draw: st.DrawFn) -> tuple[Architecture, EngineLayout, str]:
         experts = replace(experts, router=SigmoidRouter(2, 1, 2.5), shared_ffn=shared, dense_layers=dense)
         latent = LatentAttention(draw(st.sampled_from([None, 12])), 10, changes["head_dim"] - 2, 2, 5)
         changes |= {"latent": latent, "query_groups": heads, "experts": experts}
-        return latent_architecture(**changes), EngineLayout(tensor=tensor, expert=expert), device
-    return moe_architecture(**changes, experts=experts), EngineLayout(tensor=tensor, expert=expert), device
+        return latent_architecture(**changes), EngineLayoutConfig(tensor=tensor, expert=expert), device
+    return moe_architecture(**changes, experts=experts), EngineLayoutConfig(tensor=tensor, expert=expert), device
 
 
 @settings(max_examples=40)
 @given(engine=engines())
-def test_engine_ranks_get_what_the_oracle_says(engine: tuple[Architecture, EngineLayout, str]) -> None:
+def test_engine_ranks_get_what_the_oracle_says(engine: tuple[Architecture, EngineLayoutConfig, str]) -> None:
     arch, layout, device = engine
     checkpoint = random_checkpoint(arch)
     train = ParallelLayout()
@@ -81,7 +81,7 @@ def test_engine_ranks_get_what_the_oracle_says(engine: tuple[Architecture, Engin
 def test_sizes_are_those_that_servers_have() -> None:
     """Names and shapes as 0.5.23 reports them on the CPU for a model with vocabulary 130 and ffn 200, tensor 2."""
     arch = architecture(layers=1, hidden=96, ffn=200, heads=6, query_groups=2, head_dim=16, vocab=130)
-    manifest = sglang.manifest(arch, EngineLayout(tensor=2), 1, "bfloat16", "cpu")
+    manifest = sglang.manifest(arch, EngineLayoutConfig(tensor=2), 1, "bfloat16", "cpu")
     layer = "model.layers.0."
     assert {name: storage.shape for name, storage in manifest.storages.items()} == {
         "model.embed_tokens.weight": (96, 96),  # 130 -> 192
@@ -115,7 +115,7 @@ def test_what_an_engine_cannot_hold_is_refused(
     arch: Architecture, layout: dict[str, int], device: str, named: list[str]
 ) -> None:
     with pytest.raises(ModelError) as caught:
-        sglang.manifest(arch, EngineLayout(**layout), 0, "float32", device)
+        sglang.manifest(arch, EngineLayoutConfig(**layout), 0, "float32", device)
     assert all(text in str(caught.value) for text in named), caught.value
 
 
@@ -125,7 +125,7 @@ def test_a_model_with_latent_attention_has_the_parameters_that_servers_have() ->
     experts = Experts(8, 4, 20, True, SigmoidRouter(4, 2, 2.5), shared_ffn=40, dense_layers=1)
     sizes = {"layers": 2, "hidden": 48, "ffn": 80, "vocab": 131, "head_dim": 22}
     arch = latent_architecture(**sizes, latent=latent, experts=experts)
-    manifest = sglang.manifest(arch, EngineLayout(tensor=2), 1, "bfloat16", "cpu")
+    manifest = sglang.manifest(arch, EngineLayoutConfig(tensor=2), 1, "bfloat16", "cpu")
     attention = {
         "input_layernorm.weight": (48,),
         "post_attention_layernorm.weight": (48,),
@@ -154,6 +154,8 @@ def test_a_model_with_latent_attention_has_the_parameters_that_servers_have() ->
 
 
 def test_padding_lets_the_cpu_hold_mlps_that_do_not_divide_but_no_such_experts() -> None:
-    sglang.manifest(architecture(ffn=27), EngineLayout(tensor=2), 0, "float32", "cpu")
+    sglang.manifest(architecture(ffn=27), EngineLayoutConfig(tensor=2), 0, "float32", "cpu")
     with pytest.raises(ModelError, match="expert ffn: 9"):  # SGLang would leave the last row out
-        sglang.manifest(moe_architecture(experts=Experts(4, 2, 9, True)), EngineLayout(tensor=2), 0, "float32", "cpu")
+        sglang.manifest(
+            moe_architecture(experts=Experts(4, 2, 9, True)), EngineLayoutConfig(tensor=2), 0, "float32", "cpu"
+        )

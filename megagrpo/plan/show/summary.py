@@ -10,7 +10,7 @@ from megagrpo.layout.stages import layers_of_stages
 from megagrpo.plan.parameters import active_parameters, total_parameters
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory
 from megagrpo.recipe.run_length import total_steps
-from megagrpo.recipe.schema import AnyRecipe, DataFile, Recipe, SftRecipe
+from megagrpo.recipe.schema import AnyRecipe, DataFileConfig, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture
 
 
@@ -54,7 +54,7 @@ def _of_sft(recipe: SftRecipe, epoch_rows: float | None) -> list[tuple[str, str]
     ]
 
 
-def _paths(files: Sequence[DataFile]) -> str:
+def _paths(files: Sequence[DataFileConfig]) -> str:
     return ", ".join(file.path for file in files)
 
 

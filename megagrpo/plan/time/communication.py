@@ -16,7 +16,7 @@ from typing import Literal
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.machines import Machines
-from megagrpo.recipe.schema import Train
+from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.families.architecture import Architecture
 
 Link = Literal["node", "network"]
@@ -149,7 +149,7 @@ class Exchanged:
 
 
 def layer_collectives(
-    arch: Architecture, layer: int, train: Train, groups: Groups, passed: Exchanged, links: Links
+    arch: Architecture, layer: int, train: TrainConfig, groups: Groups, passed: Exchanged, links: Links
 ) -> list[Collective]:
     """Those inside one layer, for all microbatches of a pass."""
     layout = train.layout.parallel()
@@ -178,7 +178,7 @@ def layer_collectives(
     return found
 
 
-def _context(arch: Architecture, train: Train, group: Group, passed: Exchanged, links: Links) -> Collective:
+def _context(arch: Architecture, train: TrainConfig, group: Group, passed: Exchanged, links: Links) -> Collective:
     """Of one layer, as cp_comm_type says: keys and values of all context ranks, or an all-to-all over heads.
 
     Backward the keys and values come again, and their gradients go back. The local layers gather once and keep them.
@@ -197,7 +197,7 @@ def _context(arch: Architecture, train: Train, group: Group, passed: Exchanged, 
     return gather("context", group, at_once * keys, (forward + again) * passed.microbatches, links)
 
 
-def context_exchange(train: Train) -> str:
+def context_exchange(train: TrainConfig) -> str:
     """train.megatron's cp_comm_type; transformer-engine's default is p2p. A list has one for each layer: the first."""
     kind = train.megatron.get("cp_comm_type") or "p2p"
     if train.layer_spec == "local":
@@ -220,7 +220,7 @@ def stage_sends(
 
 
 def replica_collectives(
-    dense: float, experts: float, train: Train, groups: Groups, item_bytes: int, links: Links
+    dense: float, experts: float, train: TrainConfig, groups: Groups, item_bytes: int, links: Links
 ) -> list[Collective]:
     """Gradients summed over replicas and new weights back, for one optimizer step.
 

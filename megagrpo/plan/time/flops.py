@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megagrpo.batching.work import head_work, layer_work
-from megagrpo.recipe.schema import Lora, Train
+from megagrpo.recipe.schema import LoraConfig, TrainConfig
 from megagrpo.weights.families.architecture import Architecture
 
 
@@ -48,7 +48,7 @@ FORWARD = Pass()
 """Old and reference logprobs, a critic's values, a prompt in an engine."""
 
 
-def training_pass(train: Train) -> Pass:
+def training_pass(train: TrainConfig) -> Pass:
     """Forward and backward, and forward once more for what train.recompute names.
 
     With train.lora there are no gradients of the model's own weights.
@@ -60,7 +60,7 @@ def training_pass(train: Train) -> Pass:
 
 
 def layers_flops(
-    arch: Architecture, layers: Iterable[int], over: Pass, tokens: float, squares: float, lora: Lora | None = None
+    arch: Architecture, layers: Iterable[int], over: Pass, tokens: float, squares: float, lora: LoraConfig | None = None
 ) -> Flops:
     """Of some layers. `tokens` are those of all sequences together, `squares` the sum of the squared lengths."""
     dense = experts = attention = 0.0
@@ -79,13 +79,15 @@ def head_flops(arch: Architecture, over: Pass, tokens: float) -> Flops:
     return Flops(dense=over.head * head_work(arch) * tokens)
 
 
-def sequence_flops(arch: Architecture, over: Pass, tokens: int, head_tokens: int, lora: Lora | None = None) -> Flops:
+def sequence_flops(
+    arch: Architecture, over: Pass, tokens: int, head_tokens: int, lora: LoraConfig | None = None
+) -> Flops:
     """Of the whole model over one sequence of `tokens` tokens, `head_tokens` of which pass the output layer."""
     layers = layers_flops(arch, range(arch.layers), over, float(tokens), float(tokens) ** 2, lora)
     return layers + head_flops(arch, over, float(head_tokens))
 
 
-def adapter_work(arch: Architecture, lora: Lora, layer: int) -> float:
+def adapter_work(arch: Architecture, lora: LoraConfig, layer: int) -> float:
     """Of one layer's adapters in a forward pass, for each token.
 
     Adapters on matrices that Megatron fuses are one product, with zeros where they don't belong (megatron/lora.py).

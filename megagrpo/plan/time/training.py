@@ -27,7 +27,7 @@ from megagrpo.plan.time.communication import (
 )
 from megagrpo.plan.time.flops import FORWARD, Pass, adapter_work, head_flops, layers_flops, training_pass
 from megagrpo.plan.time.seconds import Seconds, added
-from megagrpo.recipe.schema import Train
+from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.families.architecture import Architecture
 
 ADAM_BYTES = 30
@@ -57,7 +57,7 @@ class TrainingRanks:
     """One model on the training ranks. `arch` has a value head if it is a critic, which has no adapters."""
 
     arch: Architecture
-    train: Train
+    train: TrainConfig
     machines: Machines
     assumptions: Assumptions
     item_bytes: int

@@ -18,7 +18,7 @@ from megagrpo.plan.parameters import expert_parameters, total_parameters
 from megagrpo.plan.time.communication import Links
 from megagrpo.plan.time.seconds import Seconds
 from megagrpo.recipe.devices import plan_devices
-from megagrpo.recipe.schema import EngineLayout, Recipe
+from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
 from megagrpo.weights.families.architecture import Architecture
 
 
@@ -35,7 +35,7 @@ class SyncBytes:
 def sync_bytes(
     arch: Architecture,
     layout: ParallelLayout,
-    engine: EngineLayout,
+    engine: EngineLayoutConfig,
     engines: int,
     gpus_per_node: int,
     item_bytes: int,
@@ -70,12 +70,12 @@ def _held_on(devices: int, layout: ParallelLayout) -> tuple[float, float]:
     return min(1.0, dense), min(1.0, experts)
 
 
-def _kept_dense(device: int, layout: ParallelLayout, engine: EngineLayout) -> float:
+def _kept_dense(device: int, layout: ParallelLayout, engine: EngineLayoutConfig) -> float:
     """Share of the dense weights that training rank and engine rank `device` have in common."""
     return _common(device, engine.tensor, device, layout.tensor) / layout.pipeline
 
 
-def _kept_experts(device: int, layout: ParallelLayout, engine: EngineLayout) -> float:
+def _kept_experts(device: int, layout: ParallelLayout, engine: EngineLayoutConfig) -> float:
     """The same of the experts: whole ones are dealt out in order by both, and each is cut by what is left."""
     shards = engine.tensor // engine.expert
     whole = _common(device // shards, engine.expert, device // layout.expert_tensor, layout.expert)
@@ -94,7 +94,7 @@ def sync_seconds(
     """By what they are spent on. Engines get all weights, also with train.lora: adapters are added before."""
     rollout, devices = recipe.rollout, plan_devices(recipe, "cuda")
     external, one_node = rollout.engine == "external", devices.bundles <= machines.gpus_per_node
-    engine = EngineLayout() if rollout.engine == "transformers" else rollout.layout
+    engine = EngineLayoutConfig() if rollout.engine == "transformers" else rollout.layout
     found = sync_bytes(
         arch,
         recipe.train.layout.parallel(),

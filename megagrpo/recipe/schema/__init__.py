@@ -4,67 +4,73 @@ Rules inside one field are in its type; rules between fields are in recipe/check
 """
 
 from megagrpo.recipe.schema.algorithm import (
-    KL,
-    Advantage,
-    Algorithm,
-    Correction,
-    Critic,
-    PolicyLoss,
-    Reference,
-    Rejection,
+    AdvantageConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    KLConfig,
+    PolicyLossConfig,
+    ReferenceConfig,
+    RejectionConfig,
 )
-from megagrpo.recipe.schema.data import Data, DataFile
-from megagrpo.recipe.schema.eval import EarlyStopping, Eval
-from megagrpo.recipe.schema.model import Model
+from megagrpo.recipe.schema.data import DataConfig, DataFileConfig
+from megagrpo.recipe.schema.eval import EarlyStoppingConfig, EvalConfig
+from megagrpo.recipe.schema.model import ModelConfig
 from megagrpo.recipe.schema.recipe import Recipe
-from megagrpo.recipe.schema.reward import Overlong, Reward, RewardFunction
-from megagrpo.recipe.schema.rollout import DynamicSampling, EngineLayout, Mismatch, Rollout, Sglang
-from megagrpo.recipe.schema.run import Checkpoint, Cluster, MLflow, Track, WandB
+from megagrpo.recipe.schema.reward import OverlongConfig, RewardConfig, RewardFunctionConfig
+from megagrpo.recipe.schema.rollout import (
+    DynamicSamplingConfig,
+    EngineLayoutConfig,
+    MismatchConfig,
+    RolloutConfig,
+    SglangConfig,
+)
+from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, MLflowConfig, TrackConfig, WandBConfig
 from megagrpo.recipe.schema.section import Section
-from megagrpo.recipe.schema.sft import ConversationFile, SftData, SftEval, SftRecipe
-from megagrpo.recipe.schema.train import Layout, Lora, Optimizer, Train
-from megagrpo.recipe.schema.weights import Weights
+from megagrpo.recipe.schema.sft import ConversationFileConfig, SftDataConfig, SftEvalConfig, SftRecipe
+from megagrpo.recipe.schema.train import LayoutConfig, LoraConfig, OptimizerConfig, TrainConfig
+from megagrpo.recipe.schema.weights import WeightsConfig
 
 AnyRecipe = Recipe | SftRecipe
 """What they have in common: kind, name, seed, model, train, checkpoint, track, cluster."""
 
 __all__ = [
-    "KL",
-    "Advantage",
-    "Algorithm",
+    "AdvantageConfig",
+    "AlgorithmConfig",
     "AnyRecipe",
-    "Checkpoint",
-    "Cluster",
-    "ConversationFile",
-    "Correction",
-    "Critic",
-    "Data",
-    "DataFile",
-    "DynamicSampling",
-    "EarlyStopping",
-    "EngineLayout",
-    "Eval",
-    "Layout",
-    "Lora",
-    "MLflow",
-    "Mismatch",
-    "Model",
-    "Optimizer",
-    "Overlong",
-    "PolicyLoss",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "ConversationFileConfig",
+    "CorrectionConfig",
+    "CriticConfig",
+    "DataConfig",
+    "DataFileConfig",
+    "DynamicSamplingConfig",
+    "EarlyStoppingConfig",
+    "EngineLayoutConfig",
+    "EvalConfig",
+    "KLConfig",
+    "LayoutConfig",
+    "LoraConfig",
+    "MLflowConfig",
+    "MismatchConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OverlongConfig",
+    "PolicyLossConfig",
     "Recipe",
-    "Reference",
-    "Rejection",
-    "Reward",
-    "RewardFunction",
-    "Rollout",
+    "ReferenceConfig",
+    "RejectionConfig",
+    "RewardConfig",
+    "RewardFunctionConfig",
+    "RolloutConfig",
     "Section",
-    "SftData",
-    "SftEval",
+    "SftDataConfig",
+    "SftEvalConfig",
     "SftRecipe",
-    "Sglang",
-    "Track",
-    "Train",
-    "WandB",
-    "Weights",
+    "SglangConfig",
+    "TrackConfig",
+    "TrainConfig",
+    "WandBConfig",
+    "WeightsConfig",
 ]

@@ -16,7 +16,7 @@ from megagrpo.recipe.schema.section import (
 )
 
 
-class Advantage(Section):
+class AdvantageConfig(Section):
     """From scores to advantages. docs/algorithms.md has every formula and source."""
 
     name: Literal[
@@ -48,7 +48,7 @@ class Advantage(Section):
     """For gae: how far rewards replace the critic's estimates (lambda). 0: by one token, TD(0)."""
 
 
-class PolicyLoss(Section):
+class PolicyLossConfig(Section):
     """What is minimised, per token. docs/algorithms.md has every formula and source."""
 
     name: Literal["ppo_clip", "gspo", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov", "reinforce"] = "ppo_clip"
@@ -84,7 +84,7 @@ class PolicyLoss(Section):
     """For kl_cov: weight of the penalty |log ratio| on the chosen tokens."""
 
 
-class KL(Section):
+class KLConfig(Section):
     """Penalty for leaving the reference policy."""
 
     coefficient: NonNegativeFloat = 0.0
@@ -108,7 +108,7 @@ class KL(Section):
     """Samples after which an adaptive coefficient may have changed by a fifth."""
 
 
-class Reference(Section):
+class ReferenceConfig(Section):
     """The policy that the KL penalty is against: the starting weights, unless it follows."""
 
     update_every_steps: PositiveInt | None = None
@@ -118,7 +118,7 @@ class Reference(Section):
     """How far it moves: 1 copies the policy, less averages (Polyak)."""
 
 
-class Rejection(Section):
+class RejectionConfig(Section):
     """Tokens or whole responses left out because trainer and engine disagree on them: outside of [low, high]."""
 
     level: Literal["token", "sequence"]
@@ -138,7 +138,7 @@ class Rejection(Section):
     """Largest value that stays; null: no bound."""
 
 
-class Correction(Section):
+class CorrectionConfig(Section):
     """For what engines sample a little differently from what the trainer computes: importance weights, train over
     rollout probability, on the policy's loss.
     """
@@ -160,14 +160,14 @@ class Correction(Section):
     """Divide the weights by their mean over the minibatch: over its tokens, or its responses for weights: sequence,
     without those left out."""
 
-    reject: list[Rejection] = []
+    reject: list[RejectionConfig] = []
     """What is left out of the loss and of its denominators."""
 
     veto: PositiveFloat | None = None
     """Leave out every response with a token whose train over rollout probability is below this. null: none."""
 
 
-class Critic(Section):
+class CriticConfig(Section):
     """The value model of PPO: the same architecture with a value head, on the same ranks."""
 
     path: str | None = None
@@ -183,22 +183,22 @@ class Critic(Section):
     """First steps of the run in which only the critic learns. The policy's learning rate schedule begins after them."""
 
 
-class Algorithm(Section):
+class AlgorithmConfig(Section):
     """The objective."""
 
-    advantage: Advantage = Advantage()
+    advantage: AdvantageConfig = AdvantageConfig()
     """How advantages are made from scores."""
 
-    loss: PolicyLoss = PolicyLoss()
+    loss: PolicyLossConfig = PolicyLossConfig()
     """The policy's loss."""
 
-    kl: KL = KL()
+    kl: KLConfig = KLConfig()
     """Penalty against the reference policy."""
 
-    reference: Reference = Reference()
+    reference: ReferenceConfig = ReferenceConfig()
     """Whether the reference policy follows."""
 
-    critic: Critic | None = None
+    critic: CriticConfig | None = None
     """For advantage: gae only."""
 
     entropy_coefficient: NonNegativeFloat = 0.0
@@ -213,7 +213,7 @@ class Algorithm(Section):
     aggregation_divisor: PositiveFloat | None = None
     """For seq_mean_token_sum_norm; the default is rollout.response_tokens_max."""
 
-    correction: Correction = Correction()
+    correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction between engines and trainer."""
 
     rollout_logprobs_as_old: bool = False

@@ -9,7 +9,7 @@ from pydantic import Field
 from megagrpo.recipe.schema.section import Fraction, PositiveInt, Section
 
 
-class DataFile(Section):
+class DataFileConfig(Section):
     """One parquet or JSONL file of prompts and how much of it to use."""
 
     path: str
@@ -19,10 +19,10 @@ class DataFile(Section):
     """Rows taken per epoch: an integer counts rows, a float is a share of the rows (2.0: each row twice), or all."""
 
 
-class Data(Section):
+class DataConfig(Section):
     """Prompts to train on."""
 
-    train: Annotated[list[DataFile], Field(min_length=1)]
+    train: Annotated[list[DataFileConfig], Field(min_length=1)]
     """Files to mix, each with its amount. Rows are shuffled together."""
 
     prompt_tokens_max: PositiveInt = 1024

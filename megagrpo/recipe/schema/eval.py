@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megagrpo.recipe.schema.data import DataFile
+from megagrpo.recipe.schema.data import DataFileConfig
 from megagrpo.recipe.schema.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 
-class EarlyStopping(Section):
+class EarlyStoppingConfig(Section):
     """End the run when an evaluation metric is good enough or stops improving."""
 
     metric: str = "mean@1"
@@ -19,10 +19,10 @@ class EarlyStopping(Section):
     """Stop after this many evaluations in a row without a new best."""
 
 
-class Eval(Section):
+class EvalConfig(Section):
     """Evaluation on held-out prompts."""
 
-    files: list[DataFile] = []
+    files: list[DataFileConfig] = []
     """Prompt files, in the same format as data.train. Empty: no evaluation."""
 
     every_steps: PositiveInt = 10
@@ -46,5 +46,5 @@ class Eval(Section):
     response_tokens_max: PositiveInt | None = None
     """Longest response; the default is the rollout's."""
 
-    early_stopping: EarlyStopping | None = None
+    early_stopping: EarlyStoppingConfig | None = None
     """Off unless given."""

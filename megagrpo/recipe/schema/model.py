@@ -7,7 +7,7 @@ from typing import Literal
 from megagrpo.recipe.schema.section import Section
 
 
-class Model(Section):
+class ModelConfig(Section):
     """The policy to start from; the reference policy is a frozen copy of the same weights."""
 
     path: str

@@ -6,16 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megagrpo.recipe.schema.algorithm import Algorithm
-from megagrpo.recipe.schema.data import Data
-from megagrpo.recipe.schema.eval import Eval
-from megagrpo.recipe.schema.model import Model
-from megagrpo.recipe.schema.reward import Reward
-from megagrpo.recipe.schema.rollout import Rollout
-from megagrpo.recipe.schema.run import Checkpoint, Cluster, Track
+from megagrpo.recipe.schema.algorithm import AlgorithmConfig
+from megagrpo.recipe.schema.data import DataConfig
+from megagrpo.recipe.schema.eval import EvalConfig
+from megagrpo.recipe.schema.model import ModelConfig
+from megagrpo.recipe.schema.reward import RewardConfig
+from megagrpo.recipe.schema.rollout import RolloutConfig
+from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, TrackConfig
 from megagrpo.recipe.schema.section import NonNegativeInt, Section
-from megagrpo.recipe.schema.train import Train
-from megagrpo.recipe.schema.weights import Weights
+from megagrpo.recipe.schema.train import TrainConfig
+from megagrpo.recipe.schema.weights import WeightsConfig
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -32,14 +32,14 @@ class Recipe(Section):
     seed: NonNegativeInt = 0
     """Seeds the data order, every sample and the ranks' generators."""
 
-    model: Model
-    data: Data
-    rollout: Rollout
-    reward: Reward
-    algorithm: Algorithm = Algorithm()
-    train: Train
-    weights: Weights = Weights()
-    eval: Eval = Eval()
-    checkpoint: Checkpoint = Checkpoint()
-    track: Track = Track()
-    cluster: Cluster = Cluster()
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()
+    cluster: ClusterConfig = ClusterConfig()

@@ -9,7 +9,7 @@ from pydantic import Field
 from megagrpo.recipe.schema.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
-class RewardFunction(Section):
+class RewardFunctionConfig(Section):
     """One reward, its weight, and its own arguments."""
 
     function: str
@@ -27,7 +27,7 @@ class RewardFunction(Section):
     """Keyword arguments of the function, such as method: flexible for gsm8k or pattern for format."""
 
 
-class Overlong(Section):
+class OverlongConfig(Section):
     """Penalty that grows over the last tokens before the limit (DAPO, arXiv:2503.14476, eq. 13)."""
 
     buffer_tokens: PositiveInt
@@ -37,10 +37,10 @@ class Overlong(Section):
     """Subtracted at the limit; between, in proportion to the tokens used of the buffer."""
 
 
-class Reward(Section):
+class RewardConfig(Section):
     """How responses are scored."""
 
-    functions: Annotated[list[RewardFunction], Field(min_length=1)]
+    functions: Annotated[list[RewardFunctionConfig], Field(min_length=1)]
     """One or several functions."""
 
     workers: NonNegativeInt = 2
@@ -52,7 +52,7 @@ class Reward(Section):
     solved_at: float = 1.0
     """A response is solved if its functions' weighted sum, before penalties, is at least this."""
 
-    overlong: Overlong | None = None
+    overlong: OverlongConfig | None = None
     """Penalty for responses near the token limit. Off unless given."""
 
     non_stop_score: float | None = None

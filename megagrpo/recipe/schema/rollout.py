@@ -16,7 +16,7 @@ from megagrpo.recipe.schema.section import (
 )
 
 
-class EngineLayout(Section):
+class EngineLayoutConfig(Section):
     """Parallel sizes of one SGLang engine."""
 
     tensor: PositiveInt = 1
@@ -26,7 +26,7 @@ class EngineLayout(Section):
     """Ranks that share the experts of a layer; a divisor of tensor, as in SGLang."""
 
 
-class Sglang(BaseModel):
+class SglangConfig(BaseModel):
     """SGLang servers. Every key but `python` is an argument of `sglang.launch_server`, with underscores."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
@@ -35,7 +35,7 @@ class Sglang(BaseModel):
     """Interpreter of another environment that has SGLang; the default is the one that runs megagrpo."""
 
 
-class Mismatch(Section):
+class MismatchConfig(Section):
     """When the trainer's logprobs of the sampled tokens differ from the engines': what is reported, and what is done.
 
     Both are compared in every step that trains the policy; `megagrpo report` shows it. With
@@ -56,7 +56,7 @@ class Mismatch(Section):
     """Tokens with the largest differences that each step writes to mismatch.jsonl, with their text."""
 
 
-class DynamicSampling(Section):
+class DynamicSamplingConfig(Section):
     """Groups that teach nothing, as those whose responses all have the same score, are replaced by those of new prompts
     (DAPO, arXiv:2503.14476, section 3.2).
     """
@@ -65,7 +65,7 @@ class DynamicSampling(Section):
     """How often a step may sample at most, its first time included. Past it the step trains on what it has."""
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     """How responses are generated for training."""
 
     engine: Literal["transformers", "sglang", "external"] = "transformers"
@@ -75,10 +75,10 @@ class Rollout(Section):
     engines: PositiveInt = 1
     """Number of engines; requests are spread over them. With external, the number of `urls`."""
 
-    layout: EngineLayout = EngineLayout()
+    layout: EngineLayoutConfig = EngineLayoutConfig()
     """How each SGLang engine is split over devices."""
 
-    sglang: Sglang = Sglang()
+    sglang: SglangConfig = SglangConfig()
     """The SGLang servers that the run starts: an interpreter, and any server argument."""
 
     urls: list[str] = []
@@ -115,8 +115,8 @@ class Rollout(Section):
     """Longest wait for all responses of a step, and for those of an evaluation. What an SGLang server still samples
     then is returned as it is. An engine that has not answered a minute after that is taken to have failed."""
 
-    dynamic_sampling: DynamicSampling | None = None
+    dynamic_sampling: DynamicSamplingConfig | None = None
     """Replace groups without signal by new prompts before training. Off unless given."""
 
-    mismatch: Mismatch = Mismatch()
+    mismatch: MismatchConfig = MismatchConfig()
     """How far trainer and engines may differ."""

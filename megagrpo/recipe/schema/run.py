@@ -7,7 +7,7 @@ from typing import Literal
 from megagrpo.recipe.schema.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     """What is saved so that a run can continue, and when."""
 
     every_steps: PositiveInt = 50
@@ -30,7 +30,7 @@ class Checkpoint(Section):
     """Write the final weights as a Hugging Face model, with config and tokenizer."""
 
 
-class MLflow(Section):
+class MLflowConfig(Section):
     """MLflow tracking."""
 
     uri: str | None = None
@@ -40,7 +40,7 @@ class MLflow(Section):
     """Experiment's name."""
 
 
-class WandB(Section):
+class WandBConfig(Section):
     """Weights & Biases tracking; needs `pip install megagrpo[wandb]`."""
 
     project: str = "megagrpo"
@@ -50,7 +50,7 @@ class WandB(Section):
     """Team or user; the default is wandb's own."""
 
 
-class Track(Section):
+class TrackConfig(Section):
     """Where metrics go. metrics.jsonl in the run's directory is always written."""
 
     directory: str = "runs"
@@ -59,20 +59,20 @@ class Track(Section):
     console: Literal["auto", "live", "lines", "off"] = "auto"
     """Progress on the terminal. auto: a live table on a terminal, plain lines elsewhere."""
 
-    mlflow: MLflow | None = MLflow()
+    mlflow: MLflowConfig | None = MLflowConfig()
     """null switches it off."""
 
     tensorboard: bool = False
     """Write TensorBoard events; needs `pip install megagrpo[tensorboard]`."""
 
-    wandb: WandB | None = None
+    wandb: WandBConfig | None = None
     """Off unless given."""
 
     rollouts_per_step: NonNegativeInt = 2
     """Whole prompts, responses and scores written to rollouts.jsonl in each step."""
 
 
-class Cluster(Section):
+class ClusterConfig(Section):
     """Where the processes run."""
 
     address: str | None = None

@@ -6,25 +6,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megagrpo.recipe.schema.data import DataFile
-from megagrpo.recipe.schema.model import Model
+from megagrpo.recipe.schema.data import DataFileConfig
+from megagrpo.recipe.schema.model import ModelConfig
 from megagrpo.recipe.schema.recipe import RunName
-from megagrpo.recipe.schema.run import Checkpoint, Cluster, Track
+from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, TrackConfig
 from megagrpo.recipe.schema.section import NonNegativeInt, PositiveInt, Section
-from megagrpo.recipe.schema.train import Train
+from megagrpo.recipe.schema.train import TrainConfig
 
 
-class ConversationFile(DataFile):
+class ConversationFileConfig(DataFileConfig):
     """One parquet or JSONL file of conversations and how much of it to use."""
 
     path: str
     """File with the column messages: a list of {role, content} that ends with the assistant's (see docs/sft.md)."""
 
 
-class SftData(Section):
+class SftDataConfig(Section):
     """Conversations to learn from."""
 
-    train: Annotated[list[ConversationFile], Field(min_length=1)]
+    train: Annotated[list[ConversationFileConfig], Field(min_length=1)]
     """Files to mix, each with its amount. Rows are shuffled together."""
 
     examples_per_step: PositiveInt
@@ -43,10 +43,10 @@ class SftData(Section):
     """Extra variables for the chat template, such as enable_thinking."""
 
 
-class SftEval(Section):
+class SftEvalConfig(Section):
     """Loss on held-out conversations."""
 
-    files: list[ConversationFile] = []
+    files: list[ConversationFileConfig] = []
     """Conversation files, in the same format as data.train. Empty: no evaluation."""
 
     every_steps: PositiveInt = 10
@@ -68,10 +68,10 @@ class SftRecipe(Section):
     seed: NonNegativeInt = 0
     """Seeds the data order and the ranks' generators."""
 
-    model: Model
-    data: SftData
-    train: Train
-    eval: SftEval = SftEval()
-    checkpoint: Checkpoint = Checkpoint()
-    track: Track = Track()
-    cluster: Cluster = Cluster()
+    model: ModelConfig
+    data: SftDataConfig
+    train: TrainConfig
+    eval: SftEvalConfig = SftEvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()
+    cluster: ClusterConfig = ClusterConfig()

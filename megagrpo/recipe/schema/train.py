@@ -10,7 +10,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
-class Layout(Section):
+class LayoutConfig(Section):
     """How the policy is split over ranks: tensor x pipeline x context x data ranks in all."""
 
     tensor: PositiveInt = 1
@@ -46,7 +46,7 @@ class Layout(Section):
         return ParallelLayout(**sizes)
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     """Adam with decoupled weight decay."""
 
     lr: PositiveFloat = 1e-6
@@ -77,7 +77,7 @@ class Optimizer(Section):
     """Largest global gradient norm; 0 does not clip."""
 
 
-class Lora(Section):
+class LoraConfig(Section):
     """Low-rank adapters (arXiv:2106.09685) in place of all weights. Engines get the weights with them added."""
 
     rank: PositiveInt = 16
@@ -92,10 +92,10 @@ class Lora(Section):
     """Matrices that have one, by their names in Hugging Face models; of every expert, too."""
 
 
-class Train(Section):
+class TrainConfig(Section):
     """The training ranks."""
 
-    layout: Layout = Layout()
+    layout: LayoutConfig = LayoutConfig()
     """Parallel sizes."""
 
     total_steps: PositiveInt | None = None
@@ -115,10 +115,10 @@ class Train(Section):
     """The same in passes without gradients: old and reference logprobs, a critic's values. They keep no activations, so
     more fit. A multiple of tokens_per_microbatch; the same unless given. Numbers change by rounding only."""
 
-    optimizer: Optimizer = Optimizer()
+    optimizer: OptimizerConfig = OptimizerConfig()
     """Adam and its schedule."""
 
-    lora: Lora | None = None
+    lora: LoraConfig | None = None
     """Train low-rank adapters only. Off unless given."""
 
     distributed_optimizer: bool = True

@@ -7,7 +7,7 @@ from typing import Literal
 from megagrpo.recipe.schema.section import PositiveFloat, PositiveInt, Section
 
 
-class Weights(Section):
+class WeightsConfig(Section):
     """How new weights travel from the training ranks to the engines after every step."""
 
     transfer: Literal["auto", "shared_memory", "process_group", "direct", "tensors", "broadcast", "disk"] = "auto"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import EngineError, Problem
-from megagrpo.recipe.schema import EngineLayout, Sglang
+from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
 
 CHECK = Path(__file__).with_name("check_arguments.py")
 CHECK_SECONDS = 120.0  # it imports part of SGLang, in an environment that may lie on a slow file system
@@ -56,7 +56,7 @@ OWNED = (
 )  # fmt: skip
 
 
-def sglang_problems(settings: Sglang, *, plan_only: bool = False) -> list[Problem]:
+def sglang_problems(settings: SglangConfig, *, plan_only: bool = False) -> list[Problem]:
     """What is wrong with `rollout.sglang`: arguments of ours, and what the installed SGLang says of the others.
 
     Asks the interpreter named, once, in a process of its own: SGLang may be of another environment. With `plan_only` it
@@ -106,7 +106,7 @@ def _asked(python: str | None, options: Mapping[str, Any], names_only: bool) -> 
 def server_arguments(
     *,
     model_directory: str,
-    layout: EngineLayout,
+    layout: EngineLayoutConfig,
     dtype: str,
     device: str,
     requests_at_once: int,

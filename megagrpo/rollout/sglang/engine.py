@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megagrpo.errors import EngineError, MegagrpoError, Problem
-from megagrpo.recipe.schema import EngineLayout
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.engine import UpdateProtocol, check_prompts
 from megagrpo.rollout.sglang.client import BrokenConnection, Endpoint, SglangClient, new_request_id
 from megagrpo.rollout.sglang.samples import aborted_sample, read_sample
@@ -51,7 +51,7 @@ class SglangEngine:
         name: str,
         engine: int,
         model_directory: str,
-        layout: EngineLayout,
+        layout: EngineLayoutConfig,
         dtype: str,
         device: str,
         requests_at_once: int,
@@ -301,7 +301,7 @@ class SglangEngine:
         if self._server is not None:
             self._server.close()
 
-    def _check_server(self, layout: EngineLayout, dtype: str) -> None:
+    def _check_server(self, layout: EngineLayoutConfig, dtype: str) -> None:
         wanted = {"tp_size": layout.tensor, "ep_size": layout.expert, "pp_size": 1, "dp_size": 1, "dtype": dtype}
         wrong = {name: self._info.get(name) for name, value in wanted.items() if self._info.get(name) != value}
         if wrong:
