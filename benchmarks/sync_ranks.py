@@ -19,10 +19,11 @@ from gather_everything import GatherEverything
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.ports import free_port
 from megagrpo.rollout.sglang.client import Endpoint
-from megagrpo.weights.executors import checkpoint_files, sglang_ways, ways
+from megagrpo.weights.executors import sglang_ways, ways
 from megagrpo.weights.executors.disk import DiskFiles
 from megagrpo.weights.executors.meeting import Meeting
 from megagrpo.weights.executors.ways import Way
+from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.verification import sent_digests
 from megagrpo.weights.views import torch_dtype
@@ -59,7 +60,7 @@ class TrainingRank:
             storage.name: torch.empty(storage.shape, dtype=torch_dtype(storage.dtype))
             for storage in manifest.storages.values()
         }
-        checkpoint_files.load(directory, manifest, self._tensors)
+        load_files(directory, manifest, self._tensors)
 
     def connect(self, sync: Sync) -> None:
         """Opens the sender that a training rank of megagrpo opens (weight_sender.py), or the one to compare with."""

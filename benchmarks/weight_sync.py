@@ -35,12 +35,12 @@ from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.rollout.sglang.weights import ServerWeights
 from megagrpo.weights.boxes import ITEM_BYTES
-from megagrpo.weights.executors.checkpoint_export import begin_export, finish_export, write_part
 from megagrpo.weights.executors.disk import DiskFiles, plan_for_files, remove_older
 from megagrpo.weights.executors.meeting import MeetingHost
 from megagrpo.weights.executors.ways import Way
 from megagrpo.weights.executors.whole_tensors import plan_for_engines, plan_for_source
 from megagrpo.weights.families import architecture_of, read_architecture, tensors_of
+from megagrpo.weights.files.export import begin_export, finish_export, write_part
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import checkpoint, megatron_local, sglang
 from megagrpo.weights.topology import Place, Topology

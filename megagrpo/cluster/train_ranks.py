@@ -19,7 +19,7 @@ from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.topology import Place
 
 if TYPE_CHECKING:
-    from megagrpo.weights.executors.checkpoint_export import Export
+    from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
 
 

@@ -17,10 +17,10 @@ from megagrpo.convert.safetensors_file import read_region
 from megagrpo.convert.source import RegionReader
 from megagrpo.convert.torch_checkpoint import TorchCheckpoint
 from megagrpo.errors import CheckpointError, ModelError, Problem
-from megagrpo.weights.adapters import PREFIX, SUFFIX_A, SUFFIX_B, key_a, key_b
-from megagrpo.weights.executors.checkpoint_export import ADAPTER_CONFIG as CONFIG
-from megagrpo.weights.executors.checkpoint_export import ADAPTER_WEIGHTS as WEIGHTS
 from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.files.adapters import PREFIX, SUFFIX_A, SUFFIX_B, key_a, key_b
+from megagrpo.weights.files.export import ADAPTER_CONFIG as CONFIG
+from megagrpo.weights.files.export import ADAPTER_WEIGHTS as WEIGHTS
 from megagrpo.weights.sides.checkpoint import DTYPES, read_header
 
 PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")

@@ -14,7 +14,7 @@ from megagrpo.convert.job import Target, run
 from megagrpo.convert.megatron import MegatronTarget
 from megagrpo.convert.opening import CONFIG, open_source
 from megagrpo.convert.source import Source, fingerprint
-from megagrpo.weights.executors.checkpoint_export import FILE_BYTES
+from megagrpo.weights.files.export import FILE_BYTES
 
 FORMAT = 1
 """Of a conversion under way: one that another version has begun is not continued."""

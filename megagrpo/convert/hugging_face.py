@@ -15,8 +15,8 @@ from megagrpo.convert.job import Unit
 from megagrpo.convert.progress import Advance
 from megagrpo.convert.source import Source, pieces, whole
 from megagrpo.weights.boxes import ITEM_BYTES
-from megagrpo.weights.executors.checkpoint_export import lay_out, write_all
 from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.files.export import lay_out, write_all
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import torch_dtype
 

@@ -24,7 +24,7 @@ from megagrpo.convert.progress import Advance
 from megagrpo.convert.source import Source, pieces
 from megagrpo.convert.torch_writer import TorchFile, Written, write_metadata
 from megagrpo.weights.boxes import ITEM_BYTES, Placement
-from megagrpo.weights.executors.checkpoint_export import lay_out
+from megagrpo.weights.files.export import lay_out
 from megagrpo.weights.sides import torch_dist
 from megagrpo.weights.sides.torch_dist import Chunk
 from megagrpo.weights.views import box_view, torch_dtype

@@ -15,10 +15,10 @@ from megagrpo.convert.convert import Converted, convert_source
 from megagrpo.convert.hugging_face import HuggingFaceTarget
 from megagrpo.convert.opening import open_source
 from megagrpo.convert.source import Source
-from megagrpo.weights import adapters
-from megagrpo.weights.adapters import key_a, key_b
 from megagrpo.weights.boxes import Box
-from megagrpo.weights.executors.checkpoint_export import FILE_BYTES
+from megagrpo.weights.files import adapters
+from megagrpo.weights.files.adapters import key_a, key_b
+from megagrpo.weights.files.export import FILE_BYTES
 from megagrpo.weights.views import torch_dtype
 
 

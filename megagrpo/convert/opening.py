@@ -16,9 +16,9 @@ from megagrpo.convert.safetensors_file import read_region
 from megagrpo.convert.source import RegionReader, Source, make_source, whole
 from megagrpo.convert.torch_checkpoint import METADATA, TorchCheckpoint
 from megagrpo.errors import CheckpointError, ModelError, Problem
-from megagrpo.weights import fp8_blocks
 from megagrpo.weights.boxes import Manifest, Placement
 from megagrpo.weights.families import read_architecture, tensors_of
+from megagrpo.weights.files import fp8_blocks
 from megagrpo.weights.sides import checkpoint, torch_dist
 from megagrpo.weights.sides.checkpoint import Entry
 

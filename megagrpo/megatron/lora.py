@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megagrpo.recipe.schema import LoraConfig
-from megagrpo.weights import adapters
-from megagrpo.weights.adapters import AdaptedLinear
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.files import adapters
+from megagrpo.weights.files.adapters import AdaptedLinear
 
 
 class LoraLinear(torch.nn.Module):

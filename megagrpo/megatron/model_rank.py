@@ -27,8 +27,8 @@ from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.executors.checkpoint_export import Export, write_part
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.files.export import Export, write_part
 from megagrpo.weights.plan import WeightPlan
 
 

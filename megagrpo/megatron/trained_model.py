@@ -22,9 +22,9 @@ from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.state import TrainingState
 from megagrpo.recipe.schema import LoraConfig, OptimizerConfig, TrainConfig
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.executors import checkpoint_files
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides import megatron_local, megatron_te
 
 
@@ -54,7 +54,7 @@ class TrainedModel:
         config = transformer_config(architecture, train, dtype, device)
         self._side = megatron_te if layer_spec(train, device) == "transformer_engine" else megatron_local
         models = build_chunks(architecture, config, self.layout)
-        checkpoint_files.load(directory, self.manifest(), named_tensors(models), architecture)
+        load_files(directory, self.manifest(), named_tensors(models), architecture)
         self.adapters = Adapters(models, architecture, self.manifest(), adapters, seed) if adapters else None
         sum_gradients(config)
         self.chunks = wrap_chunks(models, config, train.distributed_optimizer)

@@ -17,8 +17,8 @@ from megagrpo.errors import MegagrpoError, Problem, RecipeError
 from megagrpo.recipe.defaults import adapter_directory, checkpoint_directory, export_directory
 from megagrpo.recipe.schema import AnyRecipe, LoraConfig
 from megagrpo.trainer.preflight import Preflight
-from megagrpo.weights.adapters import adapted_matrices, adapter_tensors, peft_config
-from megagrpo.weights.executors.checkpoint_export import begin_adapter_export, begin_export, finish_export
+from megagrpo.weights.files.adapters import adapted_matrices, adapter_tensors, peft_config
+from megagrpo.weights.files.export import begin_adapter_export, begin_export, finish_export
 from megagrpo.weights.plan import make_plan
 
 EXPORTED_BY = "megagrpo.json"

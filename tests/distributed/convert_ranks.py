@@ -16,8 +16,8 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import model, process, state
 from megagrpo.megatron.config import transformer_config
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
-from megagrpo.weights.executors.checkpoint_export import begin_export, finish_export, write_part
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.files.export import begin_export, finish_export, write_part
 from megagrpo.weights.plan import make_plan
 from tests.distributed import parity_ranks
 from tests.distributed.tiny_training import TinyTraining

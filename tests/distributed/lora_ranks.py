@@ -22,8 +22,8 @@ def export_adapter(rank: Any, directory: Path, lora: LoraConfig, dtype: str) -> 
     """What trainer/saving.py does, without Ray."""
     import torch.distributed as dist
 
-    from megagrpo.weights.adapters import peft_config
-    from megagrpo.weights.executors.checkpoint_export import begin_adapter_export, finish_export
+    from megagrpo.weights.files.adapters import peft_config
+    from megagrpo.weights.files.export import begin_adapter_export, finish_export
     from megagrpo.weights.plan import make_plan
 
     manifests: list[Any] = [None] * dist.get_world_size()

@@ -21,9 +21,9 @@ from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.output_layer import output_weight
 from megagrpo.megatron.packed import NO_ROW, PackedTensors, pack
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
-from megagrpo.weights.executors import checkpoint_files
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides import megatron_local
 
 
@@ -93,7 +93,7 @@ def load_model(
     chunks = model.build_chunks(arch, transformer_config(arch, recipe, dtype, "cpu"), layout)
     where = rank_grid(layout)[torch.distributed.get_rank()]
     manifest = megatron_local.manifest(arch, layout, where, str(dtype).removeprefix("torch."))
-    checkpoint_files.load(directory, manifest, model.named_tensors(chunks))
+    load_files(directory, manifest, model.named_tensors(chunks))
     return chunks, arch
 
 

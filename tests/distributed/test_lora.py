@@ -16,8 +16,8 @@ from megagrpo.convert.convert import to_hugging_face
 from megagrpo.convert.merge_lora import merge_lora
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe
-from megagrpo.weights.adapters import adapted_matrices, initial_a, key_a, key_b
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.files.adapters import adapted_matrices, initial_a, key_a, key_b
 from tests.distributed.grpo_case import (
     LR,
     Case,

@@ -13,11 +13,11 @@ import torch
 from megagrpo.errors import MegagrpoError, Problem
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights.digest import digests
-from megagrpo.weights.executors import checkpoint_files
 from megagrpo.weights.executors.meeting import MeetingHost
 from megagrpo.weights.executors.shared_memory import DIRECTORY, remove_left_over
 from megagrpo.weights.executors.ways import Way, open_receiver, open_sender
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import megatron_local, sglang
 from megagrpo.weights.verification import expected_digests
@@ -78,7 +78,7 @@ def test_megatron_ranks_fill_engine_ranks_each_way(
                 end.close()
             for manifest, tensors in zip(destinations, arrived, strict=True):
                 expected = empty(manifest)
-                checkpoint_files.load(directory, manifest, expected)
+                load_files(directory, manifest, expected)
                 for storage in expected.values():
                     storage.mul_(2.0 ** (version + 1))
                 fill_padding(manifest, expected)

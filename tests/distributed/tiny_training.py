@@ -23,8 +23,8 @@ from megagrpo.megatron.output_layer import output_weight
 from megagrpo.megatron.packed import pack
 from megagrpo.megatron.state import TrainingState
 from megagrpo.recipe import schema
-from megagrpo.weights.executors import checkpoint_files
 from megagrpo.weights.families import read_architecture, tensors_of
+from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides import megatron_local
 
 LENGTHS = (9, 17, 5, 12)
@@ -53,7 +53,7 @@ class TinyTraining:
         manifest = megatron_local.manifest(self.architecture, self.layout, self.where, dtype_name)
         tensors = named_tensors(chunks)
         if self.weights:
-            checkpoint_files.load(self.directory, manifest, tensors)
+            load_files(self.directory, manifest, tensors)
         else:
             for tensor in tensors.values():
                 tensor.normal_()

@@ -16,11 +16,11 @@ from megagrpo.errors import MegagrpoError, Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import process
 from megagrpo.megatron.model import named_tensors
-from megagrpo.weights.executors import checkpoint_files
 from megagrpo.weights.executors.disk import DiskFiles
 from megagrpo.weights.executors.meeting import Meeting
 from megagrpo.weights.executors.sglang_ways import open_sender
 from megagrpo.weights.executors.ways import Way
+from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.verification import sent_digests
 from tests.distributed.parity_ranks import load_model
@@ -69,7 +69,7 @@ def send_all(
             )
             member.add(f"ready {sending.way}")
             for version, directory in sending.versions:
-                checkpoint_files.load(directory, plan.sources[source], tensors)
+                load_files(directory, plan.sources[source], tensors)
                 member.start_clock()
                 member.wait(partial(member.hear, f"open {version}"), lambda: Problem("the test opens no sync"))
                 try:

@@ -26,13 +26,13 @@ from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.processes import members
 from megagrpo.types import Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.executors import checkpoint_files
 from megagrpo.weights.executors.flow import FlowSender
 from megagrpo.weights.executors.meeting import MeetingHost
 from megagrpo.weights.executors.sglang_loader import LOAD_FORMAT, check_derived, read_plan
 from megagrpo.weights.executors.sglang_remote import RemoteLoader, serialize
 from megagrpo.weights.executors.ways import IN_PLACE, Sender, Way, open_sender
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import megatron_local
 from megagrpo.weights.verification import (
@@ -138,7 +138,7 @@ def checksums_of(manifest: Manifest, directory: Path) -> dict[str, str]:
     """What SGLang's /weights_checker says of a rank that holds this model: of each tensor the first 8 bytes of its
     SHA-256."""
     tensors = empty(manifest)
-    checkpoint_files.load(directory, manifest, tensors)
+    load_files(directory, manifest, tensors)
     return {name: hashlib.sha256(tensor.numpy().tobytes()).digest()[:8].hex() for name, tensor in tensors.items()}
 
 

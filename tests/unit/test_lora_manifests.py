@@ -10,7 +10,11 @@ import torch
 
 from megagrpo.errors import WeightPlanError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.weights.adapters import (
+from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.coverage import check_sources
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.files.adapters import (
     TARGETS,
     adapted_linears,
     adapted_matrices,
@@ -19,10 +23,6 @@ from megagrpo.weights.adapters import (
     initial_a,
     peft_config,
 )
-from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.coverage import check_sources
-from megagrpo.weights.families import read_architecture
-from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides import megatron_local
 from tests.tiny_models import make_model
 

@@ -15,9 +15,9 @@ from megagrpo.errors import ModelError, PreflightError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.recipe.load import load
 from megagrpo.trainer.preflight import preflight
-from megagrpo.weights.executors import checkpoint_files
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import critic_of
+from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides import megatron_local
 from tests import tiny_run
 from tests.tiny_run import make_run
@@ -45,7 +45,7 @@ def load_last_stage(directory: Path, layout: ParallelLayout) -> dict[str, torch.
         name: torch.full(storage.shape, 7.0, dtype=getattr(torch, storage.dtype))
         for name, storage in manifest.storages.items()
     }
-    checkpoint_files.load(directory, manifest, tensors, arch)
+    load_files(directory, manifest, tensors, arch)
     return tensors
 
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from megagrpo.errors import CheckpointError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.weights.executors.checkpoint_export import begin_export, finish_export, write_part
-from megagrpo.weights.executors.checkpoint_files import load
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.files.export import begin_export, finish_export, write_part
+from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import megatron_local, megatron_te
 from tests.tiny_models import FAMILIES, make_model
@@ -34,7 +34,7 @@ def round_trip(model: Path, target: Path, layout: ParallelLayout, side: str, **o
     manifests = [SIDES[side](arch, layout, where, "float32") for where in rank_grid(layout)]
     ranks = [empty(manifest) for manifest in manifests]
     for manifest, tensors in zip(manifests, ranks, strict=True):
-        load(model, manifest, tensors)
+        load_files(model, manifest, tensors)
     export = begin_export(target, model, arch, "float32", **options)
     plan = make_plan(manifests, export.files)
     for rank, tensors in enumerate(ranks):
@@ -81,7 +81,7 @@ def test_an_export_can_be_in_another_dtype(models: Path, tmp_path: Path) -> None
     arch = read_architecture(model)
     manifest = megatron_local.manifest(arch, ParallelLayout(), rank_grid(ParallelLayout())[0], "float32")
     tensors = empty(manifest)
-    load(model, manifest, tensors)
+    load_files(model, manifest, tensors)
     export = begin_export(tmp_path / "out", model, arch, "bfloat16")
     write_part(export, make_plan([manifest], export.files), 0, tensors)
     finish_export(export)
@@ -100,7 +100,7 @@ def test_a_model_in_fp8_is_exported_in_bfloat16_as_what_it_stands_for(models: Pa
     plan = make_plan(manifests, export.files)
     for rank, manifest in enumerate(manifests):
         tensors = empty(manifest)
-        load(tmp_path / "fp8", manifest, tensors)
+        load_files(tmp_path / "fp8", manifest, tensors)
         write_part(export, plan, rank, tensors)
     finish_export(export)
     exported = saved(tmp_path / "out")

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.executors import checkpoint_files
-from megagrpo.weights.executors.checkpoint_files import load
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.files import loading
+from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides import megatron_local
 from megagrpo.weights.sides.checkpoint import extra_tensors
 from megagrpo.weights.views import torch_dtype
@@ -63,7 +63,7 @@ def test_every_rank_of_every_layout_holds_what_the_oracle_says(family: str, mode
         for where in rank_grid(layout):
             manifest = megatron_local.manifest(arch, layout, where, "float32")
             tensors = empty(manifest)
-            load(directory, manifest, tensors)
+            load_files(directory, manifest, tensors)
             expected = rank_tensors(arch, layout, where, checkpoint)
             assert tensors.keys() == expected.keys()
             for name, tensor in expected.items():
@@ -76,7 +76,7 @@ def load_one(directory: Path) -> dict[str, torch.Tensor]:
     manifest = megatron_local.manifest(read_architecture(directory), layout, rank_grid(layout)[1], "bfloat16")
     tensors = empty(manifest)
     try:
-        load(directory, manifest, tensors)
+        load_files(directory, manifest, tensors)
     except ModelError:
         assert all(tensor.isnan().all() for tensor in tensors.values())
         raise
@@ -171,7 +171,7 @@ def test_weights_in_fp8_are_read_as_what_they_stand_for(models: Path, tmp_path: 
                 name for name in manifest.storages if name.endswith("expert_bias")
             }
             tensors = empty(manifest)
-            load(tmp_path / "fp8", manifest, tensors)
+            load_files(tmp_path / "fp8", manifest, tensors)
             expected = rank_tensors(arch, layout, where, stands_for)
             assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert extra_tensors(tmp_path / "fp8") == [
@@ -239,7 +239,7 @@ def test_only_the_bytes_that_a_rank_owns_are_read(model: Path, monkeypatch: pyte
         def get_slice(self, name: str) -> Counting:
             return Counting(self.file.get_slice(name))
 
-    monkeypatch.setattr(checkpoint_files, "safe_open", Opened)
+    monkeypatch.setattr(loading, "safe_open", Opened)
     tensors = load_one(model)
     padding = 48 * 2  # one row of 131 in the embedding and in the head
     assert read == sum(tensor.numel() for tensor in tensors.values()) - padding

@@ -22,7 +22,7 @@ def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture, critic: Arch
     lora = recipe.train.lora
     trained = total_parameters(architecture)
     if lora is not None:
-        from megagrpo.weights.adapters import adapted_matrices, adapter_tensors  # imports torch: a second
+        from megagrpo.weights.files.adapters import adapted_matrices, adapter_tensors  # imports torch: a second
 
         trained = sum(prod(t.shape) for t in adapter_tensors(adapted_matrices(architecture, lora.targets), lora.rank))
     total = STATE_BYTES * trained

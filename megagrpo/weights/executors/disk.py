@@ -20,11 +20,11 @@ import torch
 
 from megagrpo.errors import CheckpointError, MegagrpoError, Problem, WeightSyncError
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.executors.checkpoint_export import FILE_BYTES, Export, finish_export, lay_out, write_part
 from megagrpo.weights.executors.meeting import Meeting, Sync
 from megagrpo.weights.executors.staging import Post, engine_queue, next_word, posted, source_queue
 from megagrpo.weights.executors.whole_tensors import whole_tensors
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.files.export import FILE_BYTES, Export, finish_export, lay_out, write_part
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import checkpoint
 

@@ -17,10 +17,10 @@ import torch
 from megagrpo.errors import Problem, WeightSyncError
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import combine, digests
-from megagrpo.weights.executors import checkpoint_files
 from megagrpo.weights.executors.sglang_loader import LOAD_FORMAT
 from megagrpo.weights.executors.staged_buckets import staged_buckets
 from megagrpo.weights.executors.staging import Post, posted
+from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.views import torch_dtype
 
 
@@ -70,7 +70,7 @@ def checked_digests(
                 name: torch.zeros(storage.shape, dtype=torch_dtype(storage.dtype))
                 for name, storage in part.storages.items()
             }
-            checkpoint_files.load(directory, part, tensors)
+            load_files(directory, part, tensors)
             for name, tensor in tensors.items():
                 if checksums.get(name) != (needed := checksum(tensor)):
                     given = f"checksum {checksums[name]}" if name in checksums else "no such parameter on the server"

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights import fp8_blocks
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
-from megagrpo.weights.fp8_blocks import SCALE_SUFFIX
+from megagrpo.weights.files import fp8_blocks
+from megagrpo.weights.files.fp8_blocks import SCALE_SUFFIX
 from megagrpo.weights.sides import transformers
 
 INDEX = "model.safetensors.index.json"

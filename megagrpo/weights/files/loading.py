@@ -12,18 +12,18 @@ import torch
 from safetensors import safe_open
 
 from megagrpo.errors import ModelError, WeightPlanError
-from megagrpo.weights import fp8_blocks
 from megagrpo.weights.boxes import Fill, Manifest, Placement
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.fp8_blocks import SCALE_SUFFIX
+from megagrpo.weights.files import fp8_blocks
+from megagrpo.weights.files.fp8_blocks import SCALE_SUFFIX
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import box_view, fill_padding, stored_tensors
 
 
 @torch.no_grad()
-def load(
+def load_files(
     directory: str | Path,
     manifest: Manifest,
     tensors: Mapping[str, torch.Tensor],

@@ -66,7 +66,7 @@ def begin_export(
 def begin_adapter_export(
     directory: str | Path, tensors: Sequence[Tensor], config: Mapping[str, Any], dtype: str
 ) -> Export:
-    """The same for a PEFT directory with these tensors of adapters and this config (weights/adapters.py).
+    """The same for a PEFT directory with these tensors of adapters and this config (weights/files/adapters.py).
 
     Raises: CheckpointError if the directory cannot be written.
     """

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: reading the boxes of a rank from files, and writing them into files."""
