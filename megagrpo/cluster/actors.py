@@ -1,4 +1,6 @@
-"""The Ray actors: thin shells around a training rank and an engine, neither of which knows Ray."""
+"""What every actor's process does before it imports torch, and the actors of training ranks: shells around ranks that
+do not know Ray.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +9,50 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 
-from megagrpo.cluster.interfaces import use_interface_of
 from megagrpo.ports import free_port
 from megagrpo.recipe.defaults import dtype_name, sync_directory
 from megagrpo.recipe.schema import Recipe, SftRecipe
 
 if TYPE_CHECKING:
-    from megagrpo.cluster.engine_spec import EngineSpec
     from megagrpo.weights.boxes import Box
     from megagrpo.weights.executors.meeting import Meeting
     from megagrpo.weights.executors.ways import Way
     from megagrpo.weights.plan import WeightPlan
 
 
-def hide_gpus() -> None:
-    """For device cpu on a machine with GPUs: what asks torch for CUDA then finds none. Call it before importing torch,
-    which neither this module nor the recipe does.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def prepare_process(device: str) -> None:
+    """Sets this process's network interface, and hides the node's GPUs from an actor for device cpu.
+
+    Call it before torch is imported: torch asks CUDA for its devices only once. Neither this module nor the recipe
+    imports torch.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    use_interface_of(ray.util.get_node_ip_address())
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def use_interface_of(address: str) -> None:
+    """Sets the interface of the process groups of this process and its children, unless the user has set it.
+
+    Without it, gloo takes the address that the host name resolves to, which on many machines is 127.0.1.1, and NCCL
+    takes the first interface that it finds. An address that no interface has (an alias of loopback) changes nothing.
+    """
+    if name := interface_of(address):
+        for variable in INTERFACE_VARIABLES:
+            os.environ.setdefault(variable, name)
+
+
+def interface_of(address: str) -> str | None:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return name
+    return None
 
 
 class RankProcess:
@@ -40,9 +66,8 @@ class RankProcess:
 
     def prepare(self, device: str) -> None:
         """Before anything imports torch."""
-        use_interface_of(ray.util.get_node_ip_address())
+        prepare_process(device)
         if device == "cpu":
-            hide_gpus()
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused kernels: compiling them for a CPU gains nothing
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -106,30 +131,3 @@ class RankActor(RankProcess):
         return {
             placement.box: sum(digests(tensors, [placement]).values()) for placement in self.rank.manifest().placements
         }
-
-
-@ray.remote(max_restarts=0)
-class EngineActor:
-    """One engine in its own process, or the process that speaks to its server."""
-
-    def start(self, spec: EngineSpec) -> None:
-        use_interface_of(ray.util.get_node_ip_address())
-        if spec.device == "cpu":
-            hide_gpus()
-        from megagrpo.cluster.engines import make_engine
-
-        self.engine = make_engine(spec)
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.engine, method)(*arguments)
-
-    def connect(
-        self, plan: WeightPlan, destinations: Sequence[int], way: Way, meeting: Meeting, bucket_bytes: int
-    ) -> None:
-        self.engine.connect(plan, destinations, way, meeting, bucket_bytes)
-
-    def update(self, version: int) -> Sequence[Mapping[str, int]]:
-        """Receives a whole update; the digests of what arrived, by engine rank. Uncommitted until the driver agrees."""
-        self.engine.begin_update(version)
-        self.engine.receive(version)
-        return self.engine.end_update(version)

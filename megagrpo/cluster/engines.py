@@ -1,12 +1,16 @@
-"""The engine that a recipe asks for, made in the process that will hold it or speak to its server.
+"""The engine that a recipe asks for, made in the process that holds it or speaks to its server: the engine's actor.
 
-Each kind is imported where it is made: seconds, for what the others do not use.
+Each kind is imported where it is made: an import takes seconds, and must follow prepare_process.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import ray
+
+from megagrpo.cluster.actors import prepare_process
 from megagrpo.cluster.engine_spec import EngineSpec
 from megagrpo.errors import MegagrpoError
 from megagrpo.recipe.defaults import dtype_name, run_directory
@@ -19,6 +23,32 @@ if TYPE_CHECKING:
     from megagrpo.rollout.sglang.engine import SglangEngine
     from megagrpo.rollout.sglang.server import Server
     from megagrpo.rollout.transformers_engine import TransformersEngine
+    from megagrpo.weights.executors.meeting import Meeting
+    from megagrpo.weights.executors.ways import Way
+    from megagrpo.weights.plan import WeightPlan
+
+
+@ray.remote(max_restarts=0)
+class EngineActor:
+    """One engine in its own process, or the process that speaks to its server."""
+
+    def start(self, spec: EngineSpec) -> None:
+        prepare_process(spec.device)
+        self.engine = make_engine(spec)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.engine, method)(*arguments)
+
+    def connect(
+        self, plan: WeightPlan, destinations: Sequence[int], way: Way, meeting: Meeting, bucket_bytes: int
+    ) -> None:
+        self.engine.connect(plan, destinations, way, meeting, bucket_bytes)
+
+    def update(self, version: int) -> Sequence[Mapping[str, int]]:
+        """Receives a whole update; the digests of what arrived, by engine rank. Uncommitted until the driver agrees."""
+        self.engine.begin_update(version)
+        self.engine.receive(version)
+        return self.engine.end_update(version)
 
 
 def make_engine(spec: EngineSpec) -> Engine:

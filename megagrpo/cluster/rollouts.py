@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from megagrpo.cluster.actors import EngineActor
 from megagrpo.cluster.engine_spec import EngineSpec
+from megagrpo.cluster.engines import EngineActor
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import call_all, settle, wait_for
 from megagrpo.errors import EngineError

@@ -13,12 +13,12 @@ import pytest
 SCRIPT = """
 import os, sys
 import megagrpo.recipe.schema
-from megagrpo.cluster import actors
+from megagrpo.cluster import actors, engines
 assert "torch" not in sys.modules, "imported before the GPUs can be hidden from it"
 from types import SimpleNamespace
 SPEC = SimpleNamespace(device="cpu", recipe=SimpleNamespace(rollout=SimpleNamespace(engine="transformers")))
 try:
-    actors.{actor}.__ray_metadata__.modified_class().start({arguments})
+    {actor}.__ray_metadata__.modified_class().start({arguments})
 except AttributeError as error:
     assert "NoneType" in str(error) or "model_directory" in str(error), error
 print(repr(os.environ["CUDA_VISIBLE_DEVICES"]), sys.modules["torch"].cuda.is_available())
@@ -27,7 +27,7 @@ print(repr(os.environ["CUDA_VISIBLE_DEVICES"]), sys.modules["torch"].cuda.is_ava
 
 @pytest.mark.parametrize(
     ("actor", "arguments"),
-    [("RankActor", 'None, 0, "", "", "cpu"'), ("EngineActor", "SPEC")],
+    [("actors.RankActor", 'None, 0, "", "", "cpu"'), ("engines.EngineActor", "SPEC")],
 )
 def test_an_actor_for_the_cpu_hides_the_gpus_from_torch(actor: str, arguments: str) -> None:
     done = subprocess.run(

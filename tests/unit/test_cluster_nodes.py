@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from megagrpo.cluster import nodes
-from megagrpo.cluster.interfaces import interface_of
+from megagrpo.cluster.actors import interface_of
 from megagrpo.cluster.nodes import NodeWatch, node_names
 from megagrpo.errors import NodeLostError
 from megagrpo.recipe.cluster_address import address_problem
