@@ -1,4 +1,4 @@
-"""Parallel sizes and what follows from them. Pure arithmetic: no torch, no processes."""
+"""Parallel sizes and what follows from them: where ranks stand, which layers stages hold. No torch, no processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ class ParallelLayout:
     `tensor * pipeline * context * data` ranks hold the dense weights. Expert weights are split over the same ranks
     another way: `expert_tensor * expert * pipeline * expert_data`, where expert_data follows from the others.
     `virtual_pipeline` is the number of model chunks on each pipeline rank (1: not interleaved).
-    `first_stage_layers` and `last_stage_layers` make those pipeline stages longer or shorter than the others
-    (layout/stages.py); None: like the others.
+    `first_stage_layers` and `last_stage_layers` are the lengths of those pipeline stages; None: like the others.
     """
 
     tensor: int = 1
@@ -42,7 +41,7 @@ class ParallelLayout:
         return self.tensor > 1
 
     def problems(self) -> list[str]:
-        """What makes these sizes impossible by themselves; an empty list if nothing does."""
+        """Why no model could be split so; an empty list if one could."""
         given = [*self.sizes(), *self.stage_lengths()]
         found = [f"{name} must be at least 1, not {size}" for name, size in given if size < 1]
         if found:
@@ -110,3 +109,46 @@ def rank_grid(layout: ParallelLayout) -> tuple[RankCoordinates, ...]:
         expert_data, expert = divmod(rest, layout.expert)
         grid.append(RankCoordinates(rank, tensor, pipeline, context, data, expert, expert_tensor, expert_data))
     return tuple(grid)
+
+
+def layers_of_chunk(layers: int, layout: ParallelLayout, stage: int, chunk: int) -> range:
+    """Global indices (from 0) of the layers of model chunk `chunk` on pipeline rank `stage`.
+
+    Interleaved as in Megatron (megatron.core.transformer: get_num_layers_to_build, get_transformer_layer_offset): the
+    chunks of a stage are equally long, and the model passes through all stages once for each chunk. `stage_problems`
+    found nothing.
+    """
+    counts = layers_of_stages(layers, layout)
+    per_chunk = counts[stage] // layout.virtual_pipeline
+    first = (chunk * layers + sum(counts[:stage])) // layout.virtual_pipeline
+    return range(first, first + per_chunk)
+
+
+def layers_of_stages(layers: int, layout: ParallelLayout) -> tuple[int, ...]:
+    """Layers of each pipeline stage, in all its chunks. Stages without a given length share the rest equally."""
+    rest, stages = _rest(layers, layout)
+    share = rest // stages if stages else 0
+    counts = [share] * layout.pipeline
+    if layout.first_stage_layers is not None:
+        counts[0] = layout.first_stage_layers
+    if layout.last_stage_layers is not None:
+        counts[-1] = layout.last_stage_layers
+    return tuple(counts)
+
+
+def stage_problems(layers: int, layout: ParallelLayout) -> list[str]:
+    """Why these stages cannot hold `layers` layers; an empty list if they can. `layout.problems()` found nothing."""
+    rest, stages = _rest(layers, layout)
+    if rest < stages or (rest and not stages):
+        return [f"{rest} layers are left for the {stages} other pipeline stages"]
+    if stages and rest % stages:
+        return [f"{rest} layers cannot be shared out equally to {stages} pipeline stages"]
+    chunks = layout.virtual_pipeline
+    uneven = sorted({count for count in layers_of_stages(layers, layout) if count % chunks})
+    return [f"{count} layers of a pipeline stage cannot be cut into {chunks} equal chunks" for count in uneven]
+
+
+def _rest(layers: int, layout: ParallelLayout) -> tuple[int, int]:
+    """Layers left for the stages without a given length, and the number of these stages."""
+    given = [count for count in (layout.first_stage_layers, layout.last_stage_layers) if count is not None]
+    return layers - sum(given), layout.pipeline - len(given)

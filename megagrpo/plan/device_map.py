@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
-from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk, rank_grid
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.families.architecture import Architecture

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
-from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk
 from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.boxes import Storage
 from megagrpo.weights.families import tensors_of

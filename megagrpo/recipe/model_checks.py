@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.layout.stages import stage_problems
+from megagrpo.layout.parallel import ParallelLayout, stage_problems
 from megagrpo.recipe.lora_checks import lora_model_problems
 from megagrpo.recipe.rule_problem import RuleProblem, broken
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe

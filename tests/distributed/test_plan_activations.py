@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
 from megagrpo.plan.memory import logits as logits_memory
 from megagrpo.plan.memory.activations import Pass, forward_bytes, passes_in_flight, stage_bytes, working_bytes
 from megagrpo.plan.memory.logits import end_bytes, logits_bytes

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.layout.stages import layers_of_chunk, layers_of_stages, stage_problems
+from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk, layers_of_stages, rank_grid, stage_problems
 
 SIZE = st.integers(1, 4)
 # Not interleaved. Some of these have expert sizes that do not fit the others.

@@ -8,8 +8,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
 from megagrpo.megatron.config import transformer_config
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from tests.unit.test_layout_parallel import uneven_stages

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
 from megagrpo.recipe.checks import evaluation_metrics, recipe_problems
 from megagrpo.recipe.fields import is_field
 from megagrpo.recipe.model_checks import model_problems

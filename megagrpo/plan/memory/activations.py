@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention
 
 ROUTER_BYTES = 10

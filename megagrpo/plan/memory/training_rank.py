@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
-from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk
 from megagrpo.plan.memory.activations import Pass, forward_bytes, stage_bytes, working_bytes
 from megagrpo.plan.memory.engine import GIB, MIB
 from megagrpo.plan.memory.logits import end_bytes, logits_bytes

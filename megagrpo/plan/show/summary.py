@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megagrpo.layout.stages import layers_of_stages
+from megagrpo.layout.parallel import layers_of_stages
 from megagrpo.plan.parameters import active_parameters, total_parameters
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory
 from megagrpo.recipe.run_length import total_steps

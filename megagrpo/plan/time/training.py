@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from megagrpo.batching.rank_batches import MICROBATCHES_PER_STAGE
-from megagrpo.layout.stages import layers_of_chunk
+from megagrpo.layout.parallel import layers_of_chunk
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.machines import Machines
 from megagrpo.plan.parameters import rank_parameters

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
-from megagrpo.layout.stages import layers_of_chunk, stage_problems
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk, stage_problems
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.sides.assembly import ManifestBuilder, Rows, all_rows, cut, shard
