@@ -49,8 +49,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def train(asked: argparse.Namespace) -> int:
+    from megagrpo.preflight.preflight import preflight
     from megagrpo.recipe.load import load
-    from megagrpo.trainer.preflight import preflight
 
     ready = preflight(load(asked.recipe, asked.overrides))
     from megagrpo.trainer.train import train as run  # imports ray: only once the recipe is known to be good
@@ -59,8 +59,8 @@ def train(asked: argparse.Namespace) -> int:
 
 
 def sft(asked: argparse.Namespace) -> int:
+    from megagrpo.preflight.preflight import preflight
     from megagrpo.recipe.load import load_sft
-    from megagrpo.trainer.preflight import preflight
 
     ready = preflight(load_sft(asked.recipe, asked.overrides))
     from megagrpo.trainer.sft import sft as run  # imports ray: only once the recipe is known to be good
@@ -69,8 +69,8 @@ def sft(asked: argparse.Namespace) -> int:
 
 
 def plan(asked: argparse.Namespace) -> int:
+    from megagrpo.preflight.preflight import preflight
     from megagrpo.recipe.load import load_any
-    from megagrpo.trainer.preflight import preflight
 
     loaded = load_any(asked.recipe, asked.overrides)
     ready = preflight(loaded, plan_only=True)

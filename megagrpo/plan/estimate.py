@@ -37,7 +37,7 @@ def estimate(
     assumptions: Assumptions,
     critic: Architecture | None = None,
 ) -> Estimate:
-    """What the recipe needs, and how long its steps take, on these GPUs. Its rules must hold (trainer/preflight.py)."""
+    """What the recipe needs, and how long its steps take, on these GPUs. Its rules must hold (preflight/)."""
     held = memory(recipe, architecture, machines, "cuda", critic, assumptions.expert_imbalance)
     time = step_time(recipe, architecture, machines, assumptions, critic)
     return Estimate(held, time, lacking_bytes(held, machines))

@@ -37,7 +37,7 @@ class LoadedRecipe(Generic[Kind]):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe[Recipe]:
-    """Read a recipe for GRPO and put the overrides in. Rules between fields are checked by trainer/preflight.py.
+    """Read a recipe for GRPO and put the overrides in. Rules between fields are checked by preflight/.
 
     Raises RecipeError with every mistake at once. If some fields are wrong by themselves, the rules between the fields
     that are right are applied here, so that one run shows them all.

@@ -14,9 +14,9 @@ from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.errors import MegagrpoError, Problem, RecipeError
+from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import adapter_directory, checkpoint_directory, export_directory
 from megagrpo.recipe.schema import AnyRecipe, LoraConfig
-from megagrpo.trainer.preflight import Preflight
 from megagrpo.weights.files.adapters import adapted_matrices, adapter_tensors, peft_config
 from megagrpo.weights.files.export import begin_adapter_export, begin_export, finish_export
 from megagrpo.weights.plan import make_plan

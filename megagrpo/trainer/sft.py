@@ -21,12 +21,12 @@ from megagrpo.cluster.sft_ranks import SftRanks
 from megagrpo.cluster.shared_files import check_files
 from megagrpo.data.cursor import Cursor
 from megagrpo.data.messages import Example, Examples, load_examples
+from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
 from megagrpo.recipe.run_length import total_steps
 from megagrpo.recipe.schema import DataFileConfig, SftRecipe
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.clock import PhaseClock
-from megagrpo.trainer.preflight import Preflight
 from megagrpo.trainer.prompts import describe_files, read_tokenizer
 from megagrpo.trainer.run_lock import only_process_of
 from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, open_store, recipe_values, save

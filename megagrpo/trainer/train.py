@@ -17,6 +17,7 @@ from megagrpo.cluster.shared_files import check_files
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
 from megagrpo.errors import MismatchError, Problem
+from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory, with_absolute_directories
 from megagrpo.recipe.run_length import total_steps
 from megagrpo.recipe.schema import Recipe
@@ -25,7 +26,6 @@ from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.clock import PhaseClock
 from megagrpo.trainer.evaluation import EarlyStopping, evaluation_metrics
 from megagrpo.trainer.mismatch import report_mismatch
-from megagrpo.trainer.preflight import Preflight
 from megagrpo.trainer.prompts import describe_files, read_mixture, read_tokenizer
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.run_lock import only_process_of

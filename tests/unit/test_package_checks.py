@@ -4,7 +4,7 @@ from importlib import metadata
 
 import pytest
 
-from megagrpo.trainer.package_checks import package_problems
+from megagrpo.preflight.machine import package_problems
 from tests.unit.test_recipe_checks import recipe_with
 
 

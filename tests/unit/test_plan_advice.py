@@ -9,8 +9,8 @@ import pytest
 from megagrpo.errors import PreflightError
 from megagrpo.plan.checks.disk import STATE_BYTES, checkpoint_bytes, disk_advice, disk_problems
 from megagrpo.plan.parameters import total_parameters
+from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
-from megagrpo.trainer.preflight import preflight
 from tests.plans import LLAMA_8B, QWEN_30B, architecture, changed, plan, recipe
 from tests.tiny_run import make_run
 

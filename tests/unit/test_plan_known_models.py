@@ -10,8 +10,8 @@ from megagrpo.cli import main
 from megagrpo.errors import PreflightError
 from megagrpo.plan.known_models import known_models
 from megagrpo.plan.parameters import total_parameters
+from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
-from megagrpo.trainer.preflight import preflight
 from megagrpo.weights.families import read_architecture
 from tests.tiny_run import make_run
 
@@ -74,4 +74,4 @@ def test_training_asks_for_the_real_files_of_a_known_model(recipe: Path, monkeyp
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(PreflightError, match=r"model\.path") as caught:
         preflight(load(recipe, [KNOWN]))
-    assert "not to be had from the Hugging Face hub" in str(caught.value)
+    assert "the Hugging Face hub does not give it" in str(caught.value)

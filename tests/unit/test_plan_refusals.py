@@ -8,9 +8,9 @@ import pytest
 
 from megagrpo.errors import MegagrpoError, Problem
 from megagrpo.plan.plan import plan_of
+from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
 from megagrpo.rollout.sglang import arguments
-from megagrpo.trainer.preflight import preflight
 
 RECIPES = Path(__file__).parents[2] / "yaml_recipes"
 SMALL, LORA = "gsm8k_qwen2.5_0.5b_1gpu", "lora_qwen3_8b_1gpu"
@@ -99,7 +99,7 @@ UNWISE: list[tuple[str, str, str, str, str]] = [
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with neither data, models nor SGLang."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megagrpo.trainer.preflight.cached_directory", lambda path: None)
+    monkeypatch.setattr("megagrpo.preflight.model.cached_directory", lambda path: None)
     monkeypatch.setattr(arguments, "_asked", lambda *asked: ([], []))
 
 

@@ -14,8 +14,8 @@ import yaml
 
 from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR, PreflightError
+from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
-from megagrpo.trainer.preflight import preflight
 from tests.tiny_run import EXPERTS, ROW, make_run
 
 

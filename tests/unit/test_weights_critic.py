@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from megagrpo.errors import ModelError, PreflightError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
-from megagrpo.trainer.preflight import preflight
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import critic_of
 from megagrpo.weights.files.loading import load_files

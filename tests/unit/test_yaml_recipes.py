@@ -11,12 +11,12 @@ import pytest
 from megagrpo.plan.known_models import known_models
 from megagrpo.plan.machines import GPUS
 from megagrpo.plan.plan import plan_of
+from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.devices import plan_devices
 from megagrpo.recipe.load import load, load_any
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.sglang import arguments
-from megagrpo.trainer.preflight import preflight
 from megagrpo.weights.families import read_architecture
 
 FILES = sorted((Path(__file__).parents[2] / "yaml_recipes").glob("*.yaml"))
@@ -38,7 +38,7 @@ NODES = {
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with neither data, models nor SGLang."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megagrpo.trainer.preflight.cached_directory", lambda path: None)
+    monkeypatch.setattr("megagrpo.preflight.model.cached_directory", lambda path: None)
     monkeypatch.setattr(arguments, "_asked", lambda *asked: ([], []))
 
 

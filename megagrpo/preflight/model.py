@@ -1,14 +1,21 @@
-"""A model's directory, and what can be known of its tokenizer without loading it (no torch, no transformers)."""
+"""Directories of a run's models and tokenizer, checked without loading them (no torch, no transformers)."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megagrpo.errors import ModelError, Problem
+from megagrpo.errors import ModelError, PreflightError, Problem
+from megagrpo.plan.known_models import known_models
+from megagrpo.recipe.model_checks import critic_problems
+from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import Architecture, critic_of
+from megagrpo.weights.sides.checkpoint import manifests
 
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 TOKENIZER_FILES = (
@@ -23,14 +30,68 @@ TOKENIZER_FILES = (
 CONFIG_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json")
 TEMPLATE_NEEDED = "a Jinja template that turns messages into text"
 VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
-# Tags that transformers adds to Jinja; without a meaning of their own when a prompt is rendered.
+# Tags that transformers adds to Jinja. They have no effect when a prompt is rendered.
 GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
-def local_directory(path: str, revision: str | None, patterns: tuple[str, ...], field: str) -> Path:
-    """`path` itself if it is a directory; else the files matching `patterns` of that hub id, from the cache or the hub.
+def model_directory(recipe: AnyRecipe, plan_only: bool) -> Path:
+    """Where model.path lies on this machine; a plan does without the safetensors files of a hub model."""
+    if plan_only and recipe.model.revision is None and (known := _known_directory(recipe.model.path)):
+        return known
+    patterns = CONFIG_FILES + TOKENIZER_FILES + (() if plan_only else ("*.safetensors",))
+    return _local_directory(recipe.model.path, recipe.model.revision, patterns, "model.path")
 
-    HF_HUB_OFFLINE is honoured. `field` is the recipe's, for messages. Raises ModelError if it is neither.
+
+def tokenizer_directory(recipe: AnyRecipe, model: Path | None) -> Path | None:
+    """Where model.tokenizer lies on this machine; by default the model's directory."""
+    if recipe.model.tokenizer is None:
+        return model
+    return _local_directory(recipe.model.tokenizer, None, TOKENIZER_FILES, "model.tokenizer")
+
+
+def critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: bool) -> Path | None:
+    """Where the critic's own model lies on this machine; None if the recipe names none.
+
+    Raises MegagrpoError if it does not fit the layout, or does not know all of the policy's tokens.
+    """
+    critic = recipe.algorithm.critic
+    if critic is None or critic.path is None:
+        return None
+    patterns = CONFIG_FILES + (() if plan_only else ("*.safetensors",))
+    known = _known_directory(critic.path) if plan_only else None
+    directory = known or _local_directory(critic.path, None, patterns, "algorithm.critic.path")
+    architecture = critic_of(read_architecture(directory))
+    if not plan_only or Path(critic.path).is_dir():
+        manifests(directory, architecture)
+    problems: list[Problem] = [
+        replace(problem, given=f"{problem.given} (the critic's)") for problem in critic_problems(recipe, architecture)
+    ]
+    if policy and architecture.vocab < policy.vocab:
+        given, needed = f"a vocabulary of {architecture.vocab}", f"the policy's, of {policy.vocab}"
+        problems.append(Problem("algorithm.critic.path", given, needed, "a critic of the same family of models"))
+    if problems:
+        raise PreflightError(problems)
+    return directory
+
+
+def _known_directory(path: str) -> Path | None:
+    """A published model's files in the local cache, or the config that comes with megagrpo; None for other paths."""
+    known = None if Path(path).is_dir() else known_models().get(path)
+    return known and (cached_directory(path) or known)
+
+
+def cached_directory(path: str) -> Path | None:
+    """Where the hub id `path` lies in the local cache, if its config.json does. Asks no server."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(path, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _local_directory(path: str, revision: str | None, patterns: tuple[str, ...], field: str) -> Path:
+    """`path` if it is a directory; else the files of that hub id that match `patterns`, from the cache or the hub.
+
+    HF_HUB_OFFLINE is honoured. `field` is the recipe's, for messages. Raises ModelError if there is neither.
     """
     directory = Path(path)
     if directory.is_dir():
@@ -52,25 +113,17 @@ def local_directory(path: str, revision: str | None, patterns: tuple[str, ...], 
         raise ModelError(
             Problem(
                 field,
-                given=f"{asked}: no such directory, and not to be had from the Hugging Face hub: {reason}",
+                given=f"{asked}: no such directory, and the Hugging Face hub does not give it: {reason}",
                 needed="a model directory, a hub id in the local cache, or one that can be downloaded",
                 fix=_near(directory) or "check the name, the network, HF_HUB_OFFLINE and HF_TOKEN",
             )
         ) from None
 
 
-def cached_directory(path: str) -> Path | None:
-    """Where the hub id `path` lies in the local cache, if its config.json does. Asks nobody else."""
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(path, "config.json")
-    return Path(config).parent if isinstance(config, str) else None
-
-
 def tokenizer_problems(directory: Path, chat_template: str | None, vocabulary: int | None) -> list[Problem]:
     """What is wrong with the tokenizer in `directory`, or with the template file that replaces its own.
 
-    `vocabulary` is the number of rows of the model's embedding (None: not known).
+    vocabulary: rows of the model's embedding; None if unknown.
     """
     if not directory.is_dir():
         return []
@@ -110,7 +163,7 @@ def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Proble
 
 
 def template_file_problems(path: str) -> list[Problem]:
-    """What is wrong with a template file in the place of a tokenizer's own."""
+    """What is wrong with a template file that replaces the tokenizer's own."""
     try:
         return _syntax_problems(Path(path).read_text(encoding="utf-8"), "model.chat_template")
     except OSError as error:
@@ -137,7 +190,7 @@ def _template_problems(directory: Path, chat_template: str | None) -> list[Probl
 
 
 def _template_in(config: Any) -> str | None:
-    """The template of a tokenizer_config.json; a list of named ones has a default."""
+    """The template of a tokenizer_config.json: a text, or the one named `default` in a list."""
     template = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

@@ -1,0 +1,160 @@
+"""What this machine must have for a run: packages, devices, an address, engines, directories that can be written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+
+from megagrpo.doctor.packages import package_findings
+from megagrpo.errors import MegagrpoError, Problem
+from megagrpo.recipe.cluster_address import address_problem
+from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
+from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.model_checks import divisors, either
+from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
+from megagrpo.rollout.sglang.arguments import sglang_problems
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides.sglang import split_problems
+
+
+def package_problems(recipe: AnyRecipe) -> Iterator[Problem]:
+    """Packages that the recipe switches on and that are missing, and wrong versions of all that the run uses.
+
+    A missing SGLang is reported by sglang_problems: the recipe may name another environment that has it.
+    """
+    tracked, fused = recipe.track, recipe.train.layer_spec == "transformer_engine"
+    switched_on = {
+        "track.wandb": ("wandb", tracked.wandb is not None, "pip install megagrpo[wandb]"),
+        "track.tensorboard": ("tensorboard", tracked.tensorboard, "pip install megagrpo[tensorboard]"),
+        "train.layer_spec": ("transformer_engine", fused, "pip install megagrpo[te], or layer_spec: auto"),
+    }
+    for field, (package, needed, fix) in switched_on.items():
+        if needed and find_spec(package) is None:
+            yield Problem(field, given="switched on", needed=f"the package {package}, which is not installed", fix=fix)
+    used = {
+        "wandb": tracked.wandb is not None,
+        "tensorboard": tracked.tensorboard,
+        "te": fused,
+        "sglang": isinstance(recipe, Recipe)
+        and recipe.rollout.engine == "sglang"
+        and recipe.rollout.sglang.python is None,
+    }
+    for finding in package_findings(extras=[extra for extra, is_used in used.items() if is_used]):
+        if finding.state == "wrong":
+            where, working = f"package {finding.part}", "a version that megagrpo works with"
+            yield Problem(where, given=finding.found, needed=working, fix=finding.remedy)
+
+
+def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None) -> list[Problem]:
+    """Options in train.megatron that Megatron does not have.
+
+    With an architecture, also combinations of options, model and layout that Megatron refuses.
+    """
+    if not recipe.train.megatron:
+        return []
+    import torch
+
+    from megagrpo.megatron.config import transformer_config  # imports megatron: seconds
+    from megagrpo.megatron.options import option_problems
+
+    problems = option_problems(recipe.train.megatron)
+    if problems or architecture is None:
+        return problems
+    device = _device(recipe)
+    try:
+        transformer_config(architecture, recipe.train, getattr(torch, dtype_name(recipe, device)), device)
+    except MegagrpoError as error:
+        return list(error.problems)
+    return []
+
+
+def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only: bool) -> Iterator[Problem]:
+    """Arguments of SGLang servers, the API key of external servers, and splits of the model that SGLang cannot hold."""
+    rollout = recipe.rollout
+    if rollout.engine == "transformers":
+        return
+    if rollout.engine == "sglang":
+        yield from sglang_problems(rollout.sglang, plan_only=plan_only)
+    variable = rollout.api_key_variable
+    if variable is not None and not plan_only and not os.environ.get(variable):
+        yield Problem(
+            "rollout.api_key_variable",
+            given=f"{variable}, which is not set",
+            needed="the API key of the servers in it",
+            fix=f"export {variable}=...",
+        )
+    # A recipe that is only planned here may be for a cluster with GPUs, where SGLang supports more splits.
+    device = "cuda" if plan_only and recipe.cluster.device == "auto" else _device(recipe)
+    if architecture:
+        sizes = [
+            n
+            for n in divisors(architecture.heads)
+            if not split_problems(architecture, EngineLayoutConfig(tensor=n), device)
+        ]
+        for problem in split_problems(architecture, rollout.layout, device):
+            fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1"
+            yield replace(problem, where=f"rollout.layout: {problem.where}", fix=fix)
+    if device == "cpu" and recipe.cluster.device == "auto" and rollout.layout.expert > 1:
+        yield Problem(
+            "rollout.layout.expert",
+            given=f"{rollout.layout.expert} on CPUs",
+            needed="1: SGLang's expert parallelism needs GPUs",
+            fix="expert: 1",
+        )
+
+
+def _device(recipe: AnyRecipe) -> str:
+    if recipe.cluster.device != "auto":
+        return recipe.cluster.device
+    import torch  # takes a second; most other checks do without it
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_problems(recipe: AnyRecipe) -> Iterator[Problem]:
+    """Too few GPUs on this machine, for a run that joins no cluster."""
+    if recipe.cluster.device != "cuda" or recipe.cluster.address or os.environ.get("RAY_ADDRESS"):
+        return
+    import torch  # takes a second; most other checks do without it
+
+    devices, needed = torch.cuda.device_count(), plan_devices(recipe, "cuda").bundles
+    if devices < needed:
+        smaller = "a smaller train.layout" if devices else "cluster.device: cpu"
+        engines = ""
+        if isinstance(recipe, Recipe):
+            engines = f" and rollout.engines with placement: {recipe.cluster.placement}"
+        yield Problem(
+            "cluster.device",
+            given=f"cuda, on a machine with {devices or 'no'} CUDA device{'' if devices == 1 else 's'}",
+            needed=f"{needed} for train.layout{engines}",
+            fix=f"{smaller}, or a Ray cluster that has them: cluster.address or RAY_ADDRESS",
+        )
+
+
+def address_problems(recipe: AnyRecipe, plan_only: bool) -> Iterator[Problem]:
+    """A cluster address that cannot drive a run. A plan does not look at RAY_ADDRESS."""
+    if recipe.cluster.address is not None:
+        found = address_problem(recipe.cluster.address, "cluster.address")
+    else:
+        found = None if plan_only else address_problem(os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS")
+    if found:
+        yield found
+
+
+def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
+    """Directories that the run writes to and that cannot be made or written."""
+    directories = {"track.directory": run_directory(recipe)}
+    if recipe.checkpoint.directory is not None:
+        directories["checkpoint.directory"] = checkpoint_directory(recipe)
+    for field, directory in directories.items():
+        existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            yield Problem(
+                field, given=f"{directory}, and {existing} is a file", needed="a directory, or a place to make one"
+            )
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            yield Problem(
+                field, given=f"{directory}, and {existing} is not writable", needed="a directory that can be written"
+            )
