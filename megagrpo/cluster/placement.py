@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
-from megagrpo.recipe.devices import DevicePlan
+from megagrpo.recipe.defaults import DevicePlan
 
 
 def nodes_of_devices(devices: DevicePlan, tensor: int, free: Mapping[str, int]) -> tuple[str, ...] | None:

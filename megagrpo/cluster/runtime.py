@@ -19,7 +19,7 @@ from megagrpo.cluster.nodes import NodeWatch, node_names
 from megagrpo.cluster.placement import nodes_of_devices
 from megagrpo.cluster.waiting import SLICE_SECONDS, wait_for
 from megagrpo.errors import Problem, RankError
-from megagrpo.recipe.devices import DevicePlan, plan_devices
+from megagrpo.recipe.defaults import DevicePlan, plan_devices
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.topology import Place
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk, rank_grid
-from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.families.architecture import Architecture
 

@@ -22,8 +22,7 @@ from megagrpo.cluster.shared_files import check_files
 from megagrpo.data.cursor import Cursor
 from megagrpo.data.messages import Example, Examples, load_examples
 from megagrpo.preflight.preflight import Preflight
-from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
-from megagrpo.recipe.run_length import total_steps
+from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory, total_steps
 from megagrpo.recipe.schema import DataFileConfig, SftRecipe
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.clock import PhaseClock

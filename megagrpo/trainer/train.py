@@ -18,8 +18,13 @@ from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
 from megagrpo.errors import MismatchError, Problem
 from megagrpo.preflight.preflight import Preflight
-from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory, with_absolute_directories
-from megagrpo.recipe.run_length import total_steps
+from megagrpo.recipe.defaults import (
+    checkpoint_directory,
+    dtype_name,
+    run_directory,
+    total_steps,
+    with_absolute_directories,
+)
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.track.tracker import Tracker

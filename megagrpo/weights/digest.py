@@ -16,12 +16,12 @@ from functools import lru_cache, reduce
 
 import torch
 
+from megagrpo import splitmix64
 from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.views import box_view, torch_dtype
 
 MODULUS = 1 << 64
-MIX_FACTOR = 0x9E3779B97F4A7C15
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 24}
 """Elements at once. On a CPU as many as torch gives to one thread: more threads gain nothing, and wait for one another
@@ -93,13 +93,13 @@ def _digest(view: torch.Tensor, start: tuple[int, ...], dtype: torch.dtype) -> t
     )
     step = max(1, CHUNK_ELEMENTS[device.type] // columns.numel())
     buffers = torch.empty(2, min(step, view.shape[0]), columns.numel(), dtype=torch.int64, device=device)
-    factor = torch.tensor(_signed(MIX_FACTOR), device=device)
+    factor = torch.tensor(splitmix64.GAMMA, device=device)
     total = torch.zeros((), dtype=torch.int64, device=device)
     for low in range(0, view.shape[0], step):
         values = view[low : low + step]
         mixed, shifted = buffers[:, : values.shape[0]]
         mixed.copy_(values.to(dtype).contiguous().view(BITS[dtype.itemsize]).view(values.shape[0], -1))
-        torch.add(factor, mixed, alpha=_signed(MIX_FACTOR), out=mixed)  # (bits + 1) * factor: a zero counts
+        torch.add(factor, mixed, alpha=splitmix64.GAMMA, out=mixed)  # (bits + 1) * factor: a zero counts
         mixed.bitwise_xor_(torch.bitwise_right_shift(mixed, 32, out=shifted))
         total += (mixed.mul_(columns).sum(1) * rows[low : low + step]).sum()
     return total
@@ -112,19 +112,6 @@ def _weights(axis: int, start: int, count: int, device: torch.device) -> torch.T
 
 @lru_cache(maxsize=64)
 def _weight_table(axis: int, count: int, device: torch.device) -> torch.Tensor:
-    """splitmix64 (Steele, Lea and Flood, 2014) of the index, seeded by the axis, made odd."""
-    x = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
-    x += _signed(0xD1B54A32D192ED03) * (axis + 1) % (1 << 62)
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return (x ^ _shift(x, 31)) | 1
-
-
-def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift to the right with zeros; torch's own repeats the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(constant: int) -> int:
-    """An unsigned 64-bit constant as torch's int64 takes it."""
-    return constant - MODULUS if constant >= MODULUS >> 1 else constant
+    """SplitMix64 of the index, seeded by the axis, made odd."""
+    states = torch.arange(1, count + 1, dtype=torch.int64, device=device) * splitmix64.GAMMA
+    return splitmix64.mixed(states + splitmix64.signed(0xD1B54A32D192ED03) * (axis + 1) % (1 << 62)) | 1

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.cluster.placement import nodes_of_devices
-from megagrpo.recipe.devices import DevicePlan
+from megagrpo.recipe.defaults import DevicePlan
 
 
 def plan(ranks: int, engines: tuple[tuple[int, ...], ...] = ()) -> DevicePlan:

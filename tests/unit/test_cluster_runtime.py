@@ -13,7 +13,7 @@ from ray.exceptions import AuthenticationError
 from megagrpo.cluster import runtime
 from megagrpo.cluster.nodes import NodeWatch
 from megagrpo.errors import RankError
-from megagrpo.recipe.devices import DevicePlan
+from megagrpo.recipe.defaults import DevicePlan
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.stopping import StopRequested
 from tests import tiny_run

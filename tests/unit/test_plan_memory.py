@@ -29,7 +29,7 @@ from megagrpo.plan.memory.logits import logits_bytes
 from megagrpo.plan.memory.parts import DeviceMemory, PhaseMemory
 from megagrpo.plan.plan import plan_of
 from megagrpo.plan.time.step_time import step_time
-from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import EngineLayoutConfig, Recipe, SftRecipe
 from megagrpo.rollout.sglang import arguments
 from megagrpo.weights.families import read_architecture

@@ -14,7 +14,7 @@ from megagrpo.plan.machines import machines_of
 from megagrpo.plan.search import options
 from megagrpo.plan.search.search import SPARE, legal, search, search_for
 from megagrpo.recipe.checks import recipe_problems
-from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.model_checks import model_problems
 from megagrpo.recipe.overrides import apply_overrides
 from megagrpo.recipe.places import Places

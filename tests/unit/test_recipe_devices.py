@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.recipe.devices import DevicePlan, plan_devices
+from megagrpo.recipe.defaults import DevicePlan, plan_devices
 from megagrpo.recipe.schema import Recipe
 from tests.tiny_run import recipe
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megagrpo.recipe.run_length import total_steps
+from megagrpo.recipe.defaults import total_steps
 from megagrpo.recipe.schema import SftRecipe
 from tests.plans import recipe
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.ports import EPHEMERAL
-from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.load import load
 from tests.slurm.scripts import EDIT, REPOSITORY, SCRIPTS, edited
 

@@ -13,7 +13,7 @@ from megagrpo.plan.machines import GPUS
 from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.checks import recipe_problems
-from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.load import load, load_any
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.sglang import arguments

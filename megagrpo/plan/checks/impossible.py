@@ -9,8 +9,7 @@ from megagrpo.plan.machines import Machines
 from megagrpo.plan.memory.engine import EngineMemory, engine_memory
 from megagrpo.plan.memory.parts import DeviceMemory, Part, PhaseMemory
 from megagrpo.plan.units import byte_text
-from megagrpo.recipe.defaults import engine_devices
-from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.defaults import engine_devices, plan_devices
 from megagrpo.recipe.schema import AnyRecipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture
 

@@ -10,8 +10,7 @@ from megagrpo.plan.checks.planned import Planned, minibatch_sequences, samples_p
 from megagrpo.plan.device_map import axes
 from megagrpo.plan.estimate import Estimate
 from megagrpo.plan.search.options import CONTEXT_TOKENS_MIN
-from megagrpo.recipe.defaults import engine_devices
-from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.defaults import engine_devices, plan_devices
 from megagrpo.recipe.schema import Recipe, SftRecipe
 
 BUBBLE_MAX = 0.3

@@ -15,7 +15,7 @@ from megagrpo.plan.machines import Machines
 from megagrpo.plan.memory.engine import GIB, EngineMemory, engine_memory
 from megagrpo.plan.memory.parts import DeviceMemory, Part, PhaseMemory
 from megagrpo.plan.memory.training_rank import CONTEXT_BYTES, TrainingRank, bucket_bytes
-from megagrpo.recipe.devices import DevicePlan, plan_devices
+from megagrpo.recipe.defaults import DevicePlan, plan_devices
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.families.architecture import Architecture
 

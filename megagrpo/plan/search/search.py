@@ -23,7 +23,7 @@ from megagrpo.plan.time.seconds import StepTime
 from megagrpo.plan.time.step_time import step_time
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.checks import recipe_problems
-from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.model_checks import critic_problems, model_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.families.architecture import Architecture

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from megagrpo.layout.parallel import layers_of_stages
 from megagrpo.plan.parameters import active_parameters, total_parameters
-from megagrpo.recipe.defaults import checkpoint_directory, run_directory
-from megagrpo.recipe.run_length import total_steps
+from megagrpo.recipe.defaults import checkpoint_directory, run_directory, total_steps
 from megagrpo.recipe.schema import AnyRecipe, DataFileConfig, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture
 

@@ -19,7 +19,7 @@ from megagrpo.plan.parameters import expert_parameters, total_parameters
 from megagrpo.plan.time.communication import Group, Links, gather
 from megagrpo.plan.time.flops import FORWARD, head_flops, layers_flops
 from megagrpo.plan.time.seconds import Seconds
-from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families.architecture import Architecture
 

@@ -16,10 +16,8 @@ from megagrpo.plan.time.rollout import Engine, rollout_seconds
 from megagrpo.plan.time.seconds import PhaseTime, Seconds, StepTime, added
 from megagrpo.plan.time.training import Batch, TrainingRanks
 from megagrpo.plan.time.weight_sync import sync_seconds
-from megagrpo.recipe.defaults import dtype_name
-from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.defaults import dtype_name, plan_devices, total_steps
 from megagrpo.recipe.passes import computes_old_logprobs, reads_batch
-from megagrpo.recipe.run_length import total_steps
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture, critic_of

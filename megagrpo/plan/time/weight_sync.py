@@ -17,7 +17,7 @@ from megagrpo.plan.machines import Machines
 from megagrpo.plan.parameters import expert_parameters, total_parameters
 from megagrpo.plan.time.communication import Links
 from megagrpo.plan.time.seconds import Seconds
-from megagrpo.recipe.devices import plan_devices
+from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
 from megagrpo.weights.families.architecture import Architecture
 

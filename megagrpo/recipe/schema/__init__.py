@@ -26,10 +26,10 @@ from megagrpo.recipe.schema.rollout import (
     SglangConfig,
 )
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, MLflowConfig, TrackConfig, WandBConfig
-from megagrpo.recipe.schema.section import Section
 from megagrpo.recipe.schema.sft import ConversationFileConfig, SftDataConfig, SftEvalConfig, SftRecipe
 from megagrpo.recipe.schema.train import LayoutConfig, LoraConfig, OptimizerConfig, TrainConfig
 from megagrpo.recipe.schema.weights import WeightsConfig
+from megagrpo.section import Section
 
 AnyRecipe = Recipe | SftRecipe
 """What they have in common: kind, name, seed, model, train, checkpoint, track, cluster."""

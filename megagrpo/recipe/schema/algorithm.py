@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megagrpo.recipe.schema.section import (
+from megagrpo.section import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megagrpo.recipe.schema.section import Fraction, PositiveInt, Section
+from megagrpo.section import Fraction, PositiveInt, Section
 
 
 class DataFileConfig(Section):

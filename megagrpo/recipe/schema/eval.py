@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megagrpo.recipe.schema.data import DataFileConfig
-from megagrpo.recipe.schema.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from megagrpo.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 
 class EarlyStoppingConfig(Section):

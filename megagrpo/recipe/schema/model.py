@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megagrpo.recipe.schema.section import Section
+from megagrpo.section import Section
 
 
 class ModelConfig(Section):

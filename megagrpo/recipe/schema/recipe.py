@@ -13,9 +13,9 @@ from megagrpo.recipe.schema.model import ModelConfig
 from megagrpo.recipe.schema.reward import RewardConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, TrackConfig
-from megagrpo.recipe.schema.section import NonNegativeInt, Section
 from megagrpo.recipe.schema.train import TrainConfig
 from megagrpo.recipe.schema.weights import WeightsConfig
+from megagrpo.section import NonNegativeInt, Section
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megagrpo.recipe.schema.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class RewardFunctionConfig(Section):

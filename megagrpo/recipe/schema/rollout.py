@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megagrpo.recipe.schema.section import (
+from megagrpo.section import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,

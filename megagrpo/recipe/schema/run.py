@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megagrpo.recipe.schema.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class CheckpointConfig(Section):

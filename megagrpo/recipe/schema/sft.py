@@ -10,8 +10,8 @@ from megagrpo.recipe.schema.data import DataFileConfig
 from megagrpo.recipe.schema.model import ModelConfig
 from megagrpo.recipe.schema.recipe import RunName
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, TrackConfig
-from megagrpo.recipe.schema.section import NonNegativeInt, PositiveInt, Section
 from megagrpo.recipe.schema.train import TrainConfig
+from megagrpo.section import NonNegativeInt, PositiveInt, Section
 
 
 class ConversationFileConfig(DataFileConfig):

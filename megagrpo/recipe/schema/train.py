@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.recipe.schema.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class LayoutConfig(Section):
