@@ -24,7 +24,8 @@ from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.families import architecture_of, tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import make_plan
-from megagrpo.weights.sides import megatron_te, sglang
+from megagrpo.weights.sides import sglang
+from megagrpo.weights.sides.megatron_rank import TE_SPEC
 from megagrpo.weights.topology import Topology
 from megagrpo.weights.traffic import GatherEverything, LinkSpeeds, Traffic, gather_everything, traffic_of
 
@@ -139,7 +140,7 @@ class Figures:
 
 def figures(case: Case) -> Figures:
     began = time.process_time()
-    sources = [megatron_te.manifest(case.arch, case.layout, where, "bfloat16") for where in rank_grid(case.layout)]
+    sources = [TE_SPEC.manifest(case.arch, case.layout, where, "bfloat16") for where in rank_grid(case.layout)]
     of_engine = [
         sglang.manifest(case.arch, case.engine, rank, "bfloat16", "cuda") for rank in range(case.engine.tensor)
     ]

@@ -42,7 +42,8 @@ from megagrpo.weights.executors.whole_tensors import plan_for_engines, plan_for_
 from megagrpo.weights.families import architecture_of, read_architecture, tensors_of
 from megagrpo.weights.files.export import begin_export, finish_export, write_part
 from megagrpo.weights.plan import WeightPlan, make_plan
-from megagrpo.weights.sides import checkpoint, megatron_local, sglang
+from megagrpo.weights.sides import checkpoint, sglang
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from megagrpo.weights.topology import Place, Topology
 from megagrpo.weights.verification import digest_problems, expected_digests
 
@@ -182,7 +183,7 @@ class Bench:
     ) -> None:
         self._layout, self._ranks, self._engine, self._bucket_bytes = layout, ranks, engine, bucket_bytes
         arch = read_architecture(directory)
-        sources = [megatron_local.manifest(arch, layout, where, DTYPE) for where in rank_grid(layout)]
+        sources = [LOCAL_SPEC.manifest(arch, layout, where, DTYPE) for where in rank_grid(layout)]
         here = Place("this machine")
         self.plan = make_plan(
             sources, engine.manifests, Topology((here,) * len(sources), (here,) * len(engine.manifests))

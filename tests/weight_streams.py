@@ -20,7 +20,8 @@ from megagrpo.weights.executors.meeting import MeetingHost, Member, Sync
 from megagrpo.weights.executors.ways import Receiver, Sender
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import WeightPlan, make_plan
-from megagrpo.weights.sides import megatron_local, sglang
+from megagrpo.weights.sides import sglang
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from megagrpo.weights.topology import Topology
 from megagrpo.weights.views import torch_dtype
 from tests.weights_oracle import Tensors, rank_tensors
@@ -40,9 +41,7 @@ class Case:
 
     def plan(self) -> WeightPlan:
         """On one node every byte may be passed on from engine to engine; the training ranks are elsewhere."""
-        sources = [
-            megatron_local.manifest(self.arch, self.layout, where, "float32") for where in rank_grid(self.layout)
-        ]
+        sources = [LOCAL_SPEC.manifest(self.arch, self.layout, where, "float32") for where in rank_grid(self.layout)]
         sizes = SimpleNamespace(tensor=self.tensor, expert=self.expert)
         destinations = [
             sglang.manifest(self.arch, sizes, rank, self.dtype, "cpu", engine)

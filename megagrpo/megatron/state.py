@@ -68,7 +68,7 @@ READ_FAILURES = (
 class TrainingState:
     """What this rank trains, and what it needs to know to say where each part of it belongs.
 
-    `manifest` is this rank's, from the side that the layer spec belongs to (weights/sides/megatron_*); with adapters it
+    `manifest` is this rank's, from its layer spec (weights/sides/megatron_rank.py); with adapters it
     is theirs, and the weights that they adapt are not part of the state.
     The parameters, gradients and optimizer must be on the device (offload.py) when it is saved or loaded.
     """

@@ -25,7 +25,7 @@ from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.sides import megatron_local, megatron_te
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
 
 class TrainedModel:
@@ -52,7 +52,7 @@ class TrainedModel:
         self._dtype_name = str(dtype).removeprefix("torch.")
         self._settings = optimizer
         config = transformer_config(architecture, train, dtype, device)
-        self._side = megatron_te if layer_spec(train, device) == "transformer_engine" else megatron_local
+        self._side = TE_SPEC if layer_spec(train, device) == "transformer_engine" else LOCAL_SPEC
         models = build_chunks(architecture, config, self.layout)
         load_files(directory, self.manifest(), named_tensors(models), architecture)
         self.adapters = Adapters(models, architecture, self.manifest(), adapters, seed) if adapters else None

@@ -16,7 +16,7 @@ from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.boxes import Storage
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides import megatron_local, megatron_te
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
 MODULES = (
     "input_layernorm",
@@ -183,7 +183,7 @@ def model_shard(arch: Architecture, tensor: int, expert: int, expert_tensor: int
     """Raises ModelError if these sizes do not divide the model."""
     sample = _sample(arch)
     layout = ParallelLayout(tensor=tensor, expert=expert, expert_tensor=expert_tensor)
-    side = megatron_te if fused else megatron_local
+    side = TE_SPEC if fused else LOCAL_SPEC
     # float32 or bfloat16 does not change a shape, and every rank's shapes are those of the first.
     held = side.manifest(sample, layout, RankCoordinates(0, 0, 0, 0, 0, 0, 0, 0), "float32").storages
     elements = {name: prod(storage.shape) for name, storage in held.items()}

@@ -28,7 +28,7 @@ from megagrpo.megatron.output_layer import output_weight
 from megagrpo.megatron.packed import PackedTensors, pack
 from megagrpo.recipe import schema
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides import megatron_local
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 
 RUNS = 2
 """Of several ranks: what gloo's threads free is not recorded, so that too much may seem to be held, never less."""
@@ -52,7 +52,7 @@ def measure(
     config = transformer_config(arch, train, getattr(torch, dtype), "cpu")
     chunks = build_chunks(arch, config, layout)
     if train.lora is not None:
-        Adapters(chunks, arch, megatron_local.manifest(arch, layout, where, dtype), train.lora, seed=1)
+        Adapters(chunks, arch, LOCAL_SPEC.manifest(arch, layout, where, dtype), train.lora, seed=1)
     sum_gradients(config)
     wrapped = wrap_chunks(chunks, config, train.distributed_optimizer)
     columns = arch.padded_vocab(layout.tensor) // layout.tensor

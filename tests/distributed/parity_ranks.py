@@ -24,7 +24,7 @@ from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.sides import megatron_local
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def load_model(
     recipe = TrainConfig(layout=LayoutConfig(**vars(layout)), **train)
     chunks = model.build_chunks(arch, transformer_config(arch, recipe, dtype, "cpu"), layout)
     where = rank_grid(layout)[torch.distributed.get_rank()]
-    manifest = megatron_local.manifest(arch, layout, where, str(dtype).removeprefix("torch."))
+    manifest = LOCAL_SPEC.manifest(arch, layout, where, str(dtype).removeprefix("torch."))
     load_files(directory, manifest, model.named_tensors(chunks))
     return chunks, arch
 

@@ -19,7 +19,8 @@ from megagrpo.weights.executors.ways import Way, open_receiver, open_sender
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import make_plan
-from megagrpo.weights.sides import megatron_local, sglang
+from megagrpo.weights.sides import sglang
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from megagrpo.weights.verification import expected_digests
 from megagrpo.weights.views import fill_padding
 from tests.rank_group import CALL_SECONDS, RankGroupError, run_ranks
@@ -49,7 +50,7 @@ def test_megatron_ranks_fill_engine_ranks_each_way(
 ) -> None:
     directory = make_model(family, tmp_path)
     arch = read_architecture(directory)
-    sources = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
+    sources = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
     sizes = SimpleNamespace(tensor=tensor, expert=expert)
     destinations = [
         sglang.manifest(arch, sizes, rank, "float32", "cpu", engine)

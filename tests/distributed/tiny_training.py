@@ -25,7 +25,7 @@ from megagrpo.megatron.state import TrainingState
 from megagrpo.recipe import schema
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.sides import megatron_local
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 
 LENGTHS = (9, 17, 5, 12)
 
@@ -50,7 +50,7 @@ class TinyTraining:
         self.config = transformer_config(self.architecture, train, self.dtype, "cpu")
         chunks = build_chunks(self.architecture, self.config, self.layout)
         dtype_name = str(self.dtype).removeprefix("torch.")
-        manifest = megatron_local.manifest(self.architecture, self.layout, self.where, dtype_name)
+        manifest = LOCAL_SPEC.manifest(self.architecture, self.layout, self.where, dtype_name)
         tensors = named_tensors(chunks)
         if self.weights:
             load_files(self.directory, manifest, tensors)

@@ -34,7 +34,7 @@ from megagrpo.weights.executors.ways import IN_PLACE, Sender, Way, open_sender
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan, make_plan
-from megagrpo.weights.sides import megatron_local
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from megagrpo.weights.verification import (
     bucket_problems,
     digest_problems,
@@ -80,7 +80,7 @@ class Policy:
     ) -> None:
         self.engine, self.layout, self.served = engine, layout, served
         self.arch = read_architecture(served.directory)
-        sources = [megatron_local.manifest(self.arch, layout, where, "float32") for where in rank_grid(layout)]
+        sources = [LOCAL_SPEC.manifest(self.arch, layout, where, "float32") for where in rank_grid(layout)]
         self.plan = make_plan(sources, engine.manifests())
         self.host = MeetingHost("127.0.0.1", timeout_seconds)
         self.ranks = range(len(self.plan.destinations))

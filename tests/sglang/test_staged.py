@@ -24,7 +24,7 @@ from megagrpo.weights.executors.sglang_ways import WAYS, open_sender
 from megagrpo.weights.executors.ways import Way
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan, make_plan
-from megagrpo.weights.sides import megatron_local
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from megagrpo.weights.verification import expected_digests
 from tests.rank_group import run_ranks
 from tests.rollout_engines import model_directory
@@ -45,7 +45,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 def plan_from(layout: ParallelLayout, engine: SglangEngine, directory: Path) -> WeightPlan:
     arch = read_architecture(directory)
-    sources = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
+    sources = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
     return make_plan(sources, engine.manifests())
 
 

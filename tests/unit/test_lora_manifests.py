@@ -23,7 +23,7 @@ from megagrpo.weights.files.adapters import (
     initial_a,
     peft_config,
 )
-from megagrpo.weights.sides import megatron_local
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from tests.tiny_models import make_model
 
 ALL = sorted(set(TARGETS.values()))
@@ -40,7 +40,7 @@ LAYOUTS = [
 def manifests(arch: Architecture, layout: ParallelLayout, targets: list[str]) -> list[Manifest]:
     found = []
     for where in rank_grid(layout):
-        base = megatron_local.manifest(arch, layout, where, "bfloat16")
+        base = LOCAL_SPEC.manifest(arch, layout, where, "bfloat16")
         found.append(adapter_manifest(base, adapted_linears(arch, base, targets), 4))
     return found
 

@@ -25,7 +25,8 @@ from megagrpo.plan.time.weight_sync import sync_bytes
 from megagrpo.recipe.schema import EngineLayoutConfig, TrainConfig
 from megagrpo.weights.families import architecture_of
 from megagrpo.weights.plan import make_plan
-from megagrpo.weights.sides import megatron_te, sglang
+from megagrpo.weights.sides import sglang
+from megagrpo.weights.sides.megatron_rank import TE_SPEC
 from megagrpo.weights.topology import Topology
 from megagrpo.weights.traffic import LinkSpeeds, traffic_of
 
@@ -184,7 +185,7 @@ def test_replicas_sum_gradients_and_get_weights_back(distributed, back):
 )
 def test_bytes_of_a_sync_are_near_those_of_the_real_plan(arch, layout, engine, engines, colocated):
     """On the busiest device, by kind of link, against a plan of boxes for the same ranks."""
-    sources = [megatron_te.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
+    sources = [TE_SPEC.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
     ranks = [(e, rank) for e in range(engines) for rank in range(engine.tensor)]
     destinations = [sglang.manifest(arch, engine, rank, "bfloat16", "cuda", e) for e, rank in ranks]
     first = 0 if colocated else len(sources)

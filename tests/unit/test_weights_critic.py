@@ -18,7 +18,7 @@ from megagrpo.recipe.load import load
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import critic_of
 from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.sides import megatron_local
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from tests import tiny_run
 from tests.tiny_run import make_run
 
@@ -40,7 +40,7 @@ def with_head(directory: Path, **tensors: np.ndarray) -> Path:
 
 def load_last_stage(directory: Path, layout: ParallelLayout) -> dict[str, torch.Tensor]:
     arch = critic_of(read_architecture(directory))
-    manifest = megatron_local.manifest(arch, layout, rank_grid(layout)[-1], "bfloat16")
+    manifest = LOCAL_SPEC.manifest(arch, layout, rank_grid(layout)[-1], "bfloat16")
     tensors = {
         name: torch.full(storage.shape, 7.0, dtype=getattr(torch, storage.dtype))
         for name, storage in manifest.storages.items()

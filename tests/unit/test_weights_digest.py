@@ -13,7 +13,8 @@ from megagrpo.weights.boxes import Box, Placement
 from megagrpo.weights.digest import combine, digests, primary_placements
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides import megatron_local, transformers
+from megagrpo.weights.sides import transformers
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from tests.unit.test_weights_plan import architectures, layouts, whole_placement
 from tests.weights_oracle import architecture, moe_architecture, random_checkpoint, rank_tensors
 
@@ -61,7 +62,7 @@ def test_the_fast_digest_is_the_definition(dtype: torch.dtype) -> None:
 def test_ranks_together_have_the_digests_of_the_checkpoint(arch: Architecture, layout: ParallelLayout) -> None:
     checkpoint = random_checkpoint(arch)
     expected = digests(checkpoint, [whole_placement(tensor) for tensor in tensors_of(arch)])
-    manifests = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
+    manifests = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
     held = [rank_tensors(arch, layout, where, checkpoint) for where in rank_grid(layout)]
     parts = [digests(tensors, primary) for tensors, primary in zip(held, primary_placements(manifests), strict=True)]
     assert combine(parts) == expected
@@ -115,6 +116,6 @@ def test_chunks_and_strides_make_no_difference(monkeypatch: pytest.MonkeyPatch) 
 
 def test_primary_placements_share_the_work() -> None:
     arch, layout = architecture(hidden=128, ffn=512, vocab=4000, head_dim=32), ParallelLayout(data=4)
-    manifests = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
+    manifests = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
     work = [sum(placement.box.elements for placement in primary) for primary in primary_placements(manifests)]
     assert max(work) <= 1.1 * sum(work) / len(work)

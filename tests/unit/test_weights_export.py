@@ -17,11 +17,11 @@ from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.export import begin_export, finish_export, write_part
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import make_plan
-from megagrpo.weights.sides import megatron_local, megatron_te
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 from tests.tiny_models import FAMILIES, make_model
 from tests.unit.test_weights_load import LARGE, LAYOUTS, empty, in_fp8
 
-SIDES = {"local": megatron_local.manifest, "te": megatron_te.manifest}
+SIDES = {"local": LOCAL_SPEC.manifest, "te": TE_SPEC.manifest}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_transformers_loads_a_sharded_export(models: Path, tmp_path: Path) -> No
 def test_an_export_can_be_in_another_dtype(models: Path, tmp_path: Path) -> None:
     model = make_model("qwen3", models / "qwen3")
     arch = read_architecture(model)
-    manifest = megatron_local.manifest(arch, ParallelLayout(), rank_grid(ParallelLayout())[0], "float32")
+    manifest = LOCAL_SPEC.manifest(arch, ParallelLayout(), rank_grid(ParallelLayout())[0], "float32")
     tensors = empty(manifest)
     load_files(model, manifest, tensors)
     export = begin_export(tmp_path / "out", model, arch, "bfloat16")
@@ -95,7 +95,7 @@ def test_an_export_can_be_in_another_dtype(models: Path, tmp_path: Path) -> None
 def test_a_model_in_fp8_is_exported_in_bfloat16_as_what_it_stands_for(models: Path, tmp_path: Path) -> None:
     stands_for = in_fp8(tmp_path / "fp8", make_model("deepseek_v3", models / "deepseek_v3_large", **LARGE))
     arch, layout = read_architecture(tmp_path / "fp8"), ParallelLayout(tensor=2, pipeline=2)
-    manifests = [megatron_te.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
+    manifests = [TE_SPEC.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
     export = begin_export(tmp_path / "out", tmp_path / "fp8", arch, "bfloat16")
     plan = make_plan(manifests, export.files)
     for rank, manifest in enumerate(manifests):

@@ -13,7 +13,7 @@ from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights.families import architecture_of, read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Experts, LatentAttention, Rope, SigmoidRouter, Yarn
-from megagrpo.weights.sides import megatron_local
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from tests.tiny_models import FAMILIES, make_model
 from tests.weights_oracle import architecture, latent_architecture, moe_architecture
 
@@ -216,13 +216,13 @@ def test_the_tensors_are_those_that_transformers_saves(family: str, tmp_path_fac
     [
         (architecture(), ParallelLayout(tensor=3), ["attention heads: 4", "query groups (key-value heads): 2"]),
         (architecture(heads=8, head_dim=3), ParallelLayout(tensor=8), ["rows of q, k and v together: 36"]),
-        (architecture(ffn=26), ParallelLayout(tensor=4), ["ffn: 26"]),
+        (architecture(ffn=26), ParallelLayout(tensor=4), ["columns of the MLP: 26"]),
         (architecture(heads=12, query_groups=4, head_dim=7), ParallelLayout(tensor=6), ["(key-value heads): 4"]),
         (architecture(), ParallelLayout(pipeline=3), ["layers: 4"]),
         (architecture(), ParallelLayout(pipeline=3, first_stage_layers=3), ["layers: 4"]),
         (moe_architecture(), ParallelLayout(data=3, expert=3), ["experts: 4"]),
-        (moe_architecture(experts=Experts(4, 2, 9, True)), ParallelLayout(2, expert_tensor=2), ["expert ffn: 9"]),
-        (latent_architecture(ffn=30, hidden=48), ParallelLayout(tensor=4), ["ffn: 30"]),
+        (moe_architecture(experts=Experts(4, 2, 9, True)), ParallelLayout(2, expert_tensor=2), ["each expert: 9"]),
+        (latent_architecture(ffn=30, hidden=48), ParallelLayout(tensor=4), ["columns of the MLP: 30"]),
         (
             latent_architecture(latent=LatentAttention(13, 9, 6, 2, 5)),
             ParallelLayout(tensor=2),
@@ -234,5 +234,5 @@ def test_a_layout_that_does_not_divide_the_model_is_refused(
     arch: Any, layout: ParallelLayout, named: list[str]
 ) -> None:
     with pytest.raises(ModelError) as caught:
-        megatron_local.manifest(arch, layout, rank_grid(layout)[0], "float32")
+        LOCAL_SPEC.manifest(arch, layout, rank_grid(layout)[0], "float32")
     assert all(text in str(caught.value) for text in named), caught.value

@@ -17,8 +17,8 @@ from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files import loading
 from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.sides import megatron_local
 from megagrpo.weights.sides.checkpoint import extra_tensors
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from megagrpo.weights.views import torch_dtype
 from tests.tiny_models import FAMILIES, make_model
 from tests.weights_oracle import rank_tensors
@@ -61,7 +61,7 @@ def test_every_rank_of_every_layout_holds_what_the_oracle_says(family: str, mode
     checkpoint = load_file(directory / "model.safetensors")
     for layout in LAYOUTS:
         for where in rank_grid(layout):
-            manifest = megatron_local.manifest(arch, layout, where, "float32")
+            manifest = LOCAL_SPEC.manifest(arch, layout, where, "float32")
             tensors = empty(manifest)
             load_files(directory, manifest, tensors)
             expected = rank_tensors(arch, layout, where, checkpoint)
@@ -73,7 +73,7 @@ def test_every_rank_of_every_layout_holds_what_the_oracle_says(family: str, mode
 def load_one(directory: Path) -> dict[str, torch.Tensor]:
     """The second of two tensor ranks. Nothing may be written if it fails."""
     layout = ParallelLayout(tensor=2)
-    manifest = megatron_local.manifest(read_architecture(directory), layout, rank_grid(layout)[1], "bfloat16")
+    manifest = LOCAL_SPEC.manifest(read_architecture(directory), layout, rank_grid(layout)[1], "bfloat16")
     tensors = empty(manifest)
     try:
         load_files(directory, manifest, tensors)
@@ -166,7 +166,7 @@ def test_weights_in_fp8_are_read_as_what_they_stand_for(models: Path, tmp_path: 
     arch = read_architecture(tmp_path / "fp8")
     for layout in (ParallelLayout(), ParallelLayout(tensor=2, pipeline=2, data=2, expert=2, expert_tensor=2)):
         for where in rank_grid(layout):
-            manifest = megatron_local.manifest(arch, layout, where, "bfloat16")
+            manifest = LOCAL_SPEC.manifest(arch, layout, where, "bfloat16")
             assert {name for name, s in manifest.storages.items() if s.dtype == "float32"} == {
                 name for name in manifest.storages if name.endswith("expert_bias")
             }

@@ -20,7 +20,8 @@ from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.plan import WeightPlan, make_plan, plan_problems
 from megagrpo.weights.routes import Listed, Transfer
-from megagrpo.weights.sides import megatron_local, megatron_te, transformers
+from megagrpo.weights.sides import transformers
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 from megagrpo.weights.topology import Topology
 from megagrpo.weights.views import box_view, fill_padding, stored_tensors, torch_dtype
 from tests.weights_oracle import Tensors, architecture, moe_architecture, random_checkpoint, rank_tensors
@@ -85,8 +86,8 @@ def test_any_layout_to_any_layout_moves_every_element_to_its_place(
     arch: Architecture, before: ParallelLayout, after: ParallelLayout, te: bool, bucket_bytes: int
 ) -> None:
     checkpoint = random_checkpoint(arch)
-    sources = [megatron_local.manifest(arch, before, where, "float32") for where in rank_grid(before)]
-    side = megatron_te if te else megatron_local
+    sources = [LOCAL_SPEC.manifest(arch, before, where, "float32") for where in rank_grid(before)]
+    side = TE_SPEC if te else LOCAL_SPEC
     destinations = [side.manifest(arch, after, where, "float32") for where in rank_grid(after)]
     check_sources(tensors_of(arch), sources)
     held = [rank_tensors(arch, before, where, checkpoint) for where in rank_grid(before)]
@@ -102,7 +103,7 @@ def test_ranks_to_transformers_in_bfloat16(arch: Architecture) -> None:
     """What transformers holds: experts stacked in 3-D, and a cast on the way."""
     layout = ParallelLayout(tensor=2, pipeline=2, data=2, expert=2)
     checkpoint = random_checkpoint(arch)
-    sources = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
+    sources = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
     plan = make_plan(sources, [transformers.manifest(arch, "bfloat16")])
     held = [rank_tensors(arch, layout, where, checkpoint) for where in rank_grid(layout)]
     [model] = carry_out(plan, held, bucket_bytes=2000)
@@ -173,7 +174,7 @@ def small_plan() -> tuple[WeightPlan, list[Tensors], Tensors]:
     arch = architecture()
     layout = ParallelLayout(tensor=2, data=2)
     checkpoint = random_checkpoint(arch)
-    sources = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
+    sources = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
     held = [rank_tensors(arch, layout, where, checkpoint) for where in rank_grid(layout)]
     return make_plan(sources, [transformers.manifest(arch, "float32")]), held, checkpoint
 
@@ -216,7 +217,7 @@ def whole_placement(tensor: Tensor) -> Placement:
 
 def test_elements_that_nobody_holds_are_named_with_who_holds_the_rest() -> None:
     arch, layout = architecture(), ParallelLayout(tensor=2)
-    first, second = (megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout))
+    first, second = (LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout))
     with pytest.raises(WeightPlanError) as caught:
         make_plan([first], [transformers.manifest(arch, "float32")])
     assert "model.layers.3.mlp.down_proj.weight" in str(caught.value)
@@ -248,14 +249,14 @@ def test_replicas_share_the_load() -> None:
     """The busiest rank sends at most a tenth more than its share, where others hold all that it has."""
     arch = architecture(hidden=128, ffn=512, vocab=4000, head_dim=32)
     for layout in (ParallelLayout(data=4), ParallelLayout(tensor=2, data=3), ParallelLayout(context=2, data=2)):
-        sources = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
+        sources = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
         sent = make_plan(sources, [transformers.manifest(arch, "float32")]).sent_bytes()
         assert max(sent) <= 1.1 * sum(sent) / len(sent), (str(layout), sent)
 
 
 def test_a_source_in_the_same_place_is_preferred() -> None:
     arch, layout = architecture(), ParallelLayout(data=2)
-    sources = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
+    sources = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
     plan = make_plan(sources, sources, Topology.of_nodes([0, 1], [0, 1], 1))
     assert all(transfer.source == transfer.destination for transfer in list_transfers(plan))
 

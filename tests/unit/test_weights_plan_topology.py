@@ -24,7 +24,8 @@ from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Experts
 from megagrpo.weights.plan import WeightPlan, make_plan, plan_problems
 from megagrpo.weights.routes import Listed, Transfer
-from megagrpo.weights.sides import megatron_local, sglang
+from megagrpo.weights.sides import sglang
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from megagrpo.weights.topology import Place, Topology
 from megagrpo.weights.views import box_view, fill_padding, torch_dtype
 from tests.weights_oracle import (
@@ -72,7 +73,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     engine_tensor = draw(st.sampled_from([1, 2, 4]))
     engine = EngineLayoutConfig(tensor=engine_tensor, expert=draw(st.sampled_from([1, engine_tensor])) if moe else 1)
     engines = draw(st.integers(1, 3))
-    sources = [megatron_local.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
+    sources = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
     destinations = [
         sglang.manifest(arch, engine, rank, "float32", "cuda", index)
         for index in range(engines)
@@ -310,7 +311,7 @@ def apart() -> tuple[Cluster, Tensors]:
         ParallelLayout(tensor=2, data=2),
         EngineLayoutConfig(tensor=4),
     )
-    sources = [megatron_local.manifest(arch, layout, rank, "float32") for rank in rank_grid(layout)]
+    sources = [LOCAL_SPEC.manifest(arch, layout, rank, "float32") for rank in rank_grid(layout)]
     destinations = [sglang.manifest(arch, engine, rank, "float32", "cuda") for rank in range(4)]
     topology = Topology.of_nodes(range(4), range(4, 8), 4)
     return Cluster(arch, layout, engine, make_plan(sources, destinations, topology)), random_checkpoint(arch)

@@ -13,7 +13,8 @@ from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
 from megagrpo.weights.families.architecture import Experts
 from megagrpo.weights.plan import WeightPlan, make_plan
-from megagrpo.weights.sides import megatron_local, sglang
+from megagrpo.weights.sides import sglang
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from megagrpo.weights.topology import Place, Topology
 from megagrpo.weights.traffic import LinkSpeeds, gather_everything, traffic_of
 from tests.unit.test_weights_plan_topology import Cluster, all_transfers, clusters
@@ -97,7 +98,7 @@ def plan_of(ranks: int, layers: int, experts: int = 8) -> WeightPlan:
         ParallelLayout(tensor=2, pipeline=2, data=ranks // 4, expert=8),
         EngineLayoutConfig(tensor=4, expert=4),
     )
-    sources = [megatron_local.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
+    sources = [LOCAL_SPEC.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
     destinations = [
         sglang.manifest(arch, engine, rank, "bfloat16", "cuda", index)
         for index in range(ranks // 4)

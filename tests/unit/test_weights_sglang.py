@@ -14,9 +14,10 @@ from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.coverage import storage_problems
-from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, SigmoidRouter
+from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, SigmoidRouter, critic_of
 from megagrpo.weights.plan import make_plan
-from megagrpo.weights.sides import megatron_local, sglang
+from megagrpo.weights.sides import sglang
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from tests.unit.test_weights_plan import carry_out
 from tests.weights_oracle import (
     architecture,
@@ -69,7 +70,7 @@ def test_engine_ranks_get_what_the_oracle_says(engine: tuple[Architecture, Engin
     manifests = [sglang.manifest(arch, layout, rank, "float32", device, engine=3) for rank in range(layout.tensor)]
     assert [manifest.holder for manifest in manifests] == [f"engine 3 rank {rank}" for rank in range(layout.tensor)]
     assert not [problem for manifest in manifests for problem in storage_problems(manifest)]
-    source = megatron_local.manifest(arch, train, rank_grid(train)[0], "float32")
+    source = LOCAL_SPEC.manifest(arch, train, rank_grid(train)[0], "float32")
     arrived = carry_out(make_plan([source], manifests), [rank_tensors(arch, train, rank_grid(train)[0], checkpoint)])
     for rank, tensors in enumerate(arrived):
         expected = engine_tensors(arch, layout.tensor, layout.expert, rank, device, checkpoint)
@@ -106,7 +107,7 @@ def test_sizes_are_those_that_servers_have() -> None:
         (architecture(heads=12, query_groups=4), {"tensor": 6}, "cuda", ["key-value heads: 4"]),
         (moe_architecture(), {"tensor": 4, "expert": 3}, "cuda", ["a divisor of tensor = 4", "experts: 4"]),
         (moe_architecture(experts=Experts(4, 2, 9, True)), {"tensor": 2}, "cuda", ["expert ffn: 9"]),
-        (architecture(family="gpt2"), {"tensor": 1}, "cuda", ["gpt2", "one of llama, qwen2, qwen3, qwen3_moe"]),
+        (critic_of(architecture()), {"tensor": 1}, "cuda", ["qwen2 on SGLang", "value_head"]),
         (latent_architecture(), {"tensor": 3}, "cpu", ["deepseek_v3", "attention heads: 4"]),
         (moe_architecture(family="mixtral", tied_embeddings=True), {"tensor": 1}, "cuda", ["tied", "head_dim"]),
     ],

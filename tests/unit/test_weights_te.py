@@ -12,7 +12,7 @@ import torch
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights.boxes import Box, Placement
 from megagrpo.weights.coverage import Region, tiling_error
-from megagrpo.weights.sides import megatron_te
+from megagrpo.weights.sides.megatron_rank import TE_SPEC
 from megagrpo.weights.views import box_view
 from tests.weights_oracle import ARCHITECTURES, random_checkpoint, rank_tensors
 
@@ -27,10 +27,10 @@ def test_names_shapes_and_sharding_are_megatrons(case: dict[str, Any]) -> None:
     layout = ParallelLayout(**case["layout"])
     one = ParallelLayout()
     unsharded: dict[Box, Placement] = {}
-    for placement in megatron_te.manifest(arch, one, rank_grid(one)[0], "float32").placements:
+    for placement in TE_SPEC.manifest(arch, one, rank_grid(one)[0], "float32").placements:
         unsharded.setdefault(placement.box, placement)
     for where, recorded in zip(rank_grid(layout), case["ranks"], strict=True):
-        manifest = megatron_te.manifest(arch, layout, where, "float32")
+        manifest = TE_SPEC.manifest(arch, layout, where, "float32")
         assert {name: list(storage.shape) for name, storage in manifest.storages.items()} == {
             name: parameter["shape"] for name, parameter in recorded.items()
         }
@@ -64,7 +64,7 @@ def test_values_are_the_oracles(case: dict[str, Any]) -> None:
     layout = ParallelLayout(**case["layout"])
     for where in rank_grid(layout):
         expected = rank_tensors(arch, layout, where, checkpoint, te=True)
-        manifest = megatron_te.manifest(arch, layout, where, "float32")
+        manifest = TE_SPEC.manifest(arch, layout, where, "float32")
         assert manifest.storages.keys() == expected.keys()
         for placement in manifest.placements:
             box = placement.box

@@ -1,29 +1,41 @@
-"""Which models are supported. A family says once what its config means and which tensors its checkpoints hold.
+"""Which models are supported. A family says once what its config.json means and which tensors its checkpoints hold.
 
-To add one: write `families/<model_type>.py` with `architecture_of` and `tensors_of`, and name it here.
+To add a dense decoder: write `families/<name>.py` with a function from the config to an Architecture, and add a line
+to FAMILIES. docs/families.md says what a new kind of layer needs besides.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.families import deepseek_v3, llama, mixtral, qwen2, qwen3, qwen3_moe
+from megagrpo.weights.families import deepseek_v3, llama, mixtral, qwen
 from megagrpo.weights.families.architecture import Architecture, Tensor
+from megagrpo.weights.families.decoder import decoder_tensors
 
-FAMILIES: dict[str, ModuleType] = {
-    "deepseek_v3": deepseek_v3,
-    "llama": llama,
-    "mixtral": mixtral,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
+
+@dataclass(frozen=True)
+class Family:
+    """`architecture_of` reads a config.json (as a dict); `tensors_of` lists the tensors of the model's checkpoint."""
+
+    architecture_of: Callable[[Mapping[str, Any]], Architecture]
+    tensors_of: Callable[[Architecture], tuple[Tensor, ...]] = decoder_tensors
+
+
+FAMILIES: dict[str, Family] = {
+    "deepseek_v3": Family(deepseek_v3.architecture_of, deepseek_v3.tensors_of),
+    "llama": Family(llama.architecture_of),
+    "mixtral": Family(mixtral.architecture_of, mixtral.tensors_of),
+    "qwen2": Family(qwen.qwen2),
+    "qwen3": Family(qwen.qwen3),
+    "qwen3_moe": Family(qwen.qwen3_moe, qwen.qwen3_moe_tensors),
 }
+"""By model_type in config.json."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -34,22 +46,14 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     family = config.get("model_type")
     if family not in FAMILIES:
         near = get_close_matches(str(family), FAMILIES, n=1)
-        raise ModelError(
-            Problem(
-                "config.json: model_type",
-                given=str(family),
-                needed=f"one of {', '.join(FAMILIES)}",
-                fix=f"did you mean {near[0]}?" if near else "",
-            )
-        )
-    architecture: Architecture = FAMILIES[family].architecture_of(config)
-    return architecture
+        fix = f"did you mean {near[0]}?" if near else ""
+        raise ModelError(Problem("config.json: model_type", str(family), f"one of {', '.join(FAMILIES)}", fix))
+    return FAMILIES[family].architecture_of(config)
 
 
 def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
     """Every tensor of the model's checkpoint: keys, shapes [out, in] or [n], and roles."""
-    tensors: tuple[Tensor, ...] = FAMILIES[arch.family].tensors_of(arch)
-    return tensors
+    return FAMILIES[arch.family].tensors_of(arch)
 
 
 def read_architecture(directory: str | Path) -> Architecture:

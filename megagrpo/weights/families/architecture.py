@@ -1,4 +1,4 @@
-"""What a model is, read from its Hugging Face config: the numbers that every side needs, and its checkpoint tensors."""
+"""What a model is: the numbers of its Hugging Face config that every side needs, and its checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Rope:
 class LatentAttention:
     """Multi-head latent attention (arXiv:2405.04434): queries, keys and values are projected down, normed and up again.
 
-    A head of queries or keys is `plain_dim` elements without position and `rotary_dim` with it; the rotary part of the
-    keys is one for all heads. `query_rank` is None where queries are projected at once.
+    A head of queries or keys has `plain_dim` elements without position and `rotary_dim` elements with it. All heads
+    share the rotary part of the keys. `query_rank` is None where one matrix projects the queries.
     """
 
     query_rank: int | None
@@ -47,9 +47,9 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class SigmoidRouter:
-    """Routing as in DeepSeek-V3 (arXiv:2412.19437): sigmoid scores, and a bias that chooses experts but weighs none.
+    """Routing as in DeepSeek-V3 (arXiv:2412.19437): sigmoid scores, and a bias that only the choice of experts sees.
 
-    Experts of the best `groups_per_token` of `groups` groups are chosen from; the weights are multiplied by `scale`.
+    A token chooses among the experts of its best `groups_per_token` of `groups` groups. `scale` multiplies the weights.
     """
 
     groups: int
@@ -59,9 +59,9 @@ class SigmoidRouter:
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture-of-experts layers: all but the first `dense_layers`. A router with softmax scores, or a SigmoidRouter.
+    """Mixture-of-experts layers: all but the first `dense_layers`. `router` is None for softmax scores.
 
-    `shared_ffn` is the size of the experts that every token passes, together.
+    `shared_ffn` is the total size of the experts that every token passes.
     """
 
     count: int
@@ -77,7 +77,7 @@ class Experts:
 class Architecture:
     """A decoder-only transformer with RMSNorm, rotary embedding and gated SiLU MLPs.
 
-    Attention has query groups, or is latent; with latent attention `head_dim` is that of queries and keys.
+    Attention has query groups, or is latent. With latent attention `head_dim` is the size of a query or key head.
     """
 
     family: str
@@ -97,20 +97,20 @@ class Architecture:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     value_head: bool = False
-    """A critic: in place of the head over the vocabulary it has one that gives a number for each token."""
+    """A critic: its head gives one number for each token, in place of logits over the vocabulary."""
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether some layer has an MLP, of size `ffn`."""
+        """Whether some layer has an MLP of size `ffn`."""
         return self.experts is None or self.experts.dense_layers > 0
 
     def padded_vocab(self, tensor: int) -> int:
-        """Rows of the embedding after padding, so that `tensor` ranks hold the same number."""
+        """Rows of the embedding after padding to a multiple of `tensor`."""
         return -(-self.vocab // tensor) * tensor
 
 
 def critic_of(arch: Architecture) -> Architecture:
-    """The same transformer with a value head. It has no head over the vocabulary that could be tied."""
+    """The same transformer with a value head, which is never tied to the embedding."""
     return replace(arch, tied_embeddings=False, value_head=True)
 
 
@@ -125,7 +125,7 @@ Role = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of the checkpoint: its key, its shape [out, in] or [n], and what it is to the model."""
+    """One tensor of the checkpoint: its key, its shape [out, in] or [n], and its role in the model."""
 
     name: str
     shape: tuple[int, ...]
@@ -135,14 +135,14 @@ class Tensor:
 
     @property
     def trained(self) -> bool:
-        """Whether it has gradients. A router's bias has none: it stays as it was loaded."""
+        """Whether it has gradients. A router's bias stays as it was loaded."""
         return self.role != "router_bias"
 
     def stored_as(self, dtype: str) -> str:
-        """The dtype of its storage in a model of `dtype`: routers' biases and value heads are float32 in every side."""
+        """The dtype of its storage in a model of `dtype`: routers' biases and value heads are float32 on every side."""
         return "float32" if self.role in ("router_bias", "value_head") else dtype
 
     @property
     def optional(self) -> bool:
-        """Whether it may be missing in a model directory. A value head is then new, and starts from zeros."""
+        """Whether a model directory may lack it. A value head then starts from zeros."""
         return self.role == "value_head"

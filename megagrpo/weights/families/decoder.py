@@ -1,4 +1,4 @@
-"""The checkpoint tensors that families have in common, in the order of the forward pass."""
+"""The checkpoint tensors that families have in common."""
 
 from __future__ import annotations
 
@@ -8,23 +8,6 @@ from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.families.architecture import Architecture, LatentAttention, Tensor
 
 LayerTensors = Callable[[Architecture, int], Iterator[Tensor]]
-
-
-def decoder_tensors(arch: Architecture, mlp: LayerTensors) -> tuple[Tensor, ...]:
-    """Every tensor of the model; `mlp` gives those of one layer's feed-forward part."""
-    tensors = [Tensor("model.embed_tokens.weight", (arch.vocab, arch.hidden), "embedding")]
-    for layer in range(arch.layers):
-        prefix = f"model.layers.{layer}."
-        tensors.append(Tensor(prefix + "input_layernorm.weight", (arch.hidden,), "input_norm", layer))
-        tensors += attention(arch, layer) if arch.latent is None else latent_attention(arch, arch.latent, layer)
-        tensors.append(Tensor(prefix + "post_attention_layernorm.weight", (arch.hidden,), "post_attention_norm", layer))
-        tensors += mlp(arch, layer)
-    tensors.append(Tensor("model.norm.weight", (arch.hidden,), "final_norm"))
-    if arch.value_head:  # named as in transformers' models ForSequenceClassification and ForTokenClassification
-        tensors.append(Tensor("score.weight", (1, arch.hidden), "value_head"))
-    elif not arch.tied_embeddings:
-        tensors.append(Tensor("lm_head.weight", (arch.vocab, arch.hidden), "head"))
-    return tuple(tensors)
 
 
 def attention(arch: Architecture, layer: int) -> Iterator[Tensor]:
@@ -66,8 +49,15 @@ def gated_mlp(arch: Architecture, layer: int) -> Iterator[Tensor]:
     yield Tensor(prefix + "down_proj.weight", (arch.hidden, arch.ffn), "down", layer)
 
 
-def routed_experts(arch: Architecture, layer: int, module: str, gate: str, up: str, down: str) -> Iterator[Tensor]:
-    """A router and its experts, one tensor per expert and projection. `module` and the others are names in the keys."""
+def routed_experts(
+    arch: Architecture,
+    layer: int,
+    module: str = "mlp",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+) -> Iterator[Tensor]:
+    """A router and its experts, one tensor per expert and projection. The strings are names in the keys."""
     if arch.experts is None:
         raise ModelError(Problem(f"{arch.family} without experts", "experts = None", "the number and size of experts"))
     prefix, ffn = f"model.layers.{layer}.{module}.", arch.experts.ffn
@@ -86,3 +76,20 @@ def shared_experts(arch: Architecture, layer: int, ffn: int) -> Iterator[Tensor]
     yield Tensor(prefix + "gate_proj.weight", (ffn, arch.hidden), "shared_gate", layer)
     yield Tensor(prefix + "up_proj.weight", (ffn, arch.hidden), "shared_up", layer)
     yield Tensor(prefix + "down_proj.weight", (arch.hidden, ffn), "shared_down", layer)
+
+
+def decoder_tensors(arch: Architecture, mlp: LayerTensors = gated_mlp) -> tuple[Tensor, ...]:
+    """Every tensor of a decoder in the order of the forward pass; `mlp` lists those of a layer's feed-forward part."""
+    tensors = [Tensor("model.embed_tokens.weight", (arch.vocab, arch.hidden), "embedding")]
+    for layer in range(arch.layers):
+        prefix = f"model.layers.{layer}."
+        tensors.append(Tensor(prefix + "input_layernorm.weight", (arch.hidden,), "input_norm", layer))
+        tensors += attention(arch, layer) if arch.latent is None else latent_attention(arch, arch.latent, layer)
+        tensors.append(Tensor(prefix + "post_attention_layernorm.weight", (arch.hidden,), "post_attention_norm", layer))
+        tensors += mlp(arch, layer)
+    tensors.append(Tensor("model.norm.weight", (arch.hidden,), "final_norm"))
+    if arch.value_head:  # the name in transformers' ForSequenceClassification and ForTokenClassification
+        tensors.append(Tensor("score.weight", (1, arch.hidden), "value_head"))
+    elif not arch.tied_embeddings:
+        tensors.append(Tensor("lm_head.weight", (arch.vocab, arch.hidden), "head"))
+    return tuple(tensors)

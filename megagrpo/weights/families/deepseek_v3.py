@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1 (`DeepseekV3ForCausalLM`): latent attention, first layers dense, then routed and shared experts.
 
-The layers for multi-token prediction that follow the model's own in published checkpoints (num_nextn_predict_layers)
-are not part of it here: no side holds them, and sides/checkpoint.py lists them (`extra_tensors`).
+Published checkpoints also hold layers for multi-token prediction (num_nextn_predict_layers) after the model's own.
+No side holds them; `extra_tensors` in sides/checkpoint.py lists them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megagrpo.weights.families.decoder import decoder_tensors, gated_mlp, routed
 from megagrpo.weights.families.reading import ConfigReader
 
 NORM_EPSILON = 1e-6
-"""Of the norms inside latent attention, whatever rms_norm_eps says (transformers, and the model's own code)."""
+"""The epsilon of the norms inside latent attention. rms_norm_eps does not change it (transformers, DeepSeek's code)."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -62,7 +62,6 @@ def _read_experts(read: ConfigReader) -> Experts:
         shared_ffn=ffn * read.integer("n_shared_experts"),
         dense_layers=dense,
     )
-    read.refuse_too_many_per_token(experts)
     if experts.per_token == 1:
         read.refuse("num_experts_per_tok", 1, "at least 2: Megatron does not normalize the weight of a single one")
     _refuse_groups(read, experts)
@@ -89,5 +88,5 @@ def _feed_forward(arch: Architecture, layer: int) -> Iterator[Tensor]:
     if experts is None or layer < experts.dense_layers:
         yield from gated_mlp(arch, layer)
         return
-    yield from routed_experts(arch, layer, "mlp", "gate_proj", "up_proj", "down_proj")
+    yield from routed_experts(arch, layer)
     yield from shared_experts(arch, layer, experts.shared_ffn)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megagrpo.weights.families.architecture import Architecture, Tensor
-from megagrpo.weights.families.decoder import decoder_tensors, gated_mlp
+from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.reading import ConfigReader
 
 
@@ -14,7 +13,3 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     read = ConfigReader(config)
     read.refuse_if_set("attention_bias", "mlp_bias")
     return read.architecture()
-
-
-def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
-    return decoder_tensors(arch, gated_mlp)

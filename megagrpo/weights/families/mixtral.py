@@ -1,7 +1,7 @@
 """Mixtral (`MixtralForCausalLM`): llama's attention, and experts instead of an MLP in every layer.
 
-Published checkpoints call the experts block_sparse_moe and their gate, up and down projections w1, w3 and w2.
-transformers 5 has its own names in memory (sides/transformers.py) and goes back to these when it saves.
+Published checkpoints call the experts block_sparse_moe, and their gate, up and down projections w1, w3 and w2.
+transformers 5 has its own names in memory (sides/transformers.py) and writes these names when it saves.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         ffn=read.integer("intermediate_size"),
         normalize_top_k=True,
     )
-    read.refuse_too_many_per_token(experts)
     return read.architecture(experts=experts)
 
 
 def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
-    return decoder_tensors(arch, _experts)
+    def experts(arch: Architecture, layer: int) -> Iterator[Tensor]:
+        return routed_experts(arch, layer, "block_sparse_moe", gate="w1", up="w3", down="w2")
 
-
-def _experts(arch: Architecture, layer: int) -> Iterator[Tensor]:
-    return routed_experts(arch, layer, "block_sparse_moe", gate="w1", up="w3", down="w2")
+    return decoder_tensors(arch, experts)

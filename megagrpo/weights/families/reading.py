@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json, as written by transformers 4 or 5, and collects all that is wrong with it."""
+"""Reads a Hugging Face config.json, as transformers 4 or 5 writes it, and collects everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ class ConfigReader:
         self.problems.append(Problem(f"config.json: {feature} ({self.family})", str(given), needed))
 
     def refuse_if_set(self, *flags: str) -> None:
-        """For features that are off in every model we know: biases, quantised weights and the like."""
         for flag in flags:
             if self.config.get(flag):
                 self.refuse(flag, self.config[flag], "not supported: must be absent or false")
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of these keys that is there and not null."""
+        """The value of the first of these keys that is present and not null."""
         value = next((self.config[name] for name in names if self.config.get(name) is not None), default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             self.refuse(" or ".join(names), value, "a whole number of at least 1")
@@ -42,7 +41,7 @@ class ConfigReader:
         return float(value)
 
     def rope(self, scaling: Literal["llama3", "yarn"] = "llama3") -> Rope:
-        """Rotary embedding: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
+        """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
         `scaling` is the kind that the family may have.
         """
@@ -52,14 +51,11 @@ class ConfigReader:
         if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
             self.refuse(key, parameters, "one set of rotary parameters for all layers")
             return Rope(1.0)
-        theta = self.number(
-            "rope_theta", parameters.get("rope_theta", self.config.get("rope_theta", self.default_theta))
-        )
-        for holder in (parameters, self.config):
-            if holder.get("partial_rotary_factor", 1.0) != 1.0:
-                self.refuse(
-                    "partial_rotary_factor", holder["partial_rotary_factor"], "1.0 (all of head_dim is rotated)"
-                )
+        theta = parameters.get("rope_theta", self.config.get("rope_theta", self.default_theta))
+        theta = self.number("rope_theta", theta)
+        for part in (parameters.get("partial_rotary_factor", 1.0), self.config.get("partial_rotary_factor", 1.0)):
+            if part != 1.0:
+                self.refuse("partial_rotary_factor", part, "1.0 (all of head_dim is rotated)")
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind == "default":
             return Rope(theta)
@@ -96,32 +92,22 @@ class ConfigReader:
         return Yarn(factor, positions, fast, slow, mscale, all_dim)
 
     def refuse_quantization(self) -> None:
-        """All but fp8 weights in blocks of 128 x 128, which are read as what they stand for (sides/checkpoint.py)."""
-        quantization = self.config.get("quantization_config")
-        if not quantization:
+        """Refuses all but fp8 weights in blocks of 128 x 128, which are read as bfloat16 (sides/checkpoint.py)."""
+        given = self.config.get("quantization_config")
+        if not given:
             return
-        found = (
-            {name: quantization.get(name) for name in ("quant_method", "fmt", "weight_block_size")}
-            if isinstance(quantization, Mapping)
-            else {}
-        )
-        if found not in (
-            {"quant_method": "fp8", "fmt": fmt, "weight_block_size": [128, 128]} for fmt in ("e4m3", None)
-        ):
-            self.refuse("quantization_config", quantization, "absent, or fp8 (e4m3) with weight_block_size [128, 128]")
+        names = ("quant_method", "fmt", "weight_block_size")
+        found = [given.get(name) for name in names] if isinstance(given, Mapping) else []
+        if found not in (["fp8", "e4m3", [128, 128]], ["fp8", None, [128, 128]]):
+            self.refuse("quantization_config", given, "absent, or fp8 (e4m3) with weight_block_size [128, 128]")
 
     def refuse_sliding_window(self) -> None:
         kinds = set(self.config.get("layer_types") or ["full_attention"])
         if kinds != {"full_attention"}:
-            self.refuse(
-                "layer_types", ", ".join(sorted(kinds)), "full_attention only: sliding windows are not supported"
-            )
+            needed = "full_attention only: sliding windows are not supported"
+            self.refuse("layer_types", ", ".join(sorted(kinds)), needed)
         elif self.config.get("use_sliding_window"):
             self.refuse("use_sliding_window", True, "false: sliding windows are not supported")
-
-    def refuse_too_many_per_token(self, experts: Experts) -> None:
-        if experts.per_token > experts.count:
-            self.refuse("num_experts_per_tok", experts.per_token, f"at most the number of experts, {experts.count}")
 
     def architecture(
         self,
@@ -132,7 +118,7 @@ class ConfigReader:
         experts: Experts | None = None,
         latent: LatentAttention | None = None,
     ) -> Architecture:
-        """The numbers that all families share, together with what the family says of itself.
+        """Reads the numbers that all families share, and joins them with the parts that the family gives.
 
         Raises: ModelError with every problem found so far.
         """
@@ -148,6 +134,8 @@ class ConfigReader:
             self.refuse("head_dim", None, f"hidden_size = {hidden} does not divide by num_attention_heads = {heads}")
         if (activation := self.config.get("hidden_act", "silu")) != "silu":
             self.refuse("hidden_act", activation, "silu")
+        if experts is not None and experts.per_token > experts.count:
+            self.refuse("num_experts_per_tok", experts.per_token, f"at most the number of experts, {experts.count}")
         self.refuse_quantization()
         self.refuse_sliding_window()
         architecture = Architecture(

@@ -1,12 +1,68 @@
-"""Builds a manifest from whole tensors, runs of rows and shards of columns: the words in which sides describe it."""
+"""What sides are written with: the model's tensors by role, and a builder of manifests from rows and columns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from megagrpo.errors import Problem
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
-from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families.architecture import Architecture, Role, Tensor
+
+Roles = Mapping[Role, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """One layer: the tensors that it has once, and those of each expert in order (none in a dense layer)."""
+
+    roles: Roles
+    experts: tuple[Roles, ...]
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """The tensors outside the layers (embedding, final norm, head), and the layers in order."""
+
+    roles: Roles
+    layers: tuple[LayerTensors, ...]
+
+
+@lru_cache(maxsize=4)
+def model_tensors(arch: Architecture) -> ModelTensors:
+    """All of `tensors_of(arch)`. Cached, because every rank asks for it and a large model has a hundred thousand."""
+    model: dict[Role, Tensor] = {}
+    layers: list[dict[Role, Tensor]] = [{} for _ in range(arch.layers)]
+    experts: list[dict[int, dict[Role, Tensor]]] = [defaultdict(dict) for _ in range(arch.layers)]
+    for tensor in tensors_of(arch):
+        if tensor.layer is None:
+            model[tensor.role] = tensor
+        elif tensor.expert is None:
+            layers[tensor.layer][tensor.role] = tensor
+        else:
+            experts[tensor.layer][tensor.expert][tensor.role] = tensor
+    sorted_experts = (tuple(layer[index] for index in sorted(layer)) for layer in experts)
+    return ModelTensors(model, tuple(map(LayerTensors, layers, sorted_experts)))
+
+
+@lru_cache(maxsize=4)
+def _roles_of(arch: Architecture) -> frozenset[Role]:
+    model = model_tensors(arch)
+    found = set(model.roles)
+    for layer in model.layers:
+        found.update(layer.roles, *layer.experts[:1])
+    return frozenset(found)
+
+
+def role_problems(arch: Architecture, held: frozenset[Role], side: str) -> list[Problem]:
+    """Refuses tensors that a side does not place, for example those of a part that it has not been taught."""
+    return [
+        Problem(f"{arch.family} on {side}", f"tensors of the role {role}", "a model without them")
+        for role in sorted(_roles_of(arch) - held)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +107,7 @@ def cut(fused: Iterable[Rows], first: int, count: int) -> Iterator[Rows]:
 
 
 class ManifestBuilder:
-    """Collects storages and what lies in them."""
+    """Collects storages and the boxes that lie in them."""
 
     def __init__(self, holder: str, dtype: str) -> None:
         self._holder = holder
@@ -62,19 +118,12 @@ class ManifestBuilder:
 
     def rows(self, storage: str, parts: Iterable[Rows], rest: tuple[int, ...]) -> None:
         """A storage that is these rows one after another. `rest` is its shape after axis 0."""
-        at, zeros = 0, (0,) * len(rest)
-        for part in parts:
-            if part.tensor is None:
-                self._fills.append(Fill(storage, (at, *zeros), (part.count, *rest)))
-            else:
-                box = Box(part.tensor.name, (part.start, *zeros), (part.count, *rest))
-                self._placements.append(Placement(storage, (at, *zeros), tuple(range(len(box.shape))), box))
-            at += part.count
-        self._storages[storage] = Storage(storage, (at, *rest), self._dtype)
+        count = self._rows(storage, (), parts, rest)
+        self._storages[storage] = Storage(storage, (count, *rest), self._dtype)
 
     def whole(self, storage: str, tensor: Tensor) -> None:
-        """A storage that is a checkpoint tensor, in the dtype that it has in every side (Tensor.stored_as)."""
-        self.rows(storage, [all_rows(tensor)], tensor.shape[1:])
+        """A storage that is a checkpoint tensor, in the dtype that it has on every side (Tensor.stored_as)."""
+        self._rows(storage, (), [all_rows(tensor)], tensor.shape[1:])
         self._storages[storage] = Storage(storage, tensor.shape, tensor.stored_as(self._dtype))
 
     def columns(self, storage: str, tensor: Tensor, index: int, shards: int, padded: int | None = None) -> None:
@@ -89,17 +138,8 @@ class ManifestBuilder:
 
     def stacked(self, storage: str, experts: Sequence[Iterable[Rows]], columns: int) -> None:
         """A 3-D storage: at index e of axis 0, the rows experts[e] one after another, each of `columns` elements."""
-        at = 0
-        for index, parts in enumerate(experts):
-            at = 0
-            for part in parts:
-                if part.tensor is None:
-                    self._fills.append(Fill(storage, (index, at, 0), (1, part.count, columns)))
-                else:
-                    box = Box(part.tensor.name, (part.start, 0), (part.count, columns))
-                    self._placements.append(Placement(storage, (index, at, 0), (None, 0, 1), box))
-                at += part.count
-        self._storages[storage] = Storage(storage, (len(experts), at, columns), self._dtype)
+        counts = [self._rows(storage, (index,), parts, (columns,)) for index, parts in enumerate(experts)]
+        self._storages[storage] = Storage(storage, (len(experts), counts[0], columns), self._dtype)
 
     def stacked_columns(self, storage: str, experts: Sequence[Tensor], index: int, shards: int, width: int) -> None:
         """A 3-D storage: at index e of axis 0, the `index`-th of `shards` runs of columns of the matrix experts[e].
@@ -111,18 +151,31 @@ class ManifestBuilder:
             self._columns(storage, (expert,), tensor, index * real, real, width)
         self._storages[storage] = Storage(storage, (len(experts), experts[0].shape[0], width), self._dtype)
 
+    def build(self) -> Manifest:
+        return Manifest(self._holder, self._storages, tuple(self._placements), tuple(self._fills))
+
+    def _rows(self, storage: str, expert: tuple[int, ...], parts: Iterable[Rows], rest: tuple[int, ...]) -> int:
+        """Places rows one after another and returns their number; `expert` is their index in a stack."""
+        row, zeros = 0, (0,) * len(rest)
+        for part in parts:
+            at, shape = (*expert, row, *zeros), (part.count, *rest)
+            if part.tensor is None:
+                self._fills.append(Fill(storage, at, (*(1 for _ in expert), *shape)))
+            else:
+                axes = (*(None for _ in expert), *range(len(shape)))
+                box = Box(part.tensor.name, (part.start, *zeros), shape)
+                self._placements.append(Placement(storage, at, axes, box))
+            row += part.count
+        return row
+
     def _columns(
         self, storage: str, expert: tuple[int, ...], tensor: Tensor, start: int, real: int, count: int
     ) -> None:
-        """`real` columns of a matrix from `start` on, and padding up to `count`; `expert` is its index in a stack."""
+        """Places `real` columns of a matrix from `start` on, and padding up to `count`; `expert` as in `_rows`."""
         rows = tensor.shape[0]
         if real:
             box = Box(tensor.name, (0, start), (rows, real))
-            axes = (*(None for _ in expert), 0, 1)
-            self._placements.append(Placement(storage, (*expert, 0, 0), axes, box))
+            self._placements.append(Placement(storage, (*expert, 0, 0), (*(None for _ in expert), 0, 1), box))
         if count > real:
             shape = (*(1 for _ in expert), rows, count - real)
             self._fills.append(Fill(storage, (*expert, 0, real), shape))
-
-    def build(self) -> Manifest:
-        return Manifest(self._holder, self._storages, tuple(self._placements), tuple(self._fills))

@@ -1,88 +1,128 @@
-"""What one Megatron rank holds. The two layer specs shard in the same way and differ only in some names (SpecNames).
+"""What one Megatron rank holds, with either layer spec. The specs shard in the same way and differ in a few names.
 
-Sharding, as in megatron.core 0.16: column-parallel weights are cut by rows over `tensor`, row-parallel ones by columns,
-norms and the router are on every rank, experts are dealt out over `expert` and each is cut over `expert_tensor`.
+Sharding, as in megatron.core 0.16: column-parallel weights are cut by rows over `tensor`, row-parallel ones by columns.
+Every rank holds the norms and the router. Experts are dealt out over `expert`, and each is cut over `expert_tensor`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk, stage_problems
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.families.architecture import Architecture, Tensor
-from megagrpo.weights.sides.assembly import ManifestBuilder, Rows, all_rows, cut, shard
-from megagrpo.weights.sides.roles import LayerTensors, Roles, model_tensors
+from megagrpo.weights.families.architecture import Architecture, Role, Tensor
+from megagrpo.weights.sides.assembly import (
+    LayerTensors,
+    ManifestBuilder,
+    Roles,
+    Rows,
+    all_rows,
+    cut,
+    model_tensors,
+    role_problems,
+    shard,
+)
+
+HELD: frozenset[Role] = frozenset([
+    "embedding", "head", "value_head", "final_norm", "input_norm", "post_attention_norm",
+    "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o",
+    "q_down", "q_down_norm", "q_up", "kv_down", "kv_down_norm", "kv_up",
+    "gate", "up", "down", "router", "router_bias", "expert_gate", "expert_up", "expert_down",
+    "shared_gate", "shared_up", "shared_down",
+])  # fmt: skip
+"""The kinds of tensors that this side places."""
+
+Axis = Literal["tensor", "expert", "expert_tensor"]
 
 
 @dataclass(frozen=True)
-class SpecNames:
-    """What depends on the layer spec: parameter names within a layer, where `{expert}` is the index on this rank."""
+class LayerSpec:
+    """The parameter names of one of Megatron's layer specs; `{expert}` is the index of an expert on its rank."""
 
     input_norm: str
-    latent_input_norm: str
     query_latent_norm: str
     key_value_latent_norm: str
     post_attention_norm: str
-    pre_experts_norm: str
     expert_fc1: str
     expert_fc2: str
     cuts_latents: bool
-    """Whether the projections down to the latents are cut over tensor ranks, or whole on each of them."""
+    """Whether tensor ranks cut the projections down to the latents; otherwise each rank holds them whole."""
+    latent_input_norm: str = "input_layernorm.weight"
+    pre_experts_norm: str = "pre_mlp_layernorm.weight"
+
+    def manifest(self, arch: Architecture, layout: ParallelLayout, where: RankCoordinates, dtype: str) -> Manifest:
+        """Storages `chunk{c}.{parameter name}` for each model chunk c of this rank.
+
+        Raises: ModelError if the model cannot be split in this way.
+        """
+        if problems := self._split_problems(arch, layout):
+            raise ModelError(problems)
+        rank = _Rank(arch, layout, where, self, ManifestBuilder(f"train rank {where.rank}", dtype))
+        for chunk in range(layout.virtual_pipeline):
+            rank.add_chunk(chunk)
+        return rank.builder.build()
+
+    def _split_problems(self, arch: Architecture, layout: ParallelLayout) -> list[Problem]:
+        """Every size of the model that the layout does not divide, and layers that do not fit the stages."""
+        rules = divided_sizes(arch)
+        if self.cuts_latents and (latent := arch.latent) is not None:
+            rules.append(("tensor", "kv_lora_rank + qk_rope_head_dim", latent.key_value_rank + latent.rotary_dim))
+            rules.append(("tensor", "q_lora_rank", latent.query_rank or 0))
+        sizes = {"tensor": layout.tensor, "expert": layout.expert, "expert_tensor": layout.expert_tensor}
+        found = [
+            Problem(f"{arch.family} over {axis} = {sizes[axis]}", f"{what}: {size}", f"a multiple of {sizes[axis]}")
+            for axis, what, size in rules
+            if size % sizes[axis]
+        ]
+        found += [
+            Problem(f"{arch.family} over {layout}", f"layers: {arch.layers}", f"layers for every stage: {problem}")
+            for problem in stage_problems(arch.layers, layout)
+        ]
+        if arch.query_groups % layout.tensor and layout.tensor % arch.query_groups:
+            given = f"query groups (key-value heads): {arch.query_groups}"
+            needed = f"a multiple or a divisor of {layout.tensor}"
+            found.append(Problem(f"{arch.family} over tensor = {layout.tensor}", given, needed))
+        return found + role_problems(arch, HELD, "Megatron")
 
 
-def manifest_of_rank(
-    arch: Architecture, layout: ParallelLayout, where: RankCoordinates, dtype: str, names: SpecNames
-) -> Manifest:
-    """Storages `chunk{c}.{parameter name}` for each model chunk c of this rank.
+LOCAL_SPEC = LayerSpec(
+    input_norm="input_layernorm.weight",
+    query_latent_norm="q_layernorm.weight",
+    key_value_latent_norm="kv_layernorm.weight",
+    post_attention_norm="pre_mlp_layernorm.weight",
+    expert_fc1="mlp.experts.local_experts.{expert}.linear_fc1.weight",
+    expert_fc2="mlp.experts.local_experts.{expert}.linear_fc2.weight",
+    cuts_latents=True,
+)
+"""Megatron's local layers: norms apart from the linear layers, experts one by one (SequentialMLP)."""
 
-    Raises: ModelError if the model cannot be split in this way.
-    """
-    if problems := split_problems(arch, layout, names):
-        raise ModelError(problems)
-    rank = _Rank(arch, layout, where, names, ManifestBuilder(f"train rank {where.rank}", dtype))
-    for chunk in range(layout.virtual_pipeline):
-        rank.add_chunk(chunk)
-    return rank.builder.build()
+TE_SPEC = LayerSpec(
+    input_norm="self_attention.linear_qkv.layer_norm_weight",
+    query_latent_norm="linear_q_up_proj.layer_norm_weight",
+    key_value_latent_norm="linear_kv_up_proj.layer_norm_weight",
+    post_attention_norm="mlp.linear_fc1.layer_norm_weight",
+    expert_fc1="mlp.experts.linear_fc1.weight{expert}",
+    expert_fc2="mlp.experts.linear_fc2.weight{expert}",
+    cuts_latents=False,
+)
+"""transformer-engine's layers: norms inside the linear layers, experts in grouped linear layers."""
 
 
-def split_problems(arch: Architecture, layout: ParallelLayout, names: SpecNames) -> list[Problem]:
-    """Every size of the model that these parallel sizes do not divide, and layers that do not fit the stages."""
-    tensor = layout.tensor
-    rules: list[tuple[str, int, str, int]] = [("attention heads", arch.heads, "tensor", tensor)]
-    if (latent := arch.latent) is None:
-        rules.append(
-            ("rows of q, k and v together", (arch.heads + 2 * arch.query_groups) * arch.head_dim, "tensor", tensor)
-        )
-    elif names.cuts_latents:
-        rules.append(("kv_lora_rank + qk_rope_head_dim", latent.key_value_rank + latent.rotary_dim, "tensor", tensor))
-        if latent.query_rank is not None:
-            rules.append(("q_lora_rank", latent.query_rank, "tensor", tensor))
+def divided_sizes(arch: Architecture) -> list[tuple[Axis, str, int]]:
+    """Every size of the model that a parallel size must divide, whatever the layer spec: (axis, what, size)."""
+    found: list[tuple[Axis, str, int]] = [("tensor", "attention heads", arch.heads)]
+    if arch.latent is None:
+        rows = (arch.heads + 2 * arch.query_groups) * arch.head_dim
+        found.append(("tensor", "rows of q, k and v together", rows))
     if arch.has_dense_layers:
-        rules.append(("ffn", arch.ffn, "tensor", tensor))
+        found.append(("tensor", "columns of the MLP", arch.ffn))
     if arch.experts is not None:
-        rules.append(("experts", arch.experts.count, "expert", layout.expert))
-        rules.append(("expert ffn", arch.experts.ffn, "expert_tensor", layout.expert_tensor))
-        rules.append(("ffn of the shared experts", arch.experts.shared_ffn, "tensor", tensor))
-    found = [
-        Problem(f"{arch.family} over {axis} = {size}", f"{what}: {given}", f"a multiple of {size}")
-        for what, given, axis, size in rules
-        if given % size
-    ]
-    found += [
-        Problem(f"{arch.family} over {layout}", f"layers: {arch.layers}", f"layers for every stage: {problem}")
-        for problem in stage_problems(arch.layers, layout)
-    ]
-    if arch.query_groups % tensor and tensor % arch.query_groups:
-        found.append(
-            Problem(
-                f"{arch.family} over tensor = {tensor}",
-                f"query groups (key-value heads): {arch.query_groups}",
-                f"a multiple or a divisor of {tensor}",
-            )
-        )
+        found.append(("expert", "experts", arch.experts.count))
+        found.append(("expert_tensor", "columns of each expert", arch.experts.ffn))
+        found.append(("tensor", "columns of the shared experts", arch.experts.shared_ffn))
     return found
 
 
@@ -91,7 +131,7 @@ class _Rank:
     arch: Architecture
     layout: ParallelLayout
     where: RankCoordinates
-    names: SpecNames
+    spec: LayerSpec
     builder: ManifestBuilder
 
     def add_chunk(self, chunk: int) -> None:
@@ -131,7 +171,7 @@ class _Rank:
 
     def add_attention(self, prefix: str, layer: Roles) -> None:
         build = self.builder
-        build.whole(prefix + self.names.input_norm, layer["input_norm"])
+        build.whole(prefix + self.spec.input_norm, layer["input_norm"])
         attention = prefix + "self_attention."
         build.rows(attention + "linear_qkv.weight", self.qkv(layer["q"], layer["k"], layer["v"]), (self.arch.hidden,))
         if self.arch.qkv_bias:
@@ -143,21 +183,21 @@ class _Rank:
         build.columns(attention + "linear_proj.weight", layer["o"], self.where.tensor, self.layout.tensor)
 
     def add_latent_attention(self, prefix: str, layer: Roles) -> None:
-        self.builder.whole(prefix + self.names.latent_input_norm, layer["input_norm"])
+        self.builder.whole(prefix + self.spec.latent_input_norm, layer["input_norm"])
         attention = prefix + "self_attention."
         if "q" in layer:
             self.add_rows(attention + "linear_q_proj.weight", layer["q"])
         else:
             self.add_latent(attention + "linear_q_down_proj.weight", layer["q_down"])
-            self.builder.whole(attention + self.names.query_latent_norm, layer["q_down_norm"])
+            self.builder.whole(attention + self.spec.query_latent_norm, layer["q_down_norm"])
             self.add_rows(attention + "linear_q_up_proj.weight", layer["q_up"])
         self.add_latent(attention + "linear_kv_down_proj.weight", layer["kv_down"])
-        self.builder.whole(attention + self.names.key_value_latent_norm, layer["kv_down_norm"])
+        self.builder.whole(attention + self.spec.key_value_latent_norm, layer["kv_down_norm"])
         self.add_rows(attention + "linear_kv_up_proj.weight", layer["kv_up"])
         self.builder.columns(attention + "linear_proj.weight", layer["o"], self.where.tensor, self.layout.tensor)
 
     def add_latent(self, storage: str, tensor: Tensor) -> None:
-        if self.names.cuts_latents:
+        if self.spec.cuts_latents:
             self.add_rows(storage, tensor)
         else:
             self.builder.whole(storage, tensor)
@@ -169,8 +209,8 @@ class _Rank:
     def qkv(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Rows]:
         """This rank's rows of the fused projection: for each query group its queries, its key and its value.
 
-        Also where there are more tensor ranks than groups: Megatron cuts the same fused rows evenly, through the middle
-        of a group, and gathers the activations (megatron.core.transformer.attention, get_query_key_value_tensors).
+        With more tensor ranks than groups Megatron cuts the same fused rows evenly, through the middle of a group, and
+        gathers the activations (megatron.core.transformer.attention, get_query_key_value_tensors).
         """
         arch = self.arch
         queries = arch.heads // arch.query_groups * arch.head_dim
@@ -183,7 +223,7 @@ class _Rank:
         return cut(fused, self.where.tensor * count, count)
 
     def add_mlp(self, prefix: str, layer: Roles) -> None:
-        self.builder.whole(prefix + self.names.post_attention_norm, layer["post_attention_norm"])
+        self.builder.whole(prefix + self.spec.post_attention_norm, layer["post_attention_norm"])
         self.add_gated(prefix + "mlp.", layer["gate"], layer["up"], layer["down"])
 
     def add_gated(self, prefix: str, gate: Tensor, up: Tensor, down: Tensor) -> None:
@@ -195,7 +235,7 @@ class _Rank:
     def add_experts(self, prefix: str, layer: LayerTensors) -> None:
         index, shards = self.where.expert_tensor, self.layout.expert_tensor
         here = len(layer.experts) // self.layout.expert
-        self.builder.whole(prefix + self.names.pre_experts_norm, layer.roles["post_attention_norm"])
+        self.builder.whole(prefix + self.spec.pre_experts_norm, layer.roles["post_attention_norm"])
         self.builder.whole(prefix + "mlp.router.weight", layer.roles["router"])
         if "router_bias" in layer.roles:
             self.builder.whole(prefix + "mlp.router.expert_bias", layer.roles["router_bias"])
@@ -205,7 +245,7 @@ class _Rank:
         for local in range(here):
             expert = layer.experts[self.where.expert * here + local]
             fc1 = [shard(expert["expert_gate"], index, shards), shard(expert["expert_up"], index, shards)]
-            self.builder.rows(prefix + self.names.expert_fc1.format(expert=local), fc1, (self.arch.hidden,))
+            self.builder.rows(prefix + self.spec.expert_fc1.format(expert=local), fc1, (self.arch.hidden,))
             self.builder.columns(
-                prefix + self.names.expert_fc2.format(expert=local), expert["expert_down"], index, shards
+                prefix + self.spec.expert_fc2.format(expert=local), expert["expert_down"], index, shards
             )

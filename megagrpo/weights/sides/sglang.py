@@ -1,15 +1,18 @@
 """What one tensor-parallel rank of an SGLang engine holds, under SGLang's own parameter names (0.5.23, unquantised).
 
-Read from sglang/srt/models and sglang/srt/layers. Vocabularies are padded to a multiple of 64 and cut by rows; q, k and
-v are cut one by one and then fused; gate and up likewise; all experts of a rank are one 3-D parameter. On the CPU,
-feed-forward sizes are padded with zeros to a multiple of 32 x tensor: an MLP's before it is cut, experts' part by part.
-With more ranks than key-value heads, each rank holds one head, the same on several. Everything has the model's dtype,
-the router too.
+Read from sglang/srt/models and sglang/srt/layers. A vocabulary is padded to a multiple of 64 and cut by rows. SGLang
+cuts q, k and v one by one and then fuses them, gate and up likewise. All experts of a rank are one 3-D parameter. On
+the CPU, feed-forward sizes are padded with zeros to a multiple of 32 x tensor: an MLP before it is cut, an expert part
+by part. With more ranks than key-value heads, each rank holds one head, and several ranks hold the same. Everything
+has the model's dtype, the router too.
 
-Latent attention: what projects down is whole on every rank, queries' and keys' fused; what projects up is cut by heads.
-From kv_b_proj SGLang derives further weights (w_kc, w_vc) that it computes with; they are not parameters and are not
-described here; executors/sglang_loader.py sees to them. Shared experts are an MLP beside the others: servers are
-started so that they are not fused with them (rollout/sglang/arguments.py).
+A dense decoder needs no entry here: SGLang's classes for them share these names. If one does not, the engine's check of
+parameter names refuses it when the run starts.
+
+Latent attention: the projections down are whole on every rank, those of queries and keys fused; the projections up are
+cut by heads. SGLang derives further weights (w_kc, w_vc) from kv_b_proj; they are not parameters and are not described
+here: the weight loader makes them anew. Shared experts are an MLP of their own: servers are started with arguments that
+keep them apart from the routed experts (rollout/sglang/arguments.py).
 """
 
 from __future__ import annotations
@@ -20,13 +23,30 @@ from typing import Protocol
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.families.architecture import Architecture, Experts, Tensor
-from megagrpo.weights.sides.assembly import ManifestBuilder, Rows, all_rows, padded_shard, shard, shard_padded
-from megagrpo.weights.sides.roles import LayerTensors, Roles, model_tensors
+from megagrpo.weights.families.architecture import Architecture, Experts, Role, Tensor
+from megagrpo.weights.sides.assembly import (
+    LayerTensors,
+    ManifestBuilder,
+    Roles,
+    Rows,
+    all_rows,
+    model_tensors,
+    padded_shard,
+    role_problems,
+    shard,
+    shard_padded,
+)
 
 VOCABULARY_MULTIPLE = 64
 CPU_FFN_MULTIPLE = 32
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
+HELD: frozenset[Role] = frozenset([
+    "embedding", "head", "final_norm", "input_norm", "post_attention_norm",
+    "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o",
+    "q_down", "q_down_norm", "q_up", "kv_down", "kv_down_norm", "kv_up",
+    "gate", "up", "down", "router", "router_bias", "expert_gate", "expert_up", "expert_down",
+    "shared_gate", "shared_up", "shared_down",
+])  # fmt: skip
+"""The kinds of tensors that this side places."""
 
 
 class EngineSizes(Protocol):
@@ -60,9 +80,7 @@ def manifest(arch: Architecture, layout: EngineSizes, rank: int, dtype: str, dev
 
 def split_problems(arch: Architecture, layout: EngineSizes, device: str) -> list[Problem]:
     """Every reason why an engine of these sizes cannot hold the model."""
-    if arch.family not in FAMILIES:
-        return [Problem("SGLang engine", arch.family, f"one of {', '.join(FAMILIES)}")]
-    if arch.family == "mixtral" and (problems := _mixtral_problems(arch)):
+    if problems := role_problems(arch, HELD, "SGLang") + _mixtral_problems(arch):
         return problems
     tensor, expert = layout.tensor, layout.expert
     where = f"{arch.family} over tensor = {tensor}" + (f", expert = {expert}" if expert > 1 else "")
@@ -92,7 +110,9 @@ def split_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
 
 
 def _mixtral_problems(arch: Architecture) -> list[Problem]:
-    """What other families may have, and sglang/srt/models/mixtral.py does not read from the config."""
+    """Refuses what sglang/srt/models/mixtral.py does not read from the config, unlike the other families' classes."""
+    if arch.family != "mixtral":
+        return []
     rules = [
         ("tied embeddings", arch.tied_embeddings, "embeddings that are not tied"),
         ("scaled rotary embedding", arch.rope.factor is not None, "a rotary embedding without scaling"),
@@ -106,12 +126,12 @@ def _padded(size: int, multiple: int) -> int:
 
 
 def _padded_ffn(size: int, tensor: int, device: str) -> int:
-    """sglang/srt/configs/update_config.py: by the tensor size, also where experts are not cut by it."""
+    """Padded by the tensor size even where experts are not cut by it (sglang/srt/configs/update_config.py)."""
     return _padded(size, CPU_FFN_MULTIPLE * tensor) if device == "cpu" else size
 
 
 def _padded_shared_ffn(experts: Experts, tensor: int, device: str) -> int:
-    """SGLang pads the size of one expert, and takes it times the number of shared ones."""
+    """SGLang pads the size of one expert and multiplies it by the number of shared experts."""
     return _padded_ffn(experts.ffn, tensor, device) * (experts.shared_ffn // experts.ffn)
 
 
@@ -164,7 +184,7 @@ class _Rank:
             yield Rows(tensor, first_head * self.arch.head_dim, heads * self.arch.head_dim)
 
     def add_latent_attention(self, layer: Roles) -> None:
-        """Down to the latents whole, queries' and keys' fused if both are; up from them by heads."""
+        """The projections down are whole, and fused if queries have one too. The projections up are cut by heads."""
         if "q_down" in layer:
             name = layer["q_down"].name.replace("q_a_proj", "fused_qkv_a_proj_with_mqa")
             self.builder.rows(name, [all_rows(layer["q_down"]), all_rows(layer["kv_down"])], (self.arch.hidden,))
@@ -175,13 +195,13 @@ class _Rank:
         self.builder.columns(layer["o"].name, layer["o"], self.rank, self.tensor)
 
     def add_mlp(self, gate: Tensor, up: Tensor, down: Tensor, padded: int) -> None:
-        """`padded` is its size with padding, before it is cut."""
+        """`padded` is the size of the whole MLP with padding."""
         rows = [part for tensor in (gate, up) for part in padded_shard(tensor, padded, self.rank, self.tensor)]
         self.builder.rows(gate.name.replace("gate_proj", "gate_up_proj"), rows, (self.arch.hidden,))
         self.builder.columns(down.name, down, self.rank, self.tensor, padded)
 
     def add_experts(self, layer: LayerTensors) -> None:
-        """The router whole; of the experts a run of consecutive ones, each cut over the ranks that share the run."""
+        """The router whole, and a run of consecutive experts, each cut over the ranks that share the run."""
         router = layer.roles["router"]
         self.builder.whole(router.name, router)
         if "router_bias" in layer.roles:

@@ -1,9 +1,9 @@
 """Megatron-LM's torch_dist checkpoints: tensors of the whole model, whatever the layout of the ranks that wrote them.
 
 They are the parameters of a single rank that holds everything, under the names of GPTModel.sharded_state_dict
-(megatron.core 0.16): the layers of a model whose layers are all alike are one tensor with the layer as its first axis,
-and experts have an axis of their own behind it; where layers differ, each has its own keys. The two layer specs name a
-few norms differently; what is written has both names, of what is read either will do.
+(megatron.core 0.16). If all layers of the model are alike, they are one tensor with the layer as its first axis and the
+expert as its second; where layers differ, each has its own keys. The two layer specs name a few norms differently:
+a checkpoint that we write has both names, and either is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megagrpo.errors import ModelError, Problem
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights.boxes import Fill, Manifest, Placement, Storage
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides import megatron_local, megatron_te
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
 IN_LAYER = re.compile(r"chunk0\.decoder\.layers\.(\d+)\.(.+)")
 EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12])\.weight(\d*)")
@@ -25,14 +25,14 @@ LOCAL_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""How Megatron's local layer renames its norms in a checkpoint, except with multi-head latent attention."""
+"""How Megatron's local layer renames its norms in a checkpoint. With latent attention it does not."""
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 WITHOUT_EXTRA_STATE = ("embedding.word_embeddings", "output_layer", "router")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The part of a stored tensor that is one parameter of the model: of one layer, of one expert."""
+    """The part of a stored tensor that is one parameter of one layer, or of one expert."""
 
     key: str
     start: tuple[int, ...]
@@ -62,7 +62,7 @@ def manifest(arch: Architecture, dtypes: Mapping[str, str]) -> Manifest:
 
 
 def stored_manifest(arch: Architecture, stored: Mapping[str, Storage], holder: str) -> Manifest:
-    """What the checkpoint with the tensors `stored` holds of the model. Rows of padding are fills.
+    """What a checkpoint with the tensors `stored` holds of the model. Rows of padding are fills.
 
     Raises: ModelError listing every key that is missing or has another shape.
     """
@@ -97,7 +97,7 @@ def stored_manifest(arch: Architecture, stored: Mapping[str, Storage], holder: s
 
 
 def other_names(arch: Architecture) -> frozenset[str]:
-    """Every key that a tensor of this model may have, under whichever of its names."""
+    """Every key that a tensor of this model may have, under any of its names."""
     return frozenset(p.key(stacked) for parameters in _specs(arch) for p in parameters for stacked in (True, False))
 
 
@@ -123,9 +123,9 @@ def chunks(written: Manifest) -> list[Chunk]:
 
 
 def extra_states(written: Manifest) -> list[str]:
-    """Keys of the objects beside the tensors: each module has one, which Megatron asks for and which holds nothing.
+    """Keys of the empty objects beside the tensors, one per module, which Megatron asks for.
 
-    transformer_engine would keep fp8 scales in it.
+    transformer_engine would keep fp8 scales in them.
     """
     keys: dict[str, None] = {}
     for chunk in chunks(written):
@@ -183,8 +183,8 @@ class _Parameter:
 def _specs(arch: Architecture) -> Iterator[tuple[_Parameter, ...]]:
     """The model's parameters with transformer-engine's names, then with the local layer's."""
     layout, rank = ParallelLayout(), rank_grid(ParallelLayout())[0]
-    yield tuple(_parameters(megatron_te.manifest(arch, layout, rank, "float32"), {}))
-    yield tuple(_parameters(megatron_local.manifest(arch, layout, rank, "float32"), LOCAL_NORMS))
+    yield tuple(_parameters(TE_SPEC.manifest(arch, layout, rank, "float32"), {}))
+    yield tuple(_parameters(LOCAL_SPEC.manifest(arch, layout, rank, "float32"), LOCAL_NORMS))
 
 
 def _parameters(rank: Manifest, renamed: Mapping[str, str]) -> Iterator[_Parameter]:
@@ -224,5 +224,5 @@ def _alike(parameters: tuple[_Parameter, ...]) -> bool:
 
 
 def _indices(placement: Placement) -> int:
-    """Leading axes that say which layer and which expert: the box has none of them."""
+    """The number of leading axes for the layer and the expert, which the box does not have."""
     return sum(axis is None for axis in placement.axes)

@@ -1,11 +1,10 @@
-"""What transformers holds in memory after loading: parameter names of the model, whole, with experts stacked in 3-D."""
+"""What transformers holds in memory after loading: whole tensors by parameter name, with experts stacked in 3-D."""
 
 from __future__ import annotations
 
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides.assembly import ManifestBuilder, all_rows
-from megagrpo.weights.sides.roles import model_tensors
+from megagrpo.weights.sides.assembly import ManifestBuilder, all_rows, model_tensors
 
 
 def manifest(arch: Architecture, dtype: str, holder: str = "transformers") -> Manifest:
