@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megagrpo.batching.microbatch import RankBatch, TrainSequence, count_response_tokens
-from megagrpo.batching.rank_batches import make_rank_batches
+from megagrpo.batching.rank_batches import RankBatch, TrainSequence, count_response_tokens, make_rank_batches
 from megagrpo.batching.work import head_work, work_of
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.recipe.schema import Recipe

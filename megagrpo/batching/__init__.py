@@ -1,1 +1,1 @@
-"""Which sequences go into which rank's microbatches? Packing and balancing, without torch or processes."""
+"""Packs a step's sequences into the ranks' microbatches and balances them, without torch or processes."""

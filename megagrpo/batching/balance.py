@@ -1,4 +1,4 @@
-"""Sharing work evenly: sequences over microbatches, and microbatches over data ranks."""
+"""Spreads work evenly: sequences over microbatches, and microbatches over data ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 SEQUENCES_PER_BIN_FOR_DIFFERENCING = 8
-"""With more, the shortest ones even out what longest-first leaves, and differencing only takes longer."""
+"""With more sequences per bin, longest-first is even enough already, and differencing only takes longer."""
 
 
 def spread_evenly(cost: np.ndarray, bins: int) -> list[list[int]]:
-    """Sequences of some `cost` [sequences] over exactly `bins` bins; some are empty if there are fewer sequences.
+    """Spreads sequences of some `cost` [sequences] over `bins` bins; some are empty if there are fewer sequences.
 
-    Of two ways that whose costliest bin is cheaper: longest first, and where there are few for each bin largest
-    differencing.
+    Tries longest first and, with few sequences per bin, largest differencing, and takes the result whose costliest bin
+    is cheaper.
     """
     longest_first = _longest_first(cost, bins)
     if bins == 1 or len(cost) > SEQUENCES_PER_BIN_FOR_DIFFERENCING * bins:
@@ -24,7 +24,7 @@ def spread_evenly(cost: np.ndarray, bins: int) -> list[list[int]]:
 
 
 def split_to(bins: list[list[int]], cost: np.ndarray, count: int) -> list[list[int]]:
-    """More bins of the same sequences: the costliest that has two is halved until there are `count` or none is left."""
+    """Halves the costliest bin that has two sequences until there are `count` bins or none can be halved."""
     bins = list(bins)
     while len(bins) < count:
         index = max(range(len(bins)), key=lambda i: (len(bins[i]) > 1, float(cost[bins[i]].sum())))
@@ -36,17 +36,17 @@ def split_to(bins: list[list[int]], cost: np.ndarray, count: int) -> list[list[i
 
 
 def share_over_ranks(bin_costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Bins over ranks, the same number each and about equal cost; the k-th bins of all ranks are alike.
+    """Gives each rank the same number of bins and about the same cost; the k-th bins of all ranks cost about the same.
 
-    `len(bin_costs)` must be a multiple of `ranks`. Sorted by cost, every `ranks` bins are a round, of which each rank
-    gets one. So ranks that wait for each other in every layer, as with experts, wait little. Which one is found by
-    balanced largest differencing (Michiels, Korst, Aarts, van Leeuwen 2003): the two sets of rounds whose shares
-    differ most are joined, the costliest share of one with the cheapest of the other. Ranks then differ by no more
-    than the bins of some round do.
+    `len(bin_costs)` must be a multiple of `ranks`. The bins are sorted by cost; every `ranks` of them are a round, and
+    each rank gets one bin of a round. So ranks that wait for each other in every layer, as with experts, wait little.
+    Balanced largest differencing (Michiels, Korst, Aarts, van Leeuwen 2003) decides which rank gets which bin: it joins
+    the two sets of rounds whose shares differ most, the costliest share of one with the cheapest of the other. The
+    ranks' totals then differ by at most the largest difference within a round.
     """
     order = np.argsort(-np.asarray(bin_costs), kind="stable").reshape(-1, ranks)
     cost = np.asarray(bin_costs)[order]
-    # Every entry: minus the largest difference, a number to break ties, and shares with ascending cost.
+    # An entry is minus the largest difference, an index to break ties, the ascending costs of the shares, their rounds.
     heap = [
         (-float(np.ptp(shares)), index, shares[::-1], rounds[None, ::-1])
         for index, (shares, rounds) in enumerate(zip(cost, order, strict=True))
@@ -66,7 +66,7 @@ def share_over_ranks(bin_costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def _longest_first(cost: np.ndarray, bins: int) -> list[list[int]]:
-    """Each to the bin with the least so far (LPT): at most 4/3 - 1/(3 bins) of the best (Graham 1969)."""
+    """Each sequence goes to the cheapest bin so far (LPT): at most 4/3 - 1/(3 bins) of the best (Graham 1969)."""
     heap = [(0.0, index) for index in range(bins)]
     filled: list[list[int]] = [[] for _ in range(bins)]
     for sequence in np.argsort(-cost, kind="stable").tolist():
@@ -77,9 +77,9 @@ def _longest_first(cost: np.ndarray, bins: int) -> list[list[int]]:
 
 
 def _largest_differencing(cost: np.ndarray, bins: int) -> list[list[int]]:
-    """Karmarkar and Karp 1982: the two partitions whose bins differ most are joined, full bins with empty ones.
+    """Karmarkar and Karp 1982: joins the two partitions whose bins differ most, full bins with empty ones.
 
-    Every sequence begins as a partition of its own, alone in the last bin.
+    At first every sequence is a partition of its own, alone in the last bin.
     """
     heap = []
     for sequence, value in enumerate(cost.tolist()):

@@ -1,25 +1,70 @@
-"""A step's sequences as work for every data rank."""
+"""A step's sequences as work for every data rank: packed into microbatches of a fixed size, evenly shared."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from megagrpo.batching.balance import share_over_ranks, split_to, spread_evenly
-from megagrpo.batching.microbatch import Microbatch, RankBatch, TrainSequence, count_response_tokens
-from megagrpo.batching.pack import first_fit_decreasing, padded_lengths
 from megagrpo.batching.work import TOKENS, Work
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
 
+MICROBATCHES_PER_STAGE = 2
+"""A pipeline gets at least this many, even if fewer hold all tokens: with m microbatches, p stages idle for
+(p - 1) / (m + p - 1) of the time (arXiv:2104.04473).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSequence:
+    """One prompt with one response, as it is trained on.
+
+    `loss_mask[t]` says whether the policy chose token t (prompt and tool tokens are given).
+    `rollout_logprobs[t]` is the engine's logprob of token t, 0 where loss_mask is False.
+    """
+
+    tokens: np.ndarray  # int64 [tokens]
+    loss_mask: np.ndarray  # bool [tokens]
+    rollout_logprobs: np.ndarray  # float32 [tokens]
+    row: int  # index of the sample in the step; advantages and per-sequence results use it
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Sequences for one forward pass of one data rank."""
+
+    sequences: tuple[TrainSequence, ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(s.row for s in self.sequences)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(s.tokens) for s in self.sequences)
+
+
 IDLE = Microbatch(())
 """Keeps a rank in step with the others when there are fewer sequences than microbatches."""
 
-MICROBATCHES_PER_STAGE = 2
-"""Even if fewer would hold all tokens: with m microbatches, p stages idle for (p - 1) / (m + p - 1) of the time
-(arXiv:2104.04473).
-"""
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """A step's work for one data rank: minibatches[m] is a sequence of microbatches.
+
+    Every data rank has the same number of microbatches in minibatch m. `tokens[m]` and `sequences[m]` count response
+    tokens (True in loss_mask) and sequences with any of them in minibatch m over *all* data ranks: the loss's
+    denominators. `work[m]` estimates what this rank computes for minibatch m, in the units of batching/work.py.
+    """
+
+    minibatches: tuple[tuple[Microbatch, ...], ...]
+    tokens: tuple[int, ...]
+    sequences: tuple[int, ...]
+    work: tuple[float, ...]
 
 
 def make_rank_batches(
@@ -35,7 +80,7 @@ def make_rank_batches(
 
     Minibatches are equal shares (sizes differ by at most 1) of the sequences in a random order fixed by `seed`; they
     don't depend on the layout. A minibatch without sequences (fewer sequences than minibatches) has no microbatches.
-    `work` is what ranks and microbatches are to have equal parts of.
+    Ranks and microbatches get about equal amounts of `work`.
     Raises RecipeError if a sequence is longer than one microbatch.
     """
     capacity = tokens_per_microbatch * layout.context
@@ -51,6 +96,68 @@ def make_rank_batches(
         )
         for rank in range(layout.data)
     ]
+
+
+def count_response_tokens(sequences: Sequence[TrainSequence]) -> int:
+    return sum(int(s.loss_mask.sum()) for s in sequences)
+
+
+def padded_lengths(lengths: np.ndarray, context: int) -> np.ndarray:
+    """Tokens each sequence occupies, int [sequences]: each of `context` ranks takes two equal pieces of it."""
+    if context == 1:
+        return lengths
+    return -(-lengths // (2 * context)) * (2 * context)
+
+
+def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Indices of the sequences in each bin; no bin holds more than `capacity` tokens.
+
+    Longest first, each into the first bin with room: at most 11/9 of the fewest possible bins, plus 6/9
+    (Dosa, 2007). No length may exceed `capacity`.
+    """
+    bins: list[list[int]] = []
+    room = np.empty(0, dtype=np.int64)
+    for index in np.argsort(-lengths, kind="stable"):
+        fits = np.flatnonzero(room >= lengths[index])
+        if len(fits):
+            bins[fits[0]].append(int(index))
+            room[fits[0]] -= lengths[index]
+        else:
+            bins.append([int(index)])
+            room = np.append(room, capacity - lengths[index])
+    return bins
+
+
+def joined_microbatches(count: int, at_once: int, layout: ParallelLayout) -> list[range]:
+    """Joins `count` consecutive microbatches to fewer, larger ones for a pass without gradients.
+
+    Returns which are joined: at most `at_once` each, in parts of about equal size. All ranks with the same count join
+    the same ones. A pipeline keeps its stages busy: it gets as many parts as training's microbatches would be at least,
+    and a multiple of what the interleaved schedule takes.
+    """
+    multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
+    full_pipeline = MICROBATCHES_PER_STAGE * layout.pipeline if layout.pipeline > 1 else 1
+    parts = max(-(-count // at_once), full_pipeline)
+    parts = min(-(-parts // multiple) * multiple, count)
+    bounds = np.linspace(0, count, parts + 1).round().astype(int).tolist()
+    return [range(a, b) for a, b in pairwise(bounds)]
+
+
+def packing_efficiency(batches: Sequence[RankBatch], layout: ParallelLayout, tokens_per_microbatch: int) -> float:
+    """Share of the microbatches' capacity that holds tokens, over all data ranks: between 0 and 1."""
+    microbatches = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
+    capacity = len(microbatches) * tokens_per_microbatch * layout.context
+    return sum(micro.tokens for micro in microbatches) / capacity if capacity else 0.0
+
+
+def imbalance(batches: Sequence[RankBatch]) -> float:
+    """How much longer data ranks compute than with equal work: each minibatch ends when the busiest rank is done.
+
+    0 at best, the number of data ranks less 1 at worst.
+    """
+    of_minibatches = list(zip(*(batch.work for batch in batches), strict=True))
+    mean = sum(sum(of_ranks) / len(of_ranks) for of_ranks in of_minibatches)
+    return sum(map(max, of_minibatches)) / mean - 1 if mean else 0.0
 
 
 def _share(

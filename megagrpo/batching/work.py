@@ -1,4 +1,4 @@
-"""How much there is to compute for a sequence of some length."""
+"""Floating-point operations of a forward pass over a sequence, by its length."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from megagrpo.weights.families.architecture import Architecture
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations of a forward pass over one sequence: linear x length + quadratic x length^2.
-
-    A backward pass is twice as many.
-    """
+    """linear x length + quadratic x length^2 operations for a forward pass; a backward pass takes twice as many."""
 
     linear: float
     quadratic: float
@@ -30,10 +27,7 @@ TOKENS = Work(linear=1.0, quadratic=0.0)
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Floating-point operations of one layer's forward pass, for each token: two for each weight that it meets.
-
-    `pairs` is causal attention's core, for each squared length: its two products with half of all pairs of tokens.
-    """
+    """Operations of one layer's forward pass per token: two for each weight that a token meets."""
 
     projections: float
     mlp: float
@@ -47,7 +41,7 @@ class LayerWork:
 
 
 def layer_work(arch: Architecture, layer: int) -> LayerWork:
-    """Of the layer of that index, from 0."""
+    """The work of layer `layer`, counted from 0."""
     experts = arch.experts
     mlp, routed = 3 * arch.hidden * arch.ffn, 0
     if experts is not None and layer >= experts.dense_layers:
@@ -59,18 +53,18 @@ def layer_work(arch: Architecture, layer: int) -> LayerWork:
 
 
 def head_work(arch: Architecture) -> float:
-    """The same of the output layer, or of a critic's value head, for each token that it sees."""
+    """Operations of the output layer, or of a critic's value head, per token that it sees."""
     return 2.0 * arch.hidden * (1 if arch.value_head else arch.vocab)
 
 
 def work_of(arch: Architecture) -> Work:
-    """Of the whole model, with the output layer at every token."""
+    """The work of the whole model, with the output layer at every token."""
     layers = [layer_work(arch, layer) for layer in range(arch.layers)]
     return Work(sum(layer.linear for layer in layers) + head_work(arch), sum(layer.pairs for layer in layers))
 
 
 def _attention_weights(arch: Architecture) -> int:
-    """Of one layer's projections."""
+    """Number of weights of one layer's projections."""
     latent = arch.latent
     if latent is None:
         return 2 * arch.hidden * arch.head_dim * (arch.heads + arch.query_groups)

@@ -17,9 +17,16 @@ from megagrpo.recipe.defaults import dtype_name, sync_directory
 from megagrpo.recipe.schema import Recipe, SftRecipe
 
 if TYPE_CHECKING:
-    from megagrpo.weights.boxes import Box
+    import numpy as np
+
+    from megagrpo.algorithm.ragged import Ragged
+    from megagrpo.batching.rank_batches import RankBatch
+    from megagrpo.checkpoint.integrity import SavedFile
+    from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss, TokenNumbers
+    from megagrpo.weights.boxes import Box, Manifest
     from megagrpo.weights.executors.meeting import Meeting
     from megagrpo.weights.executors.ways import Way
+    from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
 
 
@@ -56,7 +63,7 @@ def interface_of(address: str) -> str | None:
 
 
 class RankProcess:
-    """One training rank in its own process. `rank` is what `start` made."""
+    """One training rank in its own process. `start` makes `rank`; the other methods call those of `rank`."""
 
     rank: Any
 
@@ -65,13 +72,37 @@ class RankProcess:
         return f"tcp://{ray.util.get_node_ip_address()}:{free_port('')}"
 
     def prepare(self, device: str) -> None:
-        """Before anything imports torch."""
+        """Call it before torch is imported."""
         prepare_process(device)
         if device == "cpu":
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused kernels: compiling them for a CPU gains nothing
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.rank, method)(*arguments)
+    def manifest(self) -> Manifest:
+        return self.rank.manifest()
+
+    def adapter_manifest(self) -> Manifest:
+        return self.rank.adapter_manifest()
+
+    def load_batch(self, batch: RankBatch) -> None:
+        self.rank.load_batch(batch)
+
+    def release(self, parts: Sequence[str]) -> None:
+        self.rank.release(parts)
+
+    def restore(self, parts: Sequence[str]) -> None:
+        self.rank.restore(parts)
+
+    def save(self, directory: Path) -> tuple[SavedFile, ...]:
+        return self.rank.save(directory)
+
+    def load(self, directory: Path) -> None:
+        self.rank.load(directory)
+
+    def write_export(self, export: Export, plan: WeightPlan, source: int) -> None:
+        self.rank.write_export(export, plan, source)
+
+    def write_adapter_export(self, export: Export, plan: WeightPlan, source: int) -> None:
+        self.rank.write_adapter_export(export, plan, source)
 
 
 @ray.remote(max_restarts=0)
@@ -84,6 +115,12 @@ class SftActor(RankProcess):
 
         self.rank = SftRank(recipe, rank, init_method, model_directory, device)
 
+    def update(self, lr: float) -> SftUpdate | None:
+        return self.rank.update(lr)
+
+    def evaluate(self) -> TokenLoss | None:
+        return self.rank.evaluate()
+
 
 @ray.remote(max_restarts=0)
 class RankActor(RankProcess):
@@ -95,6 +132,38 @@ class RankActor(RankProcess):
 
         self.recipe, self.model_directory = recipe, model_directory
         self.rank = TrainRank(recipe, rank, init_method, model_directory, device)
+
+    def add_critic(self, directory: str) -> None:
+        self.rank.add_critic(directory)
+
+    def compute_old_logprobs(self) -> None:
+        self.rank.compute_old_logprobs()
+
+    def use_rollout_logprobs_as_old(self) -> None:
+        self.rank.use_rollout_logprobs_as_old()
+
+    def compute_reference_logprobs(self) -> None:
+        self.rank.compute_reference_logprobs()
+
+    def token_kl(self) -> TokenNumbers | None:
+        return self.rank.token_kl()
+
+    def update(
+        self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float, step: int
+    ) -> StepMetrics | None:
+        return self.rank.update(advantages, lr, kl_coefficient, step)
+
+    def compute_values(self) -> None:
+        self.rank.compute_values()
+
+    def token_values(self) -> TokenNumbers | None:
+        return self.rank.token_values()
+
+    def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics | None:
+        return self.rank.update_critic(returns, lr)
+
+    def update_reference(self) -> None:
+        self.rank.update_reference()
 
     def connect(self, plan: WeightPlan, source: int, way: Way, meeting: Meeting, ranks_per_engine: int) -> None:
         """Opens this rank's end of the weight sync: it is the plan's `source`-th."""

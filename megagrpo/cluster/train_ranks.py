@@ -1,24 +1,33 @@
-"""All training ranks as one object, whatever they train for. Every call has a deadline."""
+"""All training ranks as one object: Policy for GRPO and PPO, SftRanks for supervised fine-tuning.
+
+Every call has a deadline.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import ray
 
-from megagrpo.batching.microbatch import RankBatch
+from megagrpo.algorithm.ragged import Ragged, ragged_zeros
+from megagrpo.batching.rank_batches import RankBatch
+from megagrpo.cluster.actors import RankActor, SftActor
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import call_all, wait_for
+from megagrpo.cluster.waiting import wait_for
 from megagrpo.errors import RankError
 from megagrpo.layout.parallel import rank_grid
-from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.topology import Place
 
 if TYPE_CHECKING:
+    from megagrpo.checkpoint.integrity import SavedFile
+    from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss, TokenNumbers
     from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
 
@@ -38,84 +47,64 @@ class TrainRanks:
             name: runtime.start_rank(self.actor_class, rank) for rank, name in enumerate(self._data_rank)
         }
         first = next(iter(self.actors))
-        address = wait_for(
-            {first: self.actors[first].free_address.remote()},
-            doing="starting",
-            timeout_seconds=recipe.cluster.start_timeout_seconds,
-            error=RankError,
-            watch=self.watch,
-        )[first]
-        wait_for(
-            {
-                name: actor.start.remote(recipe, rank, address, str(model_directory), runtime.device)
-                for rank, (name, actor) in enumerate(self.actors.items())
-            },
-            doing="starting",
-            timeout_seconds=recipe.cluster.start_timeout_seconds,
-            error=RankError,
-            watch=self.watch,
-        )
+        starting = recipe.cluster.start_timeout_seconds
+        address = self._wait({first: self.actors[first].free_address.remote()}, "starting", starting)[first]
+        started = {
+            name: actor.start.remote(recipe, rank, address, str(model_directory), runtime.device)
+            for rank, (name, actor) in enumerate(self.actors.items())
+        }
+        self._wait(started, "starting", starting)
+
+    @property
+    def ranks(self) -> list[Any]:
+        """The actors by rank."""
+        return list(self.actors.values())
 
     def close(self) -> None:
-        """Ends all ranks at once: left to themselves they take seconds, and their devices' memory, beyond the run."""
+        """Kills all ranks: left alone, they would hold their devices' memory for seconds after the run."""
         for actor in self.actors.values():
             ray.kill(actor)
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of every rank with the same arguments; results by rank. Raises RankError."""
-        results = call_all(
-            self.actors,
-            lambda actor: actor.call.remote(method, *arguments),
-            doing=method,
-            timeout_seconds=self._timeout,
-            error=RankError,
-            watch=self.watch,
-        )
-        return [results[name] for name in self.actors]
+    def wait(self, doing: str, answers: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
+        """Answers of all ranks, in the order of `actors`, within cluster.step_timeout_seconds. Raises RankError."""
+        named = dict(zip(self.actors, answers, strict=True))
+        return list(self._wait(named, doing, self._timeout).values())
+
+    def load_batch(self, batches: Sequence[RankBatch]) -> None:
+        """Hands each data rank its part of the step; ranks of one data rank read one shared object."""
+        shared = [ray.put(batch) for batch in batches]
+        sent = [actor.load_batch.remote(shared[self._data_rank[name]]) for name, actor in self.actors.items()]
+        self.wait("load_batch", sent)
 
     def manifests(self) -> list[Manifest]:
-        return self.call("manifest")
+        return self.wait("manifest", [actor.manifest.remote() for actor in self.ranks])
+
+    def adapter_manifests(self) -> list[Manifest]:
+        return self.wait("adapter_manifest", [actor.adapter_manifest.remote() for actor in self.ranks])
 
     def places(self) -> tuple[Place, ...]:
         return self._places
 
     def write_export(self, export: Export, plan: WeightPlan) -> None:
         """Every rank writes its boxes into a Hugging Face export's files. `plan`'s sources are the ranks, in order."""
-        self._write("write_export", export, plan)
-
-    def adapter_manifests(self) -> list[Manifest]:
-        return self.call("adapter_manifest")
+        shared = ray.put(plan)
+        writing = [actor.write_export.remote(export, shared, source) for source, actor in enumerate(self.ranks)]
+        self.wait("export", writing)
 
     def write_adapter_export(self, export: Export, plan: WeightPlan) -> None:
         """The same for a PEFT export's file, with a plan from adapter_manifests."""
-        self._write("write_adapter_export", export, plan)
-
-    def _write(self, method: str, export: Export, plan: WeightPlan) -> None:
         shared = ray.put(plan)
-        wait_for(
-            {
-                name: actor.call.remote(method, export, shared, rank)
-                for rank, (name, actor) in enumerate(self.actors.items())
-            },
-            doing="export",
-            timeout_seconds=self._timeout,
-            error=RankError,
-            watch=self.watch,
-        )
+        writing = [actor.write_adapter_export.remote(export, shared, source) for source, actor in enumerate(self.ranks)]
+        self.wait("export", writing)
 
-    def load_batch(self, batches: Sequence[RankBatch]) -> None:
-        """Hands each data rank its part of the step; ranks of one data rank read one shared object."""
-        shared = [ray.put(batch) for batch in batches]
-        wait_for(
-            {
-                name: actor.call.remote("load_batch", shared[self._data_rank[name]])
-                for name, actor in self.actors.items()
-            },
-            doing="load_batch",
-            timeout_seconds=self._timeout,
-            error=RankError,
-            watch=self.watch,
-        )
+    def save(self, directory: Path) -> list[SavedFile]:
+        """Every rank writes its part of the training state. Returns all files that were written."""
+        written = self.wait("save", [actor.save.remote(directory) for actor in self.ranks])
+        return list(chain.from_iterable(written))
+
+    def load(self, directory: Path) -> None:
+        """Replaces the training state by a saved one, of any layout."""
+        self.wait("load", [actor.load.remote(directory) for actor in self.ranks])
 
     @property
     def away(self) -> bool:
@@ -123,8 +112,10 @@ class TrainRanks:
         return bool(self._away)
 
     def release(self, keep: Collection[str] = ()) -> None:
-        """Moves the parts named in train.offload to host memory, but those to keep: engines on the same devices then
-        have room. They stay there until `restore`."""
+        """Moves the parts named in train.offload, except `keep`, to host memory until `restore`.
+
+        Engines on the same devices then have room.
+        """
         self._release([part for part in self._offload if part not in keep])
 
     def restore(self) -> None:
@@ -133,14 +124,14 @@ class TrainRanks:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Inside it, the parts named in train.offload are in host memory; afterwards nothing is."""
+        """Inside, the parts named in train.offload are in host memory; afterwards nothing is."""
         self.release()
         yield
         self.restore()
 
     @contextmanager
     def needed(self, parts: Collection[str] | None = None) -> Iterator[None]:
-        """Inside it, these parts (all of them, by default) are where they can be used; afterwards where they were."""
+        """Inside, these parts (by default all) are on the device; afterwards they are where they were."""
         away = [part for part in self._away if parts is None or part in parts]
         self._restore(away)
         yield
@@ -148,10 +139,104 @@ class TrainRanks:
 
     def _release(self, parts: Sequence[str]) -> None:
         if parts:
-            self._away |= set(parts)  # also if the wait is given up: it goes on, and is undone by a restore after it
-            self.call("release", parts)
+            self._away |= set(parts)  # before the wait: ranks go on when it is given up; `restore` undoes it
+            self.wait("release", [actor.release.remote(parts) for actor in self.ranks])
 
     def _restore(self, parts: Sequence[str]) -> None:
         if parts:
-            self.call("restore", parts)
+            self.wait("restore", [actor.restore.remote(parts) for actor in self.ranks])
             self._away -= set(parts)
+
+    def _wait(self, answers: Mapping[str, ray.ObjectRef[Any]], doing: str, timeout_seconds: float) -> dict[str, Any]:
+        return wait_for(answers, doing=doing, timeout_seconds=timeout_seconds, error=RankError, watch=self.watch)
+
+
+class Policy(TrainRanks):
+    """The ranks of GRPO or PPO."""
+
+    actor_class = RankActor
+
+    def __init__(
+        self, runtime: Runtime, recipe: Recipe, model_directory: Path, critic_directory: Path | None = None
+    ) -> None:
+        """critic_directory: of a recipe with a critic; by default it starts from the policy's model."""
+        super().__init__(runtime, recipe, model_directory)
+        if recipe.algorithm.critic is not None:
+            directory = str((critic_directory or model_directory).absolute())
+            self.wait("add_critic", [rank.add_critic.remote(directory) for rank in self.ranks])
+
+    def compute_old_logprobs(self) -> None:
+        """Logprobs of the loaded batch under the policy as it is before the update; they stay on the ranks."""
+        self.wait("compute_old_logprobs", [rank.compute_old_logprobs.remote() for rank in self.ranks])
+
+    def use_rollout_logprobs_as_old(self) -> None:
+        """Instead of compute_old_logprobs: ratios will be to what the engines sampled from."""
+        self.wait("use_rollout_logprobs_as_old", [rank.use_rollout_logprobs_as_old.remote() for rank in self.ranks])
+
+    def compute_reference_logprobs(self) -> None:
+        """Logprobs of the loaded batch under the reference policy; they stay on the ranks."""
+        self.wait("compute_reference_logprobs", [rank.compute_reference_logprobs.remote() for rank in self.ranks])
+
+    def token_kl(self, lengths: np.ndarray) -> Ragged:
+        """KL estimates against the reference, by response token. Old and reference logprobs must have been computed.
+
+        lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
+        """
+        return _ragged(self.wait("token_kl", [rank.token_kl.remote() for rank in self.ranks]), lengths)
+
+    def update(self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float, step: int) -> StepMetrics:
+        """All minibatches and epochs over the loaded batch.
+
+        advantages: float [rows], or by response token. kl_coefficient: of the loss term. step: seeds random choices.
+        """
+        updates = [rank.update.remote(advantages, lr, kl_coefficient, step) for rank in self.ranks]
+        return _only(self.wait("update", updates))
+
+    def compute_values(self) -> None:
+        """The critic's estimates for the loaded batch, before its update; they stay on the ranks."""
+        self.wait("compute_values", [rank.compute_values.remote() for rank in self.ranks])
+
+    def token_values(self, lengths: np.ndarray) -> Ragged:
+        """The critic's estimates by response token: of the return from that token on, before it was chosen.
+
+        lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
+        """
+        return _ragged(self.wait("token_values", [rank.token_values.remote() for rank in self.ranks]), lengths)
+
+    def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics:
+        """All minibatches and epochs over the loaded batch, towards these returns. The policy stays as it is."""
+        return _only(self.wait("update_critic", [rank.update_critic.remote(returns, lr) for rank in self.ranks]))
+
+    def update_reference(self) -> None:
+        """Moves the reference towards the policy by the recipe's share."""
+        self.wait("update_reference", [rank.update_reference.remote() for rank in self.ranks])
+
+
+class SftRanks(TrainRanks):
+    """The ranks of supervised fine-tuning."""
+
+    actor_class = SftActor
+
+    def update(self, batches: Sequence[RankBatch], lr: float) -> SftUpdate:
+        """One optimizer step on `batches`, one for each data rank."""
+        self.load_batch(batches)
+        return _only(self.wait("update", [rank.update.remote(lr) for rank in self.ranks]))
+
+    def evaluate(self, batches: Sequence[RankBatch]) -> TokenLoss:
+        """Loss of `batches`, one for each data rank, without training on them."""
+        self.load_batch(batches)
+        return _only(self.wait("evaluate", [rank.evaluate.remote() for rank in self.ranks]))
+
+
+def _only(answers: Sequence[Any]) -> Any:
+    """The answer of the one rank that has it."""
+    return next(answer for answer in answers if answer is not None)
+
+
+def _ragged(parts: Sequence[TokenNumbers | None], lengths: np.ndarray) -> Ragged:
+    """Numbers by token, which the ranks hold in parts."""
+    ragged = ragged_zeros(lengths, np.float32)
+    for part in parts:
+        if part is not None:
+            ragged.values[ragged.offsets[part.rows] + part.index] = part.values
+    return ragged

@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
-from megagrpo.cluster.policy import Policy
 from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem, RankError, RecipeError, WeightSyncError
 from megagrpo.recipe.defaults import sync_directory

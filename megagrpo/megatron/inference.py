@@ -8,8 +8,7 @@ from typing import Literal
 
 import torch
 
-from megagrpo.batching.join import joined
-from megagrpo.batching.microbatch import Microbatch
+from megagrpo.batching.rank_batches import Microbatch, joined_microbatches
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.packed import PackedTensors, pack
 from megagrpo.megatron.response import ResponseTokens, response_tokens, share_out
@@ -41,7 +40,7 @@ def inference_batch(
     device: torch.device,
 ) -> InferenceBatch:
     """Joins up to `at_once` of training's microbatches. responses: theirs, or none."""
-    groups = joined(len(microbatches), at_once, layout)
+    groups = joined_microbatches(len(microbatches), at_once, layout)
     whole = [Microbatch(tuple(s for i in group for s in microbatches[i].sequences)) for group in groups]
     packed = [pack(each, layout=layout, context_rank=context_rank, device=device) for each in whole]
     if not responses:

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megagrpo.batching.microbatch import RankBatch
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.integrity import SavedFile
 from megagrpo.layout.parallel import RankCoordinates, rank_grid
 from megagrpo.megatron import process

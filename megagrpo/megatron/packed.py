@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megagrpo.batching.microbatch import Microbatch
+from megagrpo.batching.rank_batches import Microbatch
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.buckets import AttentionPlan, plan_attention
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megagrpo.algorithm.kl import kl_estimate
 from megagrpo.algorithm.objective import ObjectiveSettings
 from megagrpo.algorithm.ragged import Ragged
-from megagrpo.batching.microbatch import RankBatch
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.integrity import SavedFile
 from megagrpo.errors import Problem, RankError
 from megagrpo.megatron.critic import Critic, stored_values

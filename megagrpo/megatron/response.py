@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megagrpo.algorithm.sequences import Sequences
-from megagrpo.batching.microbatch import Microbatch
+from megagrpo.batching.rank_batches import Microbatch
 from megagrpo.megatron.packed import PackedTensors
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megagrpo.batching.microbatch import RankBatch
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.megatron.forward_backward import forward, forward_backward
 from megagrpo.megatron.minibatch import Minibatch
 from megagrpo.megatron.model_rank import ModelRank

@@ -9,8 +9,7 @@ import numpy as np
 
 from megagrpo.algorithm.advantage import AdvantageInputs
 from megagrpo.algorithm.ragged import ragged_zeros
-from megagrpo.batching.microbatch import RankBatch
-from megagrpo.batching.rank_batches import make_rank_batches
+from megagrpo.batching.rank_batches import RankBatch, make_rank_batches
 from megagrpo.recipe.passes import kl_in_reward, needs_old_logprobs, policy_learns
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.sequences import train_sequences

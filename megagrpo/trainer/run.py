@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megagrpo.batching.work import Work
-from megagrpo.cluster.policy import Policy
 from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
 from megagrpo.recipe.schema import Recipe

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +63,11 @@ def save(ranks: TrainRanks, store: CheckpointStore, state: TrainerState) -> Path
     """Writes a complete checkpoint of `state.step`. Raises CheckpointError; older ones are then untouched."""
     directory = store.begin(state.step)
     try:
-        written = ranks.call("save", directory)
+        written = ranks.save(directory)
     except MegagrpoError:
         store.abandon(state.step)
         raise
-    return store.commit(state, chain.from_iterable(written)).path
+    return store.commit(state, written).path
 
 
 def export(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megagrpo.algorithm.advantage import AdvantageInputs
-from megagrpo.batching.microbatch import TrainSequence
+from megagrpo.batching.rank_batches import TrainSequence
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.schema import Recipe
 from megagrpo.types import Group, Prompt, Sample

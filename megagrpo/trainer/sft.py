@@ -10,15 +10,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo.algorithm.learning_rate import learning_rate
-from megagrpo.batching.microbatch import RankBatch, TrainSequence
-from megagrpo.batching.pack import imbalance, packing_efficiency
-from megagrpo.batching.rank_batches import make_rank_batches
+from megagrpo.batching.rank_batches import RankBatch, TrainSequence, imbalance, make_rank_batches, packing_efficiency
 from megagrpo.batching.work import Work, work_of
 from megagrpo.checkpoint.store import CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster import runtime
-from megagrpo.cluster.sft_ranks import SftRanks
 from megagrpo.cluster.shared_files import check_files
+from megagrpo.cluster.train_ranks import SftRanks
 from megagrpo.data.cursor import Cursor
 from megagrpo.data.messages import Example, Examples, load_examples
 from megagrpo.preflight.preflight import Preflight
@@ -92,7 +90,7 @@ def _sft(checked: Preflight[SftRecipe], store: CheckpointStore, stopping: Stoppi
             ranks = SftRanks(ray, recipe, model)
             closing.callback(ranks.close)
             if resumed:
-                ranks.call("load", resumed.rank_directory)
+                ranks.load(resumed.rank_directory)
         clock, work = PhaseClock(), work_of(checked.architecture)
         run = Run(recipe, steps, cursor, held_out.examples, ranks, clock, work, stopping)
         _run_steps(run, done, unlogged, store, tracker)

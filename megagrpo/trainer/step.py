@@ -11,7 +11,7 @@ from megagrpo.algorithm.advantage import Advantages, compute_advantages, groups_
 from megagrpo.algorithm.kl_coefficient import next_coefficient
 from megagrpo.algorithm.learning_rate import learning_rate
 from megagrpo.algorithm.mismatch import Mismatch
-from megagrpo.batching.microbatch import RankBatch
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.recipe.passes import kl_in_reward, policy_learns, reads_batch
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.batch import load_batch, with_kl_and_values

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.batching.microbatch import RankBatch
-from megagrpo.batching.pack import imbalance, packing_efficiency
+from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficiency
 from megagrpo.data.cursor import Cursor
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.sampling import Sampled, with_signal

@@ -11,9 +11,9 @@ from megagrpo.batching.work import work_of
 from megagrpo.checkpoint.store import CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster import runtime
-from megagrpo.cluster.policy import Policy
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.shared_files import check_files
+from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
 from megagrpo.errors import MismatchError, Problem
@@ -113,7 +113,7 @@ def _train(checked: Preflight[Recipe], store: CheckpointStore, stopping: Stoppin
             policy = Policy(ray, placed, model, critic)
             closing.callback(policy.close)
             if resumed:
-                policy.call("load", resumed.rank_directory)
+                policy.load(resumed.rank_directory)
             policy.release()
             rollouts = early or start_engines()
             rollouts.wait_until_ready()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megagrpo.batching.microbatch import Microbatch, TrainSequence
+from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
 from megagrpo.megatron.config import transformer_config

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 import transformers
 
-from megagrpo.batching.microbatch import RankBatch, TrainSequence
-from megagrpo.batching.rank_batches import make_rank_batches
+from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megagrpo.batching.microbatch import RankBatch
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.grpo_case import LR, StepResult, assemble, reference_of
 from tests.rank_group import CALL_SECONDS, run_ranks

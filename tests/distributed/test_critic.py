@@ -15,7 +15,7 @@ import transformers
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megagrpo.algorithm.ragged import Ragged
-from megagrpo.batching.microbatch import RankBatch, TrainSequence
+from megagrpo.batching.rank_batches import RankBatch, TrainSequence
 from megagrpo.checkpoint.integrity import describe
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.batching.microbatch import RankBatch
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.convert.convert import to_hugging_face
 from megagrpo.convert.merge_lora import merge_lora
 from megagrpo.layout.parallel import ParallelLayout

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.batching.microbatch import RankBatch
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.trainer.mismatch import mismatch_record
 from megagrpo.trainer.sequences import group_of_row, train_sequences

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.batching.microbatch import Microbatch
+from megagrpo.batching.rank_batches import Microbatch
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import model, process
 from megagrpo.megatron.attention import PackedAttention

@@ -57,7 +57,7 @@ def count(directory: Path, train: TrainConfig) -> tuple[int, int]:
     import torch.distributed as dist
     from torch.utils.flop_counter import FlopCounterMode
 
-    from megagrpo.batching.microbatch import Microbatch, TrainSequence
+    from megagrpo.batching.rank_batches import Microbatch, TrainSequence
     from megagrpo.layout.parallel import rank_grid
     from megagrpo.megatron import process
     from megagrpo.megatron.forward_backward import forward, forward_backward

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megagrpo.batching.microbatch import RankBatch
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
 from tests.distributed.grpo_case import LR, assemble, load_reference, make_batches, make_case, make_recipe

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.batching.microbatch import RankBatch, TrainSequence
-from megagrpo.batching.rank_batches import make_rank_batches
+from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
 from megagrpo.convert.merge_lora import merge_lora
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import SftRecipe

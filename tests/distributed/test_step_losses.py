@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megagrpo.algorithm.ragged import Ragged
-from megagrpo.batching.microbatch import RankBatch
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.grpo_case import Case, assemble, load_reference, make_batches, make_case, make_recipe

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megagrpo.batching.microbatch import RankBatch, count_response_tokens
+from megagrpo.batching.rank_batches import RankBatch, count_response_tokens
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.grpo_case import (

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megagrpo.batching.microbatch import RankBatch
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.grpo_case import (

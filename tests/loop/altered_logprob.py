@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from megagrpo import cli
-from megagrpo.batching.microbatch import TrainSequence
+from megagrpo.batching.rank_batches import TrainSequence
 from megagrpo.trainer import batch
 from megagrpo.types import Group
 

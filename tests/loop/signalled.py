@@ -16,25 +16,25 @@ from megagrpo import cli
 from megagrpo.cluster.train_ranks import TrainRanks
 
 AFTER_SECONDS = 0.1
-true_call = TrainRanks.call
+true_wait = TrainRanks.wait
 
 
 def main(name: str, call: str, nth: str, *command: str) -> int:
     left = int(nth)
 
-    def signalled_call(ranks: TrainRanks, method: str, *arguments: Any) -> Any:
+    def signalled_wait(ranks: TrainRanks, doing: str, answers: Any) -> Any:
         nonlocal left
-        left -= method == call
-        if method != call or left:
-            return true_call(ranks, method, *arguments)
+        left -= doing == call
+        if doing != call or left:
+            return true_wait(ranks, doing, answers)
         timer = Timer(AFTER_SECONDS, os.kill, (os.getpid(), signal.Signals[name]))
         timer.start()
         try:
-            return true_call(ranks, method, *arguments)
+            return true_wait(ranks, doing, answers)
         finally:
             timer.join()
 
-    TrainRanks.call = signalled_call
+    TrainRanks.wait = signalled_wait
     return cli.main(command)
 
 

@@ -12,8 +12,8 @@ import pytest
 import ray
 
 from megagrpo.cluster import runtime, weight_sync
-from megagrpo.cluster.policy import Policy
 from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.errors import WeightSyncError
 from megagrpo.recipe.schema import Recipe

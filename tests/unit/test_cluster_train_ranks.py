@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 
-from megagrpo.cluster.policy import Policy
+from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.trainer import train
 from megagrpo.types import Group, Prompt
@@ -40,10 +42,10 @@ class OnDevice(Policy):
     def __init__(self, device: Device) -> None:
         self._offload, self._away, self.device = [*PARTS], set(), device
         self.updates = FakePolicy()
+        moves = {method: SimpleNamespace(remote=partial(device.move, method)) for method in ("release", "restore")}
+        self.actors = {"train rank 0": SimpleNamespace(**moves)}
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        if method in ("release", "restore"):
-            self.device.move(method, *arguments)
+    def wait(self, doing: str, answers: Sequence[Any]) -> list[Any]:
         return []
 
     def update(self, *arguments: Any) -> Any:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.batching.microbatch import Microbatch, TrainSequence
+from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import attend
 from megagrpo.megatron.buckets import PADDING_ALWAYS_ALLOWED

@@ -1,4 +1,4 @@
-"""Packing and balancing: nothing lost, nothing too full, every rank in step, and nobody waits long."""
+"""Packing, balancing and joining: nothing lost, nothing too full, every rank in step and about equally busy."""
 
 from collections import Counter
 
@@ -9,12 +9,20 @@ from hypothesis import strategies as st
 
 from megagrpo.batching import balance
 from megagrpo.batching.balance import share_over_ranks, spread_evenly
-from megagrpo.batching.microbatch import TrainSequence
-from megagrpo.batching.pack import first_fit_decreasing, imbalance, packing_efficiency, padded_lengths
-from megagrpo.batching.rank_batches import make_rank_batches
-from megagrpo.batching.work import Work
+from megagrpo.batching.rank_batches import (
+    TrainSequence,
+    first_fit_decreasing,
+    imbalance,
+    joined_microbatches,
+    make_rank_batches,
+    packing_efficiency,
+    padded_lengths,
+)
+from megagrpo.batching.work import Work, work_of
 from megagrpo.errors import RecipeError
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.weights.families import read_architecture, tensors_of
+from tests.tiny_models import make_model
 
 LAYOUTS = [
     ParallelLayout(),
@@ -37,6 +45,17 @@ def sequences_of(lengths, prompt=2):
     ]
 
 
+def batches_of(lengths, layout, minibatches=1, capacity=64, seed=0, **work):
+    return make_rank_batches(
+        sequences_of(lengths),
+        layout=layout,
+        minibatches=minibatches,
+        tokens_per_microbatch=capacity,
+        seed=seed,
+        **work,
+    )
+
+
 @settings(max_examples=150)
 @given(
     st.lists(st.integers(2, 60), max_size=40),
@@ -46,9 +65,7 @@ def sequences_of(lengths, prompt=2):
     st.integers(0, 9),
 )
 def test_every_sequence_is_trained_on_once_and_all_ranks_keep_step(lengths, layout, minibatches, capacity, seed):
-    sequences = sequences_of(lengths)
-    arguments = {"layout": layout, "minibatches": minibatches, "tokens_per_microbatch": capacity, "seed": seed}
-    batches = make_rank_batches(sequences, **arguments)
+    batches = batches_of(lengths, layout, minibatches, capacity, seed)
     assert len(batches) == layout.data
     rows = Counter(row for b in batches for mini in b.minibatches for micro in mini for row in micro.rows)
     assert rows == Counter(range(len(lengths)))
@@ -75,11 +92,7 @@ def test_minibatches_are_the_same_in_every_layout(lengths, minibatches, seed):
             for m in range(minibatches)
         )
         for layout in LAYOUTS
-        for batches in [
-            make_rank_batches(
-                sequences_of(lengths), layout=layout, minibatches=minibatches, tokens_per_microbatch=80, seed=seed
-            )
-        ]
+        for batches in [batches_of(lengths, layout, minibatches, 80, seed)]
     }
     assert len(members) == 1
     sizes = [len(rows) for rows in members.pop()]
@@ -100,8 +113,7 @@ def test_first_fit_decreasing_respects_capacity_and_its_bound(lengths, capacity)
 def test_work_is_even_over_data_ranks():
     lengths = np.random.default_rng(0).integers(16, 2048, 512)
     layout, work = ParallelLayout(data=8), Work(linear=1.0, quadratic=1 / 4096)
-    arguments = {"layout": layout, "minibatches": 2, "tokens_per_microbatch": 8192, "seed": 0}
-    batches = make_rank_batches(sequences_of(lengths), **arguments, work=work)
+    batches = batches_of(lengths, layout, 2, 8192, work=work)
     loads = np.array(
         [
             [
@@ -119,28 +131,20 @@ def test_work_is_even_over_data_ranks():
 
 def test_many_short_sequences_are_batched_without_the_slower_way(monkeypatch):
     monkeypatch.setattr(balance, "_largest_differencing", lambda cost, bins: pytest.fail("differencing takes seconds"))
-    sequences = sequences_of(np.random.default_rng(0).integers(9, 20, 256))
-    arguments = {"layout": ParallelLayout(data=2), "minibatches": 1, "tokens_per_microbatch": 8192, "seed": 0}
-    batches = make_rank_batches(sequences, **arguments)
+    batches = batches_of(np.random.default_rng(0).integers(9, 20, 256), ParallelLayout(data=2), capacity=8192)
     tokens = [b.minibatches[0][0].tokens for b in batches]
     assert len(batches[0].minibatches[0]) == 1
     assert abs(tokens[0] - tokens[1]) <= 20
 
 
 def test_more_ranks_than_sequences_gives_idle_microbatches():
-    batches = make_rank_batches(
-        sequences_of([5, 9]), layout=ParallelLayout(data=4), minibatches=1, tokens_per_microbatch=64, seed=0
-    )
+    batches = batches_of([5, 9], ParallelLayout(data=4))
     assert sorted(micro.rows for b in batches for micro in b.minibatches[0]) == [(), (), (0,), (1,)]
 
 
 def test_a_pipeline_gets_microbatches_enough_to_keep_its_stages_busy():
     def counts(sequences, **sizes):
-        layout = ParallelLayout(**sizes)
-        batches = make_rank_batches(
-            sequences_of([9] * sequences), layout=layout, minibatches=1, tokens_per_microbatch=8192, seed=0
-        )
-        return [len(b.minibatches[0]) for b in batches]
+        return [len(b.minibatches[0]) for b in batches_of([9] * sequences, ParallelLayout(**sizes), capacity=8192)]
 
     assert counts(64) == [1]
     assert counts(64, pipeline=3) == [6]
@@ -151,9 +155,7 @@ def test_a_pipeline_gets_microbatches_enough_to_keep_its_stages_busy():
 
 def test_a_sequence_longer_than_a_microbatch_is_refused_not_dropped():
     with pytest.raises(RecipeError, match="tokens_per_microbatch"):
-        make_rank_batches(
-            sequences_of([65, 4]), layout=ParallelLayout(), minibatches=1, tokens_per_microbatch=64, seed=0
-        )
+        batches_of([65, 4], ParallelLayout())
 
 
 def test_sequences_that_fit_only_when_packed_tightly_still_fit():
@@ -161,9 +163,7 @@ def test_sequences_that_fit_only_when_packed_tightly_still_fit():
     lengths = np.array([5, 5, 4, 3, 3])
     work = Work(linear=0.0, quadratic=1.0)  # 25 + 16 against 25 + 9 + 9
     assert max(lengths[filled].sum() for filled in spread_evenly(work.of(lengths), 2)) > 10
-    batches = make_rank_batches(
-        sequences_of(lengths), layout=ParallelLayout(), minibatches=1, tokens_per_microbatch=10, seed=0, work=work
-    )
+    batches = batches_of(lengths, ParallelLayout(), capacity=10, work=work)
     assert [micro.tokens for micro in batches[0].minibatches[0]] == [10, 10]
 
 
@@ -209,3 +209,46 @@ def test_ranks_differ_by_no_more_than_the_bins_of_some_round(ranks, rounds, rand
     assert max(loads) - min(loads) <= max(max(values) - min(values) for values in by_round)
     for k, values in enumerate(by_round):  # the k-th bins of all ranks are one round
         assert sorted((costs[share[k]] for share in shares), reverse=True) == values
+
+
+# --- joining for passes without gradients -----------------------------------------------------------------------------
+
+
+@given(st.integers(0, 40), st.integers(1, 12))
+def test_every_microbatch_is_in_one_part_that_is_not_too_large(count, at_once):
+    parts = joined_microbatches(count, at_once, ParallelLayout(data=2))
+    assert [i for part in parts for i in part] == list(range(count))
+    assert all(1 <= len(part) <= at_once for part in parts)
+    assert len(parts) == -(-count // at_once)
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_a_pipeline_is_kept_busy_and_gets_rounds_of_its_stages(rounds, at_once):
+    layout = ParallelLayout(pipeline=3, virtual_pipeline=2)
+    parts = joined_microbatches(3 * rounds, at_once, layout)
+    assert [i for part in parts for i in part] == list(range(3 * rounds))
+    assert len(parts) % 3 == 0
+    assert len(parts) >= min(3 * rounds, 6)
+    assert max(map(len, parts)) <= at_once
+
+
+# --- estimated work ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe", "deepseek_v3"])
+def test_every_matrix_that_a_token_meets_counts_twice(family, tmp_path):
+    arch = read_architecture(make_model(family, tmp_path / family))
+    weights = 0.0
+    for tensor in tensors_of(arch):
+        if len(tensor.shape) < 2 or tensor.role == "embedding":
+            continue
+        share = arch.experts.per_token / arch.experts.count if tensor.expert is not None else 1
+        weights += np.prod(tensor.shape) * share
+    if arch.tied_embeddings:
+        weights += arch.vocab * arch.hidden
+    assert work_of(arch).linear == pytest.approx(2 * weights)
+
+
+def test_attention_counts_half_of_all_pairs():
+    work = Work(linear=0.0, quadratic=3.0)
+    np.testing.assert_array_equal(work.of(np.array([1, 10])), [3.0, 300.0])
