@@ -13,7 +13,7 @@ from megagrpo.errors import MegagrpoError, PreflightError, Problem
 
 if TYPE_CHECKING:
     from megagrpo.convert.convert import Converted
-    from megagrpo.data.prepared import Prepared
+    from megagrpo.data.prepare import Prepared
 
 EXIT_DIFFERENT = 1
 EXIT_WRONG = 1
@@ -129,13 +129,13 @@ def doctor(asked: argparse.Namespace) -> int:
 
 
 def prepare_gsm8k(asked: argparse.Namespace) -> int:
-    from megagrpo.data.prepare_gsm8k import prepare
+    from megagrpo.data.prepare import prepare_gsm8k as prepare
 
     return _report(prepare(asked.source, asked.output))
 
 
 def prepare_jsonl(asked: argparse.Namespace) -> int:
-    from megagrpo.data.prepare_jsonl import prepare
+    from megagrpo.data.prepare import prepare_jsonl as prepare
 
     prepared = prepare(
         asked.source,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeGuard, TypeVar
 
 import numpy as np
 
-from megagrpo.data.order import permutation
+from megagrpo.data.mixture import permutation
 from megagrpo.errors import DataError, Problem
 
 
@@ -32,10 +32,10 @@ AnyItem = TypeVar("AnyItem", bound=Item)
 
 
 class Cursor(Generic[AnyItem]):
-    """Epoch after epoch over `prompts`, each a permutation drawn from (seed, epoch).
+    """Goes over `prompts` epoch after epoch, each in a permutation drawn from (seed, epoch).
 
-    Invariant: 0 <= position < len(prompts), and (epoch, position, what is set aside) with the constructor's arguments
-    decide everything that follows; nothing else is remembered.
+    Invariant: 0 <= position < len(prompts). The constructor's arguments, epoch, position and what is set aside are the
+    whole state.
     """
 
     def __init__(self, prompts: Sequence[AnyItem], *, seed: int, shuffle: bool = True) -> None:
@@ -83,7 +83,7 @@ class Cursor(Generic[AnyItem]):
         return _with_unique_ids(taken, Counter() if drawn is None else drawn)
 
     def set_aside(self, ids: Iterable[str]) -> None:
-        """Never draws these again. Ids are as `next` gave them; a prompt that the data hold twice goes altogether."""
+        """Never draws these again. Ids are as `next` gave them. Both copies of a prompt that the data hold twice go."""
         for name in ids:
             self._aside[self._rows_of(name)] = True
 
@@ -121,14 +121,14 @@ class Cursor(Generic[AnyItem]):
 
     @cached_property
     def _rows(self) -> dict[str, list[int]]:
-        """Where in the data each id is."""
+        """Indices of each id in the data."""
         rows: dict[str, list[int]] = {}
         for row, prompt in enumerate(self._prompts):
             rows.setdefault(prompt.id, []).append(row)
         return rows
 
     def _rows_of(self, name: str) -> list[int]:
-        """Of an id that `next` may have given a number."""
+        """Where the prompt of an id is, to which `next` may have appended a number."""
         return self._rows[name if name in self._rows else name.rpartition("+")[0]]
 
     def _advance(self, count: int) -> None:
@@ -166,7 +166,7 @@ def _packed(flags: np.ndarray) -> str:
 
 
 def _unpacked(text: object, count: int) -> np.ndarray | None:
-    """The inverse, bool [count]; of an empty text, none is set. None if it is no such text."""
+    """The inverse, bool [count]; no flag is set for an empty text. None for a text that `_packed` did not make."""
     if text == "":
         return np.zeros(count, bool)
     try:

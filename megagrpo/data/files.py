@@ -59,7 +59,7 @@ def brief(value: object) -> str:
 
 
 def column_problem(path: Path, column: str, present: Iterable[str], documentation: str = "docs/data.md") -> Problem:
-    """`column` is not in the file: say which are, and which of them looks like a misspelling."""
+    """`column` is not in the file: names the columns that are, and a likely misspelling among them."""
     names = list(present)
     near = difflib.get_close_matches(column, names, n=1)
     return Problem(
@@ -71,7 +71,7 @@ def column_problem(path: Path, column: str, present: Iterable[str], documentatio
 
 
 def near_file(path: Path) -> Path | None:
-    """What lies beside a missing file and is called nearly the same."""
+    """A file beside a missing one whose name is nearly the same."""
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=1)
     return path.parent / near[0] if near else None
@@ -134,12 +134,12 @@ def _raise_path_problem(path: Path) -> None:
         raise DataError(problem)
 
 
-def _unreadable(path: Path, reason: BaseException, after_row: int | None = None) -> DataError:
+def _unreadable(path: Path, error: BaseException, after_row: int | None = None) -> DataError:
     after = "" if after_row is None else f" from row {after_row} on"
     return DataError(
         Problem(
             where=f"{path}: cannot be read as parquet{after}",
-            given=str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__,
+            given=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
             needed="a whole parquet file",
             fix="write or download it again; it may be truncated",
         )
@@ -149,8 +149,8 @@ def _unreadable(path: Path, reason: BaseException, after_row: int | None = None)
 def _open_parquet(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as reason:
-        raise _unreadable(path, reason) from None
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from None
 
 
 def _parquet_records(path: Path, wanted: Iterable[str] | None) -> Iterator[tuple[int, Record | Problem]]:
@@ -162,8 +162,8 @@ def _parquet_records(path: Path, wanted: Iterable[str] | None) -> Iterator[tuple
     while True:
         try:
             batch = next(batches, None)
-        except (pa.ArrowException, OSError) as reason:
-            raise _unreadable(path, reason, after_row=number) from None
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(path, error, after_row=number) from None
         if batch is None:
             return
         for record in _batch_records(batch, path, number):
@@ -181,8 +181,8 @@ def _batch_records(batch: pa.RecordBatch, path: Path, first: int) -> list[Any]:
 def _batch_record(batch: pa.RecordBatch, index: int, path: Path, first: int) -> Record | Problem:
     try:
         return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
-    except UnicodeDecodeError as reason:
-        return _not_utf8(place(path, first + index), reason)
+    except UnicodeDecodeError as error:
+        return _not_utf8(place(path, first + index), error)
 
 
 def _jsonl_records(path: Path) -> Iterator[tuple[int, Record | Problem]]:
@@ -195,19 +195,19 @@ def _jsonl_records(path: Path) -> Iterator[tuple[int, Record | Problem]]:
 def _json_record(line: bytes, where: str) -> Record | Problem:
     try:
         record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as reason:
-        return _not_utf8(where, reason)
-    except (ValueError, RecursionError) as reason:
-        return Problem(f"{where}: not valid JSON", given=str(reason), needed="one JSON object per line")
+    except UnicodeDecodeError as error:
+        return _not_utf8(where, error)
+    except (ValueError, RecursionError) as error:
+        return Problem(f"{where}: not valid JSON", given=str(error), needed="one JSON object per line")
     if not isinstance(record, dict):
         return Problem(f"{where}: not a JSON object", given=brief(record), needed="one JSON object per line")
     return record
 
 
-def _not_utf8(where: str, reason: UnicodeDecodeError) -> Problem:
+def _not_utf8(where: str, error: UnicodeDecodeError) -> Problem:
     return Problem(
         f"{where}: not UTF-8",
-        given=f"byte 0x{reason.object[reason.start]:02x} at position {reason.start}",
+        given=f"byte 0x{error.object[error.start]:02x} at position {error.start}",
         needed="UTF-8 text",
         fix="convert the file, for example with iconv -f latin1 -t utf-8",
     )

@@ -1,4 +1,4 @@
-"""Conversations to learn from: rendered by the chat template, and every token of the assistant's marked.
+"""Conversations to learn from: rendered by the chat template, with a mask over the assistant's tokens.
 
 messages   list of {role, content}   the first is not the assistant's, the last one is
 """
@@ -15,17 +15,16 @@ import numpy as np
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from megagrpo.data.checking import RowSchema, look, read
 from megagrpo.data.files import Findings, Record, brief, place
 from megagrpo.data.mixture import FileCount, mix
-from megagrpo.data.prompts import RENDER_ERRORS, encode, first_line, template_error
-from megagrpo.data.rows import given_fields, message_problems
+from megagrpo.data.prompts import BATCH_ROWS, RENDER_ERRORS, refusal, template_error
+from megagrpo.data.rows import RowSchema, given_fields, message_problems, quick_look, read
 from megagrpo.errors import DataError, Problem
 from megagrpo.recipe.schema import DataFileConfig
+from megagrpo.tokenizer import encode
 
 Messages = Sequence[Mapping[str, Any]]
 Overlong = Literal["drop", "truncate", "error"]
-BATCH_ROWS = 1024
 SHOWN_CHARACTERS = 30
 
 
@@ -39,10 +38,10 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rendered text, and whether the assistant says it."""
+    """Rendered text, and whether it is the assistant's."""
 
     text: str
-    said: bool
+    assistants: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +66,8 @@ class Examples:
 
 
 def file_problems(path: Path) -> list[Problem]:
-    """A quick look, whatever the file's size: that it opens, its columns, its first rows. Raises nothing."""
-    return look(path, CONVERSATION_ROWS)
+    """A quick look at a file of conversations."""
+    return quick_look(path, CONVERSATION_ROWS)
 
 
 def load_examples(
@@ -103,7 +102,7 @@ def _examples_of(
     overlong: Overlong,
     template_arguments: Mapping[str, Any],
 ) -> tuple[list[Example], int, int]:
-    """Examples of one file, its rows, and the over-long ones among these."""
+    """Examples of one file, its rows, and the over-long ones among them."""
     conversations = read(path, CONVERSATION_ROWS)
     findings = Findings(path)
     examples: list[Example] = []
@@ -135,7 +134,7 @@ def _examples_of(
 
 
 class NotAPrefixError(Exception):
-    """The template renders the beginning of a conversation in another way than the same messages inside it."""
+    """The template renders the first messages of a conversation differently when others follow them."""
 
     cause = "the chat template changes earlier messages when later ones follow"
     beginning_is = "as it is up to this message"
@@ -158,7 +157,7 @@ class NotAPrefixError(Exception):
 
 
 class PromptNotAPrefixError(NotAPrefixError):
-    """The template begins an assistant's message in another way than the prompt for it: R1's prompts end in <think>."""
+    """The generation prompt is not how the template begins an assistant's message: R1's prompts end in <think>."""
 
     cause = "the generation prompt (add_generation_prompt) is not how the chat template writes this message"
     beginning_is = "as the assistant is prompted for it"
@@ -180,21 +179,19 @@ def _render(
         where = place(path, conversation.number)
         try:
             rendered.append(list(_pieces(conversation.messages, tokenizer, arguments)))
-        except TemplateSyntaxError as reason:
-            raise template_error(reason) from None
-        except NotAPrefixError as reason:
-            findings.add([reason.problem(where)])
-        except RENDER_ERRORS as reason:
-            refused = f"{where}: the chat template refuses the messages"
-            fix = "correct the row's messages, or the template"
-            findings.add([Problem(refused, given=first_line(reason), fix=fix)])
+        except TemplateSyntaxError as error:
+            raise template_error(error) from None
+        except NotAPrefixError as error:
+            findings.add([error.problem(where)])
+        except RENDER_ERRORS as error:
+            findings.add([refusal(where, error, "messages")])
     return rendered
 
 
 def _pieces(messages: Messages, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Iterator[Piece]:
-    """The rendered conversation in pieces.
+    """The rendered conversation, cut where the assistant's turns begin and end.
 
-    Raises NotAPrefixError unless each prompt that the assistant would be given is the beginning of the whole.
+    Raises NotAPrefixError unless each prompt that the assistant would be given is a beginning of the whole.
     """
 
     def render(until: int, prompt: bool) -> str:
@@ -215,17 +212,17 @@ def _pieces(messages: Messages, tokenizer: PreTrainedTokenizerBase, arguments: M
                 raise NotAPrefixError(beginning, whole, turn)
         if len(through) <= len(before):
             raise NotAPrefixError(before, through, turn)
-        yield Piece(whole[done : len(before)], said=False)
-        yield Piece(whole[len(before) : len(through)], said=True)
+        yield Piece(whole[done : len(before)], assistants=False)
+        yield Piece(whole[len(before) : len(through)], assistants=True)
         done = len(through)
 
 
 def _tokens(
     rendered: Sequence[Sequence[Piece]], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Of each conversation: tokens, int32 [tokens], and which are the assistant's, bool [tokens].
+    """Tokens of each conversation, int32 [tokens], and which of them are the assistant's, bool [tokens].
 
-    Each piece has tokens of its own, as when the assistant is asked: no token is part prompt and part response.
+    Pieces are encoded one by one, as when the assistant is asked: no token is part prompt and part response.
     """
     encoded = iter(encode(tokenizer, [piece.text for pieces in rendered for piece in pieces]))
     for pieces in rendered:
@@ -233,12 +230,13 @@ def _tokens(
         for piece in pieces:
             ids = next(encoded)
             tokens.append(np.array(ids, np.int32))
-            masks.append(_said(ids, tokenizer, special) if piece.said else np.zeros(len(ids), bool))
+            masks.append(_trained(ids, tokenizer, special) if piece.assistants else np.zeros(len(ids), bool))
         yield np.concatenate(tokens), np.concatenate(masks)
 
 
-def _said(ids: list[int], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]) -> np.ndarray:
-    """Which tokens of a turn the assistant has to say: not the white space that a template puts after its end."""
+def _trained(ids: list[int], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]) -> np.ndarray:
+    """bool [tokens]: which tokens of an assistant's turn are trained on. The white space that a template puts after the
+    turn's end token is not."""
     end = max((i for i, token in enumerate(ids, 1) if token in special), default=len(ids))
     after = str(tokenizer.decode(ids[end:])) if end < len(ids) else ""
     return np.arange(len(ids)) < (len(ids) if after.strip() else end)
@@ -262,7 +260,7 @@ def _row_problems(record: Record, where: str) -> list[Problem]:
             Problem(
                 f"{where}, messages[{len(messages) - 1}].role",
                 given=brief(messages[-1]["role"]),
-                needed="a last message of the assistant's: what to learn",
+                needed="a last message of the assistant's to learn from",
                 fix="leave out what comes after it",
             )
         )

@@ -1,22 +1,18 @@
-"""Several data files, each with an amount, as one list of prompts or examples."""
+"""Several data files, each with an amount, as one list: which rows of each an epoch takes, and in what order."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from megagrpo.data.order import permutation
-from megagrpo.data.prompts import Overlong, render
-from megagrpo.data.rows import read_rows
+from megagrpo.data.files import row_count
 from megagrpo.errors import DataError, Problem
 from megagrpo.recipe.schema import DataFileConfig
-from megagrpo.types import Prompt
 
 Amount = int | float | Literal["all"]
 AnyItem = TypeVar("AnyItem")
@@ -30,43 +26,6 @@ class FileCount:
     rows: int
     overlong: int
     used: int
-
-
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """The prompts of one epoch, file after file. A row that is taken twice is in it twice."""
-
-    prompts: tuple[Prompt, ...]
-    files: tuple[FileCount, ...]
-
-
-def load_mixture(
-    files: Sequence[DataFileConfig],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    tokens_max: int,
-    overlong: Overlong = "drop",
-    template_arguments: Mapping[str, Any] | None = None,
-    seed: int = 0,
-) -> Mixture:
-    """Read, render and mix. Amounts count the prompts that are left after over-long ones are dropped.
-
-    Raises DataError with the problems of all files.
-    """
-
-    def prompts_of(path: Path, label: str) -> tuple[Sequence[Prompt], int, int]:
-        rendered = render(
-            read_rows(path),
-            tokenizer,
-            path=path,
-            label=label,
-            tokens_max=tokens_max,
-            overlong=overlong,
-            template_arguments=template_arguments,
-        )
-        return rendered.prompts, rendered.rows, rendered.overlong
-
-    return Mixture(*mix(files, prompts_of, seed=seed))
 
 
 def mix(
@@ -95,6 +54,19 @@ def mix(
     return tuple(items), tuple(counts)
 
 
+def epoch_rows(files: Sequence[DataFileConfig]) -> int:
+    """Rows of one epoch, over-long ones included, from the files' row counts alone. Raises DataError for a file that
+    cannot be read."""
+    return sum(taken_count(row_count(Path(file.path)), file.amount) for file in files)
+
+
+def taken_count(available: int, amount: Amount) -> int:
+    """How many items an amount takes from a file that has `available`."""
+    if amount == "all":
+        return available
+    return amount if isinstance(amount, int) else round(amount * available)
+
+
 def take(available: int, amount: Amount, *, path: Path, key: tuple[int, ...] = (0,)) -> np.ndarray:
     """int64 indices of the items taken from a file that has `available`; the choice depends on `key` only.
 
@@ -103,26 +75,29 @@ def take(available: int, amount: Amount, *, path: Path, key: tuple[int, ...] = (
     """
     if amount == "all":
         return np.arange(available)
-    if isinstance(amount, int):
-        if amount > available:
-            raise DataError(
-                Problem(
-                    f"{path}: not enough rows",
-                    given=f"amount: {amount}",
-                    needed=f"at most {available}, the rows that are usable",
-                    fix=f"use amount: all, or a share such as {amount / available:.2f} to repeat rows",
-                )
-            )
-        copies, rest = 0, amount
-    else:
-        copies, rest = divmod(round(amount * available), available)
-    if copies + rest == 0:
+    count = taken_count(available, amount)
+    if isinstance(amount, int) and amount > available:
         raise DataError(
             Problem(
-                f"{path}: no row is taken", given=f"amount: {amount} of {available} rows", needed="at least one row"
+                f"{path}: not enough rows",
+                given=f"amount: {amount}",
+                needed=f"at most {available}, the rows that are usable",
+                fix=f"use amount: all, or a share such as {amount / available:.2f} to repeat rows",
             )
         )
+    if count == 0:
+        given = f"amount: {amount} of {available} rows"
+        raise DataError(Problem(f"{path}: no row is taken", given, needed="at least one row"))
+    copies, rest = (0, count) if isinstance(amount, int) else divmod(count, available)
     return np.concatenate([np.tile(np.arange(available), copies), np.sort(permutation(available, *key)[:rest])])
+
+
+def permutation(size: int, *key: int) -> np.ndarray:
+    """int64 [size], a permutation of 0..size-1 drawn from `key`: the same on every machine and with every numpy.
+
+    Sorts raw 64-bit draws: numpy promises the bit stream of PCG64, but not the algorithm of Generator.permutation.
+    """
+    return np.argsort(np.random.PCG64(np.random.SeedSequence(key)).random_raw(size), kind="stable")
 
 
 def file_labels(paths: Sequence[str]) -> list[str]:

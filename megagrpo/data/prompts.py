@@ -4,97 +4,93 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megagrpo.data.files import Findings, place
-from megagrpo.data.rows import Row
+from megagrpo.data.mixture import FileCount, mix
+from megagrpo.data.rows import Row, read_rows
 from megagrpo.errors import DataError, ModelError, Problem
+from megagrpo.recipe.schema import DataFileConfig
+from megagrpo.tokenizer import encode, first_line
 from megagrpo.types import Prompt
 
 Overlong = Literal["drop", "truncate_left", "error"]
 BATCH_ROWS = 1024
 
-# What a template can do to a message it did not expect: raise by itself, or use a value as what it is not.
+# What a template does with a message that it does not expect: it raises, or uses a value as what it is not.
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
-    """The prompts of one file, in its order. `overlong` counts the rows that were dropped or truncated."""
+class Mixture:
+    """The prompts of one epoch, file after file. A row that is taken twice is in it twice."""
 
     prompts: tuple[Prompt, ...]
-    rows: int
-    overlong: int
+    files: tuple[FileCount, ...]
 
 
-def load_tokenizer(
-    path: str, *, revision: str | None = None, chat_template: str | None = None
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or hub id, with `chat_template` (a Jinja file) in place of its own if given.
-
-    Raises ModelError if there is no tokenizer, no template, or a template that is not valid Jinja.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-    except Exception as reason:  # noqa: BLE001  the Rust tokenizers raise plain Exception for a bad tokenizer.json
-        raise ModelError(
-            Problem(
-                f"{path}: no usable tokenizer",
-                given=first_line(reason),
-                needed="a directory or hub id with tokenizer files (tokenizer.json, tokenizer_config.json)",
-                fix="check model.path, or set model.tokenizer",
-            )
-        ) from None
-    if chat_template is not None:
-        tokenizer.chat_template = _read_template(Path(chat_template))
-    if not tokenizer.chat_template:
-        raise ModelError(
-            Problem(
-                f"{path}: the tokenizer has no chat template",
-                needed="a Jinja template that turns messages into text",
-                fix="set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model",
-            )
-        )
-    return tokenizer
-
-
-def render(
-    rows: Sequence[Row],
+def load_mixture(
+    files: Sequence[DataFileConfig],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    path: Path,
-    label: str,
     tokens_max: int,
     overlong: Overlong = "drop",
     template_arguments: Mapping[str, Any] | None = None,
-) -> Rendered:
-    """Prompts of one file's rows. Each id is `label:number`; `path` is for error messages.
+    seed: int = 0,
+) -> Mixture:
+    """Read, render and mix. Amounts count the prompts that are left after over-long ones are dropped.
+
+    Raises DataError with the problems of all files, ModelError if the template is not valid Jinja.
+    """
+    read = partial(
+        _prompts_of,
+        tokenizer=tokenizer,
+        tokens_max=tokens_max,
+        overlong=overlong,
+        template_arguments=template_arguments or {},
+    )
+    return Mixture(*mix(files, read, seed=seed))
+
+
+def _prompts_of(
+    path: Path,
+    label: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens_max: int,
+    overlong: Overlong,
+    template_arguments: Mapping[str, Any],
+) -> tuple[list[Prompt], int, int]:
+    """Prompts of one file, its rows, and the over-long ones among these. The id of a prompt is `label:number`.
 
     Raises DataError for rows that the template refuses, and for over-long ones if `overlong` is "error".
     """
+    rows = read_rows(path)
     findings = Findings(path)
     prompts: list[Prompt] = []
     count_overlong = 0
     shared: dict[int, int] = {}  # one int object per token id: a million prompts hold few distinct ones
     for start in range(0, len(rows), BATCH_ROWS):
         batch = rows[start : start + BATCH_ROWS]
-        texts = _texts(batch, tokenizer, template_arguments or {}, path, findings)
+        texts = _texts(batch, tokenizer, template_arguments, path, findings)
         if findings.count:
             continue
         for row, ids in zip(batch, encode(tokenizer, texts), strict=True):
+            where = place(path, row.number)
             if not ids:
-                findings.add([Problem(f"{place(path, row.number)}: the chat template makes no tokens of it")])
+                findings.add([Problem(f"{where}: the chat template makes no tokens of it")])
                 continue
             if len(ids) > tokens_max:
                 count_overlong += 1
                 if overlong == "drop":
                     continue
                 if overlong == "error":
-                    findings.add([_overlong_problem(place(path, row.number), len(ids), tokens_max)])
+                    findings.add([_overlong_problem(where, len(ids), tokens_max)])
                 ids = ids[-tokens_max:]
             prompts.append(
                 Prompt(
@@ -115,7 +111,7 @@ def render(
                 fix="raise data.prompt_tokens_max, or set data.overlong_prompts to truncate_left",
             )
         )
-    return Rendered(tuple(prompts), len(rows), count_overlong)
+    return prompts, len(rows), count_overlong
 
 
 def _texts(
@@ -125,6 +121,7 @@ def _texts(
     path: Path,
     findings: Findings,
 ) -> list[str]:
+    """Rendered prompts of all rows; if the template refuses some, nothing, and what it says of each in `findings`."""
     chats = [list(row.messages) for row in rows]
 
     def render_chats(conversation: Any) -> Any:
@@ -132,32 +129,28 @@ def _texts(
 
     try:
         return list(render_chats(chats))
-    except TemplateSyntaxError as reason:
-        raise template_error(reason) from None
+    except TemplateSyntaxError as error:
+        raise template_error(error) from None
     except RENDER_ERRORS:
         for row, chat in zip(rows, chats, strict=True):
             try:
                 render_chats(chat)
-            except RENDER_ERRORS as reason:
-                where = f"{place(path, row.number)}: the chat template refuses the messages"
-                findings.add(
-                    [Problem(where, given=first_line(reason), fix="correct the row's prompt, or the template")]
-                )
+            except RENDER_ERRORS as error:
+                findings.add([refusal(place(path, row.number), error, "prompt")])
         if not findings.count:
             raise
         return []
 
 
-def template_error(reason: TemplateSyntaxError) -> ModelError:
-    given = f"line {reason.lineno}: {reason.message}"
+def template_error(error: TemplateSyntaxError) -> ModelError:
+    given = f"line {error.lineno}: {error.message}"
     return ModelError(Problem("the chat template is not valid Jinja", given, fix="correct the template"))
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    # The template has written the special tokens already.
-    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)[
-        "input_ids"
-    ]
+def refusal(where: str, error: BaseException, column: str) -> Problem:
+    """The template raised `error` when it rendered the messages in this column of a row."""
+    fix = f"correct the row's {column}, or the template"
+    return Problem(f"{where}: the chat template refuses the messages", given=first_line(error), fix=fix)
 
 
 def _overlong_problem(where: str, length: int, tokens_max: int) -> Problem:
@@ -167,17 +160,3 @@ def _overlong_problem(where: str, length: int, tokens_max: int) -> Problem:
         needed=f"at most {tokens_max} (data.prompt_tokens_max)",
         fix="raise data.prompt_tokens_max, or set data.overlong_prompts to drop or truncate_left",
     )
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as reason:
-        raise ModelError(
-            Problem(f"{path}: the chat template cannot be read", given=first_line(reason), needed="a Jinja file")
-        ) from None
-
-
-def first_line(reason: BaseException) -> str:
-    lines = str(reason).strip().splitlines()
-    return lines[0] if lines else type(reason).__name__

@@ -1,4 +1,4 @@
-"""The schema of a prompt file, the one the field uses, and its rows checked against it.
+"""Rows of a data file, checked against a schema: all problems, or all rows. The schema of prompt files, the field's:
 
 data_source   text                            where the row comes from; reward functions receive it
 prompt        list of {role, content}         chat messages; the last one is not the assistant's
@@ -9,70 +9,81 @@ extra_info    struct, optional                anything else; reward functions re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from megagrpo.data.checking import RowSchema, look, read
-from megagrpo.data.files import Record, brief
-from megagrpo.errors import Problem
+from megagrpo.data.files import Findings, Record, brief, column_problem, columns, path_problem, place, records
+from megagrpo.errors import DataError, Problem
 
-REQUIRED = ("data_source", "prompt", "reward_model")
-OPTIONAL = ("ability", "extra_info")
 ROLES = ("system", "user", "assistant", "tool")
+ROWS_IN_QUICK_CHECK = 16
+AnyRow = TypeVar("AnyRow")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One valid row. `number` counts as in `files.place`."""
+@dataclass(frozen=True)
+class RowSchema(Generic[AnyRow]):
+    """Columns of a kind of file. `problems` receives a record and its place, `row` a good record and its number."""
 
-    number: int
-    data_source: str
-    messages: tuple[Mapping[str, Any], ...]
-    ground_truth: str
-    ability: str
-    extra_info: Mapping[str, Any]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """All rows of a prompt file. Raises DataError with up to ten of its problems and the count of the others."""
-    return read(path, PROMPT_ROWS)
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    problems: Callable[[Record, str], list[Problem]]
+    row: Callable[[Record, int], AnyRow]
+    documentation: str
 
 
-def file_problems(path: Path) -> list[Problem]:
-    """A quick look, whatever the file's size: that it opens, its columns, its first rows. Raises nothing."""
-    return look(path, PROMPT_ROWS)
+def read(path: Path, schema: RowSchema[AnyRow]) -> list[AnyRow]:
+    """All rows of a file. Raises DataError with up to ten of its problems and the count of the others."""
+    findings, rows = _check(path, schema, limit=None)
+    findings.raise_if_any()
+    return rows
 
 
-def _row(record: Record, number: int) -> Row:
-    return Row(
-        number=number,
-        data_source=record["data_source"],
-        messages=given_fields(record["prompt"]),
-        ground_truth=record["reward_model"]["ground_truth"],
-        ability=record.get("ability") or "",
-        extra_info=record.get("extra_info") or {},
-    )
+def quick_look(path: Path, schema: RowSchema[AnyRow]) -> list[Problem]:
+    """Problems of the file as a whole, of its columns and of its first rows, whatever its size. Raises nothing."""
+    problem = path_problem(path)
+    if problem is not None:
+        return [problem]
+    try:
+        findings, _ = _check(path, schema, limit=ROWS_IN_QUICK_CHECK)
+    except DataError as error:
+        return list(error.problems)
+    return findings.problems()
 
 
-def given_fields(messages: list[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Messages without the fields that only other rows of a parquet file have."""
-    return tuple({k: v for k, v in message.items() if v is not None} for message in messages)
+def _check(path: Path, schema: RowSchema[AnyRow], limit: int | None) -> tuple[Findings, list[AnyRow]]:
+    findings = Findings(path)
+    rows: list[AnyRow] = []
+    present = columns(path)
+    if present:  # a first JSONL line that cannot be read has none, and is reported as a row
+        missing = [name for name in schema.required if name not in present]
+        findings.add(column_problem(path, name, present, schema.documentation) for name in missing)
+        if missing:
+            return findings, rows
+    seen = 0
+    for number, record in islice(records(path, schema.required + schema.optional), limit):
+        seen += 1
+        if isinstance(record, Problem):
+            findings.add([record])
+            continue
+        where = place(path, number)
+        problems = _missing(record, schema, where) or schema.problems(record, where)
+        findings.add(problems)
+        if not problems:
+            rows.append(schema.row(record, number))
+    if not seen:
+        findings.add([Problem(f"{path}: the file has no rows", needed="at least one row")])
+    return findings, rows
 
 
-def _row_problems(record: Record, where: str) -> list[Problem]:
-    problems = _text_problems(record["data_source"], f"{where}, data_source")
-    problems += _prompt_problems(record["prompt"], f"{where}, prompt")
-    problems += _ground_truth_problems(record["reward_model"], f"{where}, reward_model")
-    if record.get("ability") is not None:
-        problems += _text_problems(record["ability"], f"{where}, ability")
-    extra = record.get("extra_info")
-    if extra is not None and not isinstance(extra, Mapping):
-        problems.append(
-            Problem(f"{where}, extra_info", given=brief(extra), needed="an object with named fields, or null")
-        )
-    return problems
+def _missing(record: Record, schema: RowSchema[AnyRow], where: str) -> list[Problem]:
+    return [
+        Problem(f"{where}: no {name!r}", given=f"keys {', '.join(record)}", needed=name)
+        for name in schema.required
+        if name not in record
+    ]
 
 
 def message_problems(messages: object, where: str) -> list[Problem]:
@@ -89,28 +100,72 @@ def message_problems(messages: object, where: str) -> list[Problem]:
             problems.append(Problem(at, given=brief(message), needed="a message {role, content}"))
             continue
         if message.get("role") not in ROLES:
-            problems.append(
-                Problem(f"{at}.role", given=brief(message.get("role")), needed=f"one of {', '.join(ROLES)}")
-            )
+            given = brief(message.get("role"))
+            problems.append(Problem(f"{at}.role", given, needed=f"one of {', '.join(ROLES)}"))
         problems += _text_problems(message.get("content"), f"{at}.content")
     return problems
 
 
-def _prompt_problems(messages: object, where: str) -> list[Problem]:
-    problems = message_problems(messages, where)
-    if problems or not isinstance(messages, list):
+def given_fields(messages: list[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Messages without the fields that only other rows of a parquet file have."""
+    return tuple({k: v for k, v in message.items() if v is not None} for message in messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One valid row of a prompt file. `number` counts as in `files.place`."""
+
+    number: int
+    data_source: str
+    messages: tuple[Mapping[str, Any], ...]
+    ground_truth: str
+    ability: str
+    extra_info: Mapping[str, Any]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a prompt file. Raises DataError as `read` does."""
+    return read(path, PROMPT_ROWS)
+
+
+def file_problems(path: Path) -> list[Problem]:
+    """A quick look at a prompt file."""
+    return quick_look(path, PROMPT_ROWS)
+
+
+def _row(record: Record, number: int) -> Row:
+    return Row(
+        number=number,
+        data_source=record["data_source"],
+        messages=given_fields(record["prompt"]),
+        ground_truth=record["reward_model"]["ground_truth"],
+        ability=record.get("ability") or "",
+        extra_info=record.get("extra_info") or {},
+    )
+
+
+def _row_problems(record: Record, where: str) -> list[Problem]:
+    problems = _text_problems(record["data_source"], f"{where}, data_source")
+    problems += _prompt_problems(record["prompt"], f"{where}, prompt")
+    problems += _ground_truth_problems(record["reward_model"], f"{where}, reward_model")
+    if record.get("ability") is not None:
+        problems += _text_problems(record["ability"], f"{where}, ability")
+    extra = record.get("extra_info")
+    if extra is not None and not isinstance(extra, Mapping):
+        needed = "an object with named fields, or null"
+        problems.append(Problem(f"{where}, extra_info", given=brief(extra), needed=needed))
+    return problems
+
+
+def _prompt_problems(messages: Any, where: str) -> list[Problem]:
+    if problems := message_problems(messages, where):
         return problems
     if messages[-1]["role"] == "assistant":
-        problems.append(
-            Problem(
-                f"{where}[{len(messages) - 1}].role",
-                given="'assistant'",
-                needed="a last message for the assistant to answer",
-            )
-        )
-    if not problems and not any(message["content"].strip() for message in messages):
-        problems.append(Problem(where, given="messages without any text", needed="a question"))
-    return problems
+        needed = "a last message for the assistant to answer"
+        return [Problem(f"{where}[{len(messages) - 1}].role", given="'assistant'", needed=needed)]
+    if not any(message["content"].strip() for message in messages):
+        return [Problem(where, given="messages without any text", needed="a question")]
+    return []
 
 
 def _ground_truth_problems(reward_model: object, where: str) -> list[Problem]:
@@ -133,4 +188,10 @@ def _text_problems(value: object, where: str) -> list[Problem]:
     return []
 
 
-PROMPT_ROWS = RowSchema(REQUIRED, OPTIONAL, _row_problems, _row, "docs/data.md")
+PROMPT_ROWS = RowSchema(
+    required=("data_source", "prompt", "reward_model"),
+    optional=("ability", "extra_info"),
+    problems=_row_problems,
+    row=_row,
+    documentation="docs/data.md",
+)

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megagrpo.data.prepared import PromptRow, prompt_row, write_splits
+from megagrpo.data.prepare import PromptRow, prompt_row, write_splits
 from megagrpo.demo.model import make_model
 from megagrpo.demo.sums import SEED, Sum, make_splits
 from megagrpo.demo.tokenizer import make_tokenizer

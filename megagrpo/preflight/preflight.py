@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from megagrpo.data.amounts import epoch_rows
 from megagrpo.data.files import near_file, records
+from megagrpo.data.mixture import epoch_rows
 from megagrpo.data.rows import file_problems
 from megagrpo.errors import MegagrpoError, PreflightError, Problem
 from megagrpo.plan.checks.disk import disk_problems, runs_here

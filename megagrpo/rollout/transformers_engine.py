@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megagrpo.errors import EngineError, ModelError, Problem
 from megagrpo.rollout.decoding import Response, decode
 from megagrpo.rollout.engine import UpdateProtocol, check_prompts
-from megagrpo.rollout.text import load_tokenizer, response_texts
+from megagrpo.tokenizer import load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests

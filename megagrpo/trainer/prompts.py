@@ -7,14 +7,15 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from megagrpo.data.mixture import FileCount, Mixture, load_mixture
-from megagrpo.data.prompts import load_tokenizer
+from megagrpo.data.mixture import FileCount
+from megagrpo.data.prompts import Mixture, load_mixture
 from megagrpo.recipe.schema import AnyRecipe, DataFileConfig, Recipe
+from megagrpo.tokenizer import load_chat_tokenizer
 
 
 def read_tokenizer(recipe: AnyRecipe, directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in `directory`, with the recipe's chat template if it names one. Raises ModelError."""
-    return load_tokenizer(str(directory), chat_template=recipe.model.chat_template)
+    return load_chat_tokenizer(directory, recipe.model.chat_template)
 
 
 def read_mixture(recipe: Recipe, files: Sequence[DataFileConfig], tokenizer: PreTrainedTokenizerBase) -> Mixture:

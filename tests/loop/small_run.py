@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from megagrpo.data.prepared import prompt_row, write_splits
+from megagrpo.data.prepare import prompt_row, write_splits
 from megagrpo.demo.tokenizer import make_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megagrpo.data.messages import load_examples
-from megagrpo.data.prompts import load_tokenizer
 from megagrpo.errors import EXIT_STOPPED
 from megagrpo.recipe.schema import ConversationFileConfig
+from megagrpo.tokenizer import load_tokenizer
 from tests.loop import small_run
 
 STEPS = 6

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.data.cursor import Cursor
-from megagrpo.data.order import permutation
+from megagrpo.data.mixture import permutation
 from megagrpo.errors import DataError
 from megagrpo.types import Prompt
 

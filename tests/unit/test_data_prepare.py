@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.data import prepare_gsm8k, prepare_jsonl
+from megagrpo.data.prepare import final_answer, prepare_gsm8k, prepare_jsonl
 from megagrpo.data.rows import read_rows
 from megagrpo.errors import DataError
 
@@ -46,7 +46,7 @@ def test_gsm8k_is_prepared_from_its_published_files(write, pattern, tmp_path):
     source = tmp_path / "source"
     write(source / pattern.format("train"), GSM8K)
     write(source / pattern.format("test"), GSM8K[:1])
-    prepared = prepare_gsm8k.prepare(source, tmp_path / "out")
+    prepared = prepare_gsm8k(source, tmp_path / "out")
     assert (prepared.train_rows, prepared.test_rows) == (3, 1)
     rows = read_rows(prepared.train)
     assert [row.ground_truth for row in rows] == ["18", "1234567", "-2.50"]
@@ -66,7 +66,7 @@ def test_shards_of_a_split_are_joined_in_order(tmp_path):
     write_parquet(tmp_path / "main" / "train-00000-of-00002.parquet", GSM8K[:2])
     write_parquet(tmp_path / "main" / "train-00001-of-00002.parquet", GSM8K[2:])
     write_parquet(tmp_path / "main" / "test-00000-of-00001.parquet", GSM8K)
-    prepared = prepare_gsm8k.prepare(tmp_path, tmp_path / "out")
+    prepared = prepare_gsm8k(tmp_path, tmp_path / "out")
     assert [row.extra_info["index"] for row in read_rows(prepared.train)] == [0, 1, 2]
 
 
@@ -75,7 +75,7 @@ def test_a_row_without_a_final_answer_is_named_and_nothing_is_written(answer, tm
     write_jsonl(tmp_path / "train.jsonl", GSM8K)
     bad = write_jsonl(tmp_path / "test.jsonl", [GSM8K[0], {"question": "?", "answer": answer}])
     with pytest.raises(DataError, match="no final answer") as raised:
-        prepare_gsm8k.prepare(tmp_path, tmp_path / "out")
+        prepare_gsm8k(tmp_path, tmp_path / "out")
     assert raised.value.problems[0].where.startswith(f"{bad} line 2")
     assert not (tmp_path / "out").exists()
 
@@ -85,9 +85,9 @@ def test_a_missing_split_says_what_is_there_and_what_is_needed(tmp_path):
     with pytest.raises(
         DataError, match=r"no file of the test split\n\s+given: train.jsonl\n\s+needed: test.parquet or test.jsonl"
     ):
-        prepare_gsm8k.prepare(tmp_path, tmp_path / "out")
+        prepare_gsm8k(tmp_path, tmp_path / "out")
     with pytest.raises(DataError, match="no such folder"):
-        prepare_gsm8k.prepare(tmp_path / "none", tmp_path / "out")
+        prepare_gsm8k(tmp_path / "none", tmp_path / "out")
 
 
 def test_a_source_is_never_overwritten(tmp_path):
@@ -95,19 +95,19 @@ def test_a_source_is_never_overwritten(tmp_path):
         write_parquet(tmp_path / f"{split}.parquet", GSM8K)
     before = (tmp_path / "train.parquet").read_bytes()
     with pytest.raises(DataError, match="overwrite its own source"):
-        prepare_gsm8k.prepare(tmp_path, tmp_path)
+        prepare_gsm8k(tmp_path, tmp_path)
     assert (tmp_path / "train.parquet").read_bytes() == before
 
 
 def test_an_output_that_cannot_be_a_folder_is_a_data_error(tmp_path):
     source = write_jsonl(tmp_path / "mine.jsonl", [{"prompt": "2+3", "answer": 5}])
     with pytest.raises(DataError, match="cannot be written"):
-        prepare_jsonl.prepare(source, source)
+        prepare_jsonl(source, source)
 
 
 @given(st.integers(-(10**12), 10**12), st.text(alphabet="ab #,1\n", max_size=20))
 def test_the_number_after_the_last_marker_is_the_answer(number, before):
-    assert prepare_gsm8k.final_answer(f"{before}\n#### {number:,}\n") == str(number)
+    assert final_answer(f"{before}\n#### {number:,}\n") == str(number)
 
 
 def test_own_columns_are_prepared(tmp_path):
@@ -117,7 +117,7 @@ def test_own_columns_are_prepared(tmp_path):
         {"q": "x", "a": "y", "level": "hard"},
     ]
     source = write_jsonl(tmp_path / "mine.jsonl", rows)
-    prepared = prepare_jsonl.prepare(
+    prepared = prepare_jsonl(
         source,
         tmp_path / "out",
         prompt_column="q",
@@ -137,7 +137,7 @@ def test_the_held_out_share_is_seeded_and_shares_no_prompt(tmp_path):
     source = write_jsonl(tmp_path / "mine.jsonl", [{"prompt": f"{i % 20}", "answer": i} for i in range(40)])
 
     def questions(seed: int, name: str) -> tuple[set[str], set[str]]:
-        prepared = prepare_jsonl.prepare(source, tmp_path / name, test_share=0.25, seed=seed)
+        prepared = prepare_jsonl(source, tmp_path / name, test_share=0.25, seed=seed)
         assert prepared.test is not None
         assert prepared.train_rows + prepared.test_rows == 40
         train, test = ({row.messages[0]["content"] for row in read_rows(p)} for p in (prepared.train, prepared.test))
@@ -168,5 +168,5 @@ def test_the_held_out_share_is_seeded_and_shares_no_prompt(tmp_path):
 def test_bad_input_of_a_users_own_is_named(rows, options, needle, tmp_path):
     source = write_jsonl(tmp_path / "mine.jsonl", rows)
     with pytest.raises(DataError, match=needle):
-        prepare_jsonl.prepare(source, tmp_path / "out", **options)
+        prepare_jsonl(source, tmp_path / "out", **options)
     assert not list(tmp_path.glob("out/*"))

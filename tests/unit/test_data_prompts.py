@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megagrpo.data.mixture import file_labels, load_mixture, take
-from megagrpo.data.prompts import load_tokenizer
+from megagrpo.data.mixture import file_labels, take
+from megagrpo.data.prompts import load_mixture
 from megagrpo.errors import DataError, ModelError
 from megagrpo.recipe.schema import DataFileConfig
+from megagrpo.tokenizer import load_chat_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('tools are not for this model') }}{% endif %}"
@@ -93,26 +94,26 @@ def test_a_row_that_the_template_refuses_is_named(tokenizer, tmp_path):
 def test_a_tokenizer_needs_a_valid_template(tmp_path):
     byte_tokenizer(None).save_pretrained(tmp_path / "bare")
     with pytest.raises(ModelError, match=r"no chat template\n(.|\n)*set model.chat_template"):
-        load_tokenizer(str(tmp_path / "bare"))
+        load_chat_tokenizer(str(tmp_path / "bare"))
     with pytest.raises(ModelError, match="cannot be read"):
-        load_tokenizer(str(tmp_path / "bare"), chat_template=str(tmp_path / "none.jinja"))
+        load_chat_tokenizer(str(tmp_path / "bare"), str(tmp_path / "none.jinja"))
     (tmp_path / "bad.jinja").write_text("{% for %}")
-    tokenizer = load_tokenizer(str(tmp_path / "bare"), chat_template=str(tmp_path / "bad.jinja"))
+    tokenizer = load_chat_tokenizer(str(tmp_path / "bare"), str(tmp_path / "bad.jinja"))
     with pytest.raises(ModelError, match="not valid Jinja"):
         load_mixture([write(tmp_path / "a.jsonl", "hi")], tokenizer, tokens_max=99)
     (tmp_path / "good.jinja").write_text(TEMPLATE)
-    tokenizer = load_tokenizer(str(tmp_path / "bare"), chat_template=str(tmp_path / "good.jinja"))
+    tokenizer = load_chat_tokenizer(str(tmp_path / "bare"), str(tmp_path / "good.jinja"))
     assert len(load_mixture([write(tmp_path / "a.jsonl", "hi")], tokenizer, tokens_max=99).prompts) == 1
 
 
 def test_a_missing_or_broken_tokenizer_is_a_model_error(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="no usable tokenizer"):
-        load_tokenizer(str(tmp_path / "nowhere"))
+        load_chat_tokenizer(str(tmp_path / "nowhere"))
     byte_tokenizer(TEMPLATE).save_pretrained(tmp_path / "broken")
     (tmp_path / "broken" / "tokenizer.json").write_text('{"version": "1.0", "added_tokens": [], "model": 3}')
     with pytest.raises(ModelError, match="no usable tokenizer"):
-        load_tokenizer(str(tmp_path / "broken"))
+        load_chat_tokenizer(str(tmp_path / "broken"))
 
 
 def test_files_are_mixed_by_their_amounts(tokenizer, tmp_path):

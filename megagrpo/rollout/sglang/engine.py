@@ -18,7 +18,7 @@ from megagrpo.rollout.sglang.samples import aborted_sample, read_sample
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.rollout.sglang.traffic import Traffic
 from megagrpo.rollout.sglang.weights import ServerWeights
-from megagrpo.rollout.text import load_tokenizer, response_texts
+from megagrpo.tokenizer import load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.executors.meeting import Meeting

@@ -7,9 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megagrpo.data.amounts import epoch_rows
 from megagrpo.data.files import records, row_count
-from megagrpo.data.mixture import mix
+from megagrpo.data.mixture import epoch_rows, mix
 from megagrpo.errors import DataError
 from megagrpo.recipe.schema import DataFileConfig
 
