@@ -25,7 +25,7 @@ from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.load import Kind, LoadedRecipe
 from megagrpo.recipe.model_checks import model_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
-from megagrpo.reward.functions import reward_problems
+from megagrpo.reward.scorer import reward_problems
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.checkpoint import manifests

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megagrpo.reward.function import RewardCallable
+from megagrpo.reward.functions import RewardCallable
 
 
 def make(pattern: str) -> RewardCallable:

@@ -1,24 +1,140 @@
-"""From the recipe's `reward:` section to function specs, with everything wrong found before a run starts."""
+"""Reward functions: how they are called, what they may return, and how the recipe's entries become callables.
+
+Worker processes import this module, so it imports nothing heavy.
+"""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
+import inspect
+import math
+import sys
+import traceback
 from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.errors import Problem, RewardError
-from megagrpo.recipe import schema
-from megagrpo.reward.loading import BUILT_IN, FunctionSpec, load_built_in, user_file_problem
-from megagrpo.reward.workers import load_problems
+
+if TYPE_CHECKING:
+    from megagrpo.recipe.schema import RewardConfig
+
+RewardReturn = float | Mapping[str, Any]
+RewardCallable = Callable[..., RewardReturn | Awaitable[RewardReturn]]
+"""Called by keyword: (data_source: str, response: str, ground_truth: str, extra_info: Mapping)."""
+
+CALL_ARGUMENTS = ("data_source", "response", "ground_truth", "extra_info")
+
+BUILT_IN = ("gsm8k", "math", "format")
+"""Each is the module of that name in this package, with `make(**arguments) -> RewardCallable`."""
 
 INLINE = ("gsm8k",)
-"""Run in the caller's process: fast whatever the response. A `format` pattern can backtrack for hours, so it is not."""
+"""Called in the scorer's process, because they are fast whatever the response. `format` is not: a pattern can backtrack
+for hours."""
 
 TAKEN_NAMES = ("mean", "std", "max", "min", "errors", "solved_share", "truncated_masked", "overlong", "greedy")
 """Metrics of the whole reward: a function of that name would have the same `reward/NAME`."""
 
 
-def function_specs(reward: schema.RewardConfig) -> tuple[FunctionSpec, ...]:
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One response for one function."""
+
+    data_source: str
+    response: str
+    ground_truth: str
+    extra_info: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one function returned for one response: a finite score with other metrics, or an error."""
+
+    score: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+def call(function: RewardCallable, task: Task) -> RewardReturn | Awaitable[RewardReturn]:
+    return function(
+        data_source=task.data_source,
+        response=task.response,
+        ground_truth=task.ground_truth,
+        extra_info=task.extra_info,
+    )
+
+
+def outcome_of(returned: object) -> Outcome:
+    """Checks a return value: a finite number, or a mapping with a finite `score` and other finite metrics."""
+    if type(returned) is float and math.isfinite(returned):  # nearly always
+        return Outcome(returned)
+    values = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
+    if "score" not in values:
+        keys = ", ".join(map(str, values)) or "(none)"
+        return Outcome(None, error=f"returned a mapping without 'score': keys {keys}")
+    metrics: dict[str, float] = {}
+    for name, value in values.items():
+        number = _number(value)
+        if number is None:
+            return Outcome(None, error=f"returned {_brief(value)} as {name}, not a number")
+        if not math.isfinite(number):
+            return Outcome(None, error=f"returned {number} as {name}, not a finite number")
+        metrics[str(name)] = number
+    return Outcome(metrics.pop("score"), metrics)
+
+
+def failure_of(raised: BaseException) -> Outcome:
+    """The outcome of a function that raised."""
+    text = f"{type(raised).__name__}: {raised}" if str(raised) else type(raised).__name__
+    return Outcome(None, error=text.splitlines()[0][:300])
+
+
+def timed_out(timeout_seconds: float) -> Outcome:
+    """The outcome of a function that did not return in time."""
+    return Outcome(None, error=f"took longer than {timeout_seconds:g} s")
+
+
+def _number(value: object) -> float | None:
+    # __float__ admits numpy and torch scalars, Decimal and Fraction, and keeps out text.
+    if not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# --- from the recipe's entries to callables ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionSpec:
+    """One entry of reward.functions. `name` is unique among them and is its key in Score.parts."""
+
+    name: str
+    function: str
+    weight: float
+    arguments: Mapping[str, Any]
+    where: str
+
+    @property
+    def built_in(self) -> bool:
+        return self.function in BUILT_IN
+
+
+def function_specs(reward: RewardConfig) -> tuple[FunctionSpec, ...]:
     """One spec per entry. A second function of the same name is called `name_2`, and so on."""
     seen: Counter[str] = Counter()
     specs = []
@@ -26,28 +142,13 @@ def function_specs(reward: schema.RewardConfig) -> tuple[FunctionSpec, ...]:
         name = entry.function.rpartition(":")[2]
         seen[name] += 1
         unique = name if seen[name] == 1 else f"{name}_{seen[name]}"
-        specs.append(
-            FunctionSpec(unique, entry.function, entry.weight, entry.arguments, where=f"reward.functions[{index}]")
-        )
+        where = f"reward.functions[{index}]"
+        specs.append(FunctionSpec(unique, entry.function, entry.weight, entry.arguments, where))
     return tuple(specs)
 
 
-def load_functions(reward: schema.RewardConfig) -> tuple[FunctionSpec, ...]:
-    """The specs, or RewardError for what is known without running a user's code (workers do that when they start)."""
-    problems = _static_problems(reward)
-    if problems:
-        raise RewardError(problems)
-    return function_specs(reward)
-
-
-def reward_problems(reward: schema.RewardConfig) -> list[Problem]:
-    """Everything wrong with the section. Files of the user's own are imported, in a process that ends afterwards."""
-    problems = _static_problems(reward)
-    loadable = [spec for spec in function_specs(reward) if not spec.built_in and user_file_problem(spec) is None]
-    return problems + (load_problems(loadable) if loadable else [])
-
-
-def _static_problems(reward: schema.RewardConfig) -> list[Problem]:
+def static_problems(reward: RewardConfig) -> list[Problem]:
+    """What is wrong with the section, as far as it is known without running a user's code."""
     specs = function_specs(reward)
     problems = [problem for spec in specs for problem in _spec_problems(spec)]
     isolated = [spec.function for spec in specs if spec.function not in INLINE]
@@ -57,40 +158,109 @@ def _static_problems(reward: schema.RewardConfig) -> list[Problem]:
 
 
 def _spec_problems(spec: FunctionSpec) -> list[Problem]:
+    where = f"{spec.where}.function"
     if spec.name in TAKEN_NAMES:
-        return [
-            Problem(
-                f"{spec.where}.function",
-                given=f"a function called {spec.name}, which is the metric reward/{spec.name} of the whole reward",
-                needed=f"a name other than {', '.join(TAKEN_NAMES)}",
-                fix=f"rename it, such as {spec.name}_score",
-            )
-        ]
+        given = f"a function called {spec.name}, which is the metric reward/{spec.name} of the whole reward"
+        needed = f"a name other than {', '.join(TAKEN_NAMES)}"
+        return [Problem(where, given, needed, fix=f"rename it, such as {spec.name}_score")]
     if not spec.built_in:
-        near = difflib.get_close_matches(spec.function, BUILT_IN, n=1)
         problem = user_file_problem(spec)
-        if problem is not None and near:
-            return [Problem(problem.where, problem.given, problem.needed, fix=f"did you mean {near[0]}?")]
-        return [problem] if problem is not None else []
+        return [problem] if problem else []
     if spec.function == "math":  # its make() imports sympy, which takes longer than a check should
         if spec.arguments:
-            return [
-                Problem(
-                    f"{spec.where}.arguments", given=", ".join(spec.arguments), needed="none: math has no arguments"
-                )
-            ]
+            needed = "none: math has no arguments"
+            return [Problem(f"{spec.where}.arguments", given=", ".join(spec.arguments), needed=needed)]
         if importlib.util.find_spec("math_verify") is None:
-            return [
-                Problem(
-                    f"{spec.where}.function",
-                    given="math",
-                    needed="the package math-verify",
-                    fix="pip install math-verify",
-                )
-            ]
+            return [Problem(where, "math", needed="the package math-verify", fix="pip install math-verify")]
         return []
     try:
-        load_built_in(spec)
+        _load_built_in(spec)
     except RewardError as error:
         return list(error.problems)
     return []
+
+
+def user_file_problem(spec: FunctionSpec) -> Problem | None:
+    """What is wrong with FILE.py:FUNCTION, as far as it is known without running the file."""
+    file, colon, function = spec.function.rpartition(":")
+    if colon and file.endswith(".py") and function.isidentifier():
+        if Path(file).is_file():
+            return None
+        given, needed = f"{file}, which does not exist", "a Python file"
+        fix = "check the path; relative paths start at the working directory"
+    else:
+        given, needed, fix = repr(spec.function), f"{', '.join(BUILT_IN)}, or FILE.py:FUNCTION of your own", ""
+    if near := difflib.get_close_matches(spec.function, BUILT_IN, n=1):
+        fix = f"did you mean {near[0]}?"
+    return Problem(f"{spec.where}.function", given, needed, fix)
+
+
+def load(spec: FunctionSpec) -> RewardCallable:
+    """The callable of a spec, arguments bound. Raises RewardError. Importing a user's file runs its code."""
+    return _load_built_in(spec) if spec.built_in else _load_user_function(spec)
+
+
+def _load_built_in(spec: FunctionSpec) -> RewardCallable:
+    make = importlib.import_module(f"megagrpo.reward.{spec.function}").make
+    where = f"{spec.where}.arguments"
+    if refusal := _refusal(make, spec.arguments):
+        raise RewardError(Problem(where, given=refusal, needed=f"{spec.function}{inspect.signature(make)}"))
+    try:
+        return make(**spec.arguments)
+    except ValueError as error:
+        raise RewardError(Problem(where, given=str(error))) from None
+
+
+def _load_user_function(spec: FunctionSpec) -> RewardCallable:
+    if problem := user_file_problem(spec):
+        raise RewardError(problem)
+    file, _, name = spec.function.rpartition(":")
+    module = _import_file(Path(file).resolve(), spec)
+    function = getattr(module, name, None)
+    where = f"{spec.where}.function"
+    if not callable(function):
+        members = vars(module).items()
+        own = [key for key, value in members if inspect.isfunction(value) and value.__module__ == module.__name__]
+        needed = f"one of its functions: {', '.join(own) or '(it has none)'}"
+        raise RewardError(Problem(where, given=f"{file} has no function {name}", needed=needed))
+    if refusal := _refusal(function, {**dict.fromkeys(CALL_ARGUMENTS, ""), **spec.arguments}):
+        needed = f"{name}({', '.join([*CALL_ARGUMENTS, *spec.arguments])}), called by these names"
+        raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}: {refusal}", needed=needed))
+    return partial(function, **spec.arguments)
+
+
+def _import_file(file: Path, spec: FunctionSpec) -> ModuleType:
+    name = f"megagrpo_user_reward:{file}"
+    if name in sys.modules:
+        return sys.modules[name]
+    sys.path.insert(0, str(file.parent))  # the file may import its neighbours
+    loader = SourceFileLoader(name, str(file))
+    import_spec = ModuleSpec(name, loader, origin=str(file))
+    import_spec.has_location = True  # gives the module its __file__
+    module = importlib.util.module_from_spec(import_spec)
+    sys.modules[name] = module
+    try:
+        loader.exec_module(module)
+    except (Exception, SystemExit) as raised:  # noqa: BLE001  (anything can happen in a user's file)
+        del sys.modules[name]
+        given = f"{file} cannot be imported: {_with_line(raised, file)}"
+        raise RewardError(Problem(f"{spec.where}.function", given, fix="correct the file")) from None
+    return module
+
+
+def _with_line(raised: BaseException, file: Path) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(raised.__traceback__) if frame.filename == str(file)]
+    line = raised.lineno if isinstance(raised, SyntaxError) else lines[-1] if lines else None
+    text = f"{type(raised).__name__}: {raised.msg if isinstance(raised, SyntaxError) else raised}"
+    return f"{text} (line {line})" if line else text
+
+
+def _refusal(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Why `function` cannot be called with these keyword arguments; empty if it can."""
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # a callable written in C may have no signature to check
+        return ""
+    return ""

@@ -8,7 +8,7 @@ from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any
 
-from megagrpo.reward.function import RewardCallable
+from megagrpo.reward.functions import RewardCallable
 
 # 1,234,567.5 or 1234567.5 or .5; a comma that does not separate thousands is not part of a number.
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"

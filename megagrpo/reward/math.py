@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from megagrpo.reward.function import RewardCallable
+from megagrpo.reward.functions import RewardCallable
 
 
 def make() -> RewardCallable:

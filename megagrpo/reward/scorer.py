@@ -1,17 +1,34 @@
-"""Samples to scores: every function of the recipe on every response, weighted, summed and shaped."""
+"""Samples to scores: every function of the recipe on every response, weighted, gated, summed and shaped."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megagrpo.errors import Problem, RewardError
 from megagrpo.recipe import schema
-from megagrpo.reward.function import Outcome, RewardCallable, Task, failure_of, outcome_of
-from megagrpo.reward.functions import INLINE, load_functions
-from megagrpo.reward.loading import load
-from megagrpo.reward.shaping import gated_functions, shaped_score, weighted_score
-from megagrpo.reward.workers import WorkerPool
+from megagrpo.reward.functions import (
+    INLINE,
+    FunctionSpec,
+    Outcome,
+    RewardCallable,
+    Task,
+    call,
+    failure_of,
+    function_specs,
+    load,
+    outcome_of,
+    static_problems,
+    user_file_problem,
+)
+from megagrpo.reward.workers import WorkerPool, load_problems
 from megagrpo.types import Group, Sample, Score
+
+OVERLONG = "overlong"
+"""The part of a score that is its penalty for length."""
+
+REACHED_LIMIT = "the response reached the token limit"
 
 
 class Scorer:
@@ -26,10 +43,12 @@ class Scorer:
     def __init__(
         self, reward: schema.RewardConfig, response_tokens_max: int, check: Callable[[], None] = lambda: None
     ) -> None:
+        if problems := static_problems(reward):
+            raise RewardError(problems)
         self._check = check
         self._reward, self._response_tokens_max = reward, response_tokens_max
         self._gated = gated_functions(reward.functions)
-        self._specs = load_functions(reward)
+        self._specs = function_specs(reward)
         self._inline: dict[int, RewardCallable] = {
             i: load(spec) for i, spec in enumerate(self._specs) if spec.function in INLINE
         }
@@ -59,7 +78,7 @@ class Scorer:
             for group in groups
             for sample in group.samples
         ]
-        by_function = {i: [_call(function, task) for task in tasks] for i, function in self._inline.items()}
+        by_function = {i: [_call_inline(function, task) for task in tasks] for i, function in self._inline.items()}
         isolated = self._pool.run(
             [(index, task) for index in range(len(self._isolated)) for task in tasks], self._check
         )
@@ -74,23 +93,88 @@ class Scorer:
         ]
 
     def close(self) -> None:
-        """End the worker processes. A later `score` starts them again."""
+        """Ends the worker processes. A later `score` starts them again."""
         self._pool.close()
 
 
-def _call(function: RewardCallable, task: Task) -> Outcome:
+def reward_problems(reward: schema.RewardConfig) -> list[Problem]:
+    """Everything wrong with the section. Files of the user's own are imported, in a process that ends afterwards."""
+    loadable = [spec for spec in function_specs(reward) if not spec.built_in and user_file_problem(spec) is None]
+    return static_problems(reward) + (load_problems(loadable) if loadable else [])
+
+
+def _call_inline(function: RewardCallable, task: Task) -> Outcome:
     try:
-        return outcome_of(
-            function(
-                data_source=task.data_source,
-                response=task.response,
-                ground_truth=task.ground_truth,
-                extra_info=task.extra_info,
-            )
-        )
+        return outcome_of(call(function, task))
     except ValueError as raised:  # how a built-in refuses a ground truth
         return failure_of(raised)
 
 
 def _unless_aborted(sample: Sample, score: Score) -> Score:
     return Score(None, error="the engine gave up on the response") if sample.finish == "abort" else score
+
+
+def gated_functions(functions: Sequence[schema.RewardFunctionConfig]) -> tuple[bool, ...]:
+    """For each function, whether it counts only if those that always count give a sum other than 0."""
+    others_count = any(
+        function.counts == "always" or (function.counts == "auto" and function.function != "format")
+        for function in functions
+    )
+    return tuple(
+        function.counts == "when_others_score"
+        or (function.counts == "auto" and function.function == "format" and others_count)
+        for function in functions
+    )
+
+
+def weighted_score(
+    specs: Sequence[FunctionSpec], gated: Sequence[bool], outcomes: Sequence[Outcome], solved_at: float
+) -> Score:
+    """The weighted sum, or no value if any function failed, gated or not.
+
+    `parts`: raw scores by name, and metrics as name.metric. `counted`: raw scores in order, 0 where a gate was shut. A
+    gate is shut if the weighted sum of the functions that always count is 0.
+    """
+    parts: dict[str, float] = {}
+    errors: list[str] = []
+    for spec, outcome in zip(specs, outcomes, strict=True):
+        if outcome.score is None:
+            errors.append(f"{spec.name}: {outcome.error}")
+            continue
+        parts[spec.name] = outcome.score
+        parts.update({f"{spec.name}.{metric}": value for metric, value in outcome.metrics.items()})
+    if errors:
+        return Score(None, parts, "; ".join(errors))
+    always = sum(spec.weight * parts[spec.name] for spec, has_gate in zip(specs, gated, strict=True) if not has_gate)
+    counted = tuple(
+        0.0 if has_gate and always == 0 else parts[spec.name] for spec, has_gate in zip(specs, gated, strict=True)
+    )
+    total = sum((spec.weight * score for spec, score in zip(specs, counted, strict=True)), 0.0)
+    if not math.isfinite(total):
+        return Score(None, parts, f"the weighted sum is {total}")
+    return Score(total, parts, counted=counted, solved=total >= solved_at)
+
+
+def shaped_score(score: Score, sample: Sample, reward: schema.RewardConfig, response_tokens_max: int) -> Score:
+    """What training makes of a score: non_stop_score, then the penalty for length, then the mask. `solved` stays.
+
+    A score without a value is returned as it is.
+    """
+    if score.value is None:
+        return score
+    truncated = sample.finish == "length"
+    value, parts = score.value, score.parts
+    if truncated and reward.non_stop_score is not None:
+        value = reward.non_stop_score
+    if reward.overlong is not None:
+        penalty = overlong_penalty(len(sample.tokens), reward.overlong, response_tokens_max)
+        value, parts = value + penalty, {**parts, OVERLONG: penalty}
+    if truncated and reward.truncated == "mask":
+        return replace(score, value=None, parts=parts, counted=(), masked=REACHED_LIMIT)
+    return replace(score, value=value, parts=parts)
+
+
+def overlong_penalty(tokens: int, overlong: schema.OverlongConfig, response_tokens_max: int) -> float:
+    """DAPO, arXiv:2503.14476, eq. 13: 0 up to the buffer, falling in a line to -penalty at the limit; never above 0."""
+    used = tokens - (response_tokens_max - overlong.buffer_tokens)
+    return -overlong.penalty * min(max(used / overlong.buffer_tokens, 0.0), 1.0) + 0.0

@@ -1,13 +1,15 @@
 """Worker processes for reward functions that may hang, crash, or be async: every response gets an outcome.
 
-A worker runs one synchronous call, or up to `ASYNC_AT_ONCE` async ones, at a time, so when it dies or hangs it is known
-which responses it was working on. One: that response is an error. Several: each is run again alone, so only the guilty
-one fails.
+A worker runs one synchronous call, or up to `ASYNC_AT_ONCE` async ones, at a time. When it dies or hangs, the responses
+that it was working on are known. If it was one, that response is an error. If there were several, each is run again
+alone, so that only the one that caused it fails.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import json
 import os
 import signal
@@ -22,8 +24,17 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
 from megagrpo.errors import Problem, RewardError
-from megagrpo.reward.function import Outcome, Task, timed_out
-from megagrpo.reward.loading import FunctionSpec
+from megagrpo.reward.functions import (
+    FunctionSpec,
+    Outcome,
+    RewardCallable,
+    Task,
+    call,
+    failure_of,
+    load,
+    outcome_of,
+    timed_out,
+)
 
 ASYNC_AT_ONCE = 64
 CHECK_SECONDS = 0.2
@@ -34,8 +45,8 @@ ASYNC_GRACE_SECONDS = 1.0
 _BOOT = """
 import sys, json
 sys.path[:] = json.loads(sys.argv[2])
-from megagrpo.reward.worker import main
-main(int(sys.argv[1]))
+from megagrpo.reward.workers import worker_main
+worker_main(int(sys.argv[1]))
 """
 
 
@@ -52,7 +63,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # so that what it starts is killed with it
             )
-        # A worker that does not read must not block us for ever: sending gives up at the time limit.
+        # A worker that does not read must not block the pool for ever: sending gives up at the time limit.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1 + int(timeout_seconds), 0))
         self.connection = Connection(ours.detach())
         self.timeout_seconds = timeout_seconds
@@ -75,19 +86,15 @@ class Worker:
         return min(self.in_flight.values(), default=float("inf"))
 
     def greet(self, message: tuple[list[Problem], tuple[bool, ...]]) -> None:
-        """Take the first message. Raises RewardError if a function cannot be loaded."""
+        """Takes the first message. Raises RewardError if a function cannot be loaded."""
         problems, self.is_async = message
         if problems:
             raise RewardError(problems)
         self.ready = True
 
     def start_failure(self, reason: str) -> RewardError:
-        functions = ", ".join(spec.function for spec in self.specs)
-        return RewardError(
-            Problem(
-                f"the reward functions {functions} cannot be loaded", given=reason, needed="a file that can be imported"
-            )
-        )
+        where = f"the reward functions {', '.join(spec.function for spec in self.specs)} cannot be loaded"
+        return RewardError(Problem(where, given=reason, needed="a file that can be imported"))
 
     def send(self, number: int, function: int, task: Task) -> None:
         grace = ASYNC_GRACE_SECONDS if self.is_async[function] else 0.0
@@ -101,7 +108,7 @@ class Worker:
             self.broken = True
 
     def kill(self) -> int:
-        """End the process and all it started; its exit status."""
+        """Ends the process and all that it started; its exit status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.connection.close()
@@ -126,7 +133,7 @@ class WorkerPool:
         """
         with self._lock:
             for worker in [w for w in self._workers if w.process.poll() is not None]:
-                self.remove(worker)  # died while idle: no response is to blame
+                self.remove(worker)  # it died while idle, so no response is to blame
             try:
                 return _Run(self, calls, check).outcomes()
             except BaseException:
@@ -160,7 +167,7 @@ class _Run:
         self.calls = calls
         self.check = check
         self.waiting = deque(range(len(calls)))
-        self.suspects: deque[int] = deque()  # were in flight together when their worker fell: to be run alone
+        self.suspects: deque[int] = deque()  # in flight together when their worker was lost: each to be run alone
         self.done: dict[int, Outcome] = {}
 
     def outcomes(self) -> list[Outcome]:
@@ -176,9 +183,7 @@ class _Run:
                 if worker.connection in readable:
                     self._read(worker)
                 elif worker.deadline <= time.monotonic():
-                    self._fell(
-                        worker, timed_out(self.pool.timeout_seconds), f"not ready after {START_TIMEOUT_SECONDS:g} s"
-                    )
+                    self._lose(worker, timed_out(self.pool.timeout_seconds), _not_ready())
         return [self.done[number] for number in range(len(self.calls))]
 
     def _assign(self, worker: Worker) -> None:
@@ -205,7 +210,7 @@ class _Run:
         try:
             message = worker.connection.recv()
         except (EOFError, OSError):
-            self._fell(worker, None, "its process died")
+            self._lose(worker, None, "its process died")
             return
         if not worker.ready:
             worker.greet(message)
@@ -215,15 +220,17 @@ class _Run:
         worker.alone = False
         self.done[number] = outcome
 
-    def _fell(self, worker: Worker, outcome: Outcome | None, start_reason: str) -> None:
+    def _lose(self, worker: Worker, outcome: Outcome | None, start_reason: str) -> None:
+        """Ends a worker that died or is late, and settles what it was working on. `outcome` of a late task."""
         numbers, ready = list(worker.in_flight), worker.ready
         status = self.pool.remove(worker)
         if not ready:
             raise worker.start_failure(f"{start_reason} ({_exit_words(status)})")
         if len(numbers) > 1:
             self.suspects.extend(numbers)
-        for number in numbers if len(numbers) == 1 else ():
-            self.done[number] = outcome or Outcome(None, error=f"the reward's process died ({_exit_words(status)})")
+        elif numbers:
+            died = Outcome(None, error=f"the reward's process died ({_exit_words(status)})")
+            self.done[numbers[0]] = outcome or died
 
 
 def load_problems(specs: Sequence[FunctionSpec]) -> list[Problem]:
@@ -231,7 +238,7 @@ def load_problems(specs: Sequence[FunctionSpec]) -> list[Problem]:
     worker = Worker(specs, timeout_seconds=0.0)
     try:
         if not worker.connection.poll(START_TIMEOUT_SECONDS):
-            return list(worker.start_failure(f"not ready after {START_TIMEOUT_SECONDS:g} s").problems)
+            return list(worker.start_failure(_not_ready()).problems)
         worker.greet(worker.connection.recv())
     except RewardError as error:
         return list(error.problems)
@@ -242,5 +249,75 @@ def load_problems(specs: Sequence[FunctionSpec]) -> list[Problem]:
     return []
 
 
+def _not_ready() -> str:
+    return f"not ready after {START_TIMEOUT_SECONDS:g} s"
+
+
 def _exit_words(status: int) -> str:
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+# --- inside a worker's process ----------------------------------------------------------------------------------------
+
+Message = tuple[int, int, Task]
+"""(number of the task, index of the function, the task). The answer is (number, Outcome)."""
+
+
+def worker_main(descriptor: int) -> None:
+    """Serves the connection on this file descriptor: first the specs and the time limit, then messages.
+
+    Synchronous functions block the process; async ones run side by side in its event loop. The process ends when the
+    other end of the connection is closed.
+    """
+    os.set_inheritable(descriptor, False)
+    os.dup2(2, 1)  # what a user's function prints must not mix with the program's own output
+    connection = Connection(descriptor)
+    specs, timeout_seconds = connection.recv()
+    functions: list[RewardCallable] = []
+    problems: list[Problem] = []
+    for spec in specs:
+        try:
+            functions.append(load(spec))
+        except RewardError as error:
+            problems += error.problems
+    connection.send((problems, tuple(inspect.iscoroutinefunction(function) for function in functions)))
+    if not problems:
+        asyncio.run(_serve(connection, functions, timeout_seconds))
+
+
+async def _serve(connection: Connection, functions: list[RewardCallable], timeout_seconds: float) -> None:
+    messages: asyncio.Queue[Message] = asyncio.Queue()
+    threading.Thread(target=_receive, args=(connection, asyncio.get_running_loop(), messages), daemon=True).start()
+    running: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks weakly
+    while True:
+        number, index, task = await messages.get()
+        answering = _answer(connection, number, functions[index], task, timeout_seconds)
+        if inspect.iscoroutinefunction(functions[index]):
+            started = asyncio.create_task(answering)
+            running.add(started)
+            started.add_done_callback(running.discard)
+        else:
+            await answering
+
+
+def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, messages: asyncio.Queue[Message]) -> None:
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # whatever a function is doing: its outcome cannot be sent any more
+        loop.call_soon_threadsafe(messages.put_nowait, message)
+
+
+async def _answer(
+    connection: Connection, number: int, function: RewardCallable, task: Task, timeout_seconds: float
+) -> None:
+    try:
+        async with asyncio.timeout(timeout_seconds) as limit:
+            returned = call(function, task)
+            if inspect.isawaitable(returned):
+                returned = await returned
+        outcome = outcome_of(returned)
+    except (Exception, SystemExit) as raised:  # noqa: BLE001  (a user's function can raise anything; it is counted)
+        outcome = timed_out(timeout_seconds) if limit.expired() else failure_of(raised)
+    connection.send((number, outcome))

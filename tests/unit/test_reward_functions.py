@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from megagrpo.errors import RewardError
 from megagrpo.recipe import schema
 from megagrpo.reward import format, gsm8k, math, workers
-from megagrpo.reward.function import outcome_of
-from megagrpo.reward.functions import TAKEN_NAMES, function_specs, load_functions, reward_problems
+from megagrpo.reward.functions import TAKEN_NAMES, function_specs, outcome_of
+from megagrpo.reward.scorer import Scorer, reward_problems
 from megagrpo.track.metrics import METRICS
 
 
@@ -181,7 +181,7 @@ def test_a_good_section_has_no_problems(user_file):
         {"function": f"{user_file}:good", "arguments": {"scale": 3}},
     )
     assert reward_problems(section) == []
-    assert [spec.name for spec in load_functions(section)] == ["gsm8k", "math", "format", "good", "good_2"]
+    assert [spec.name for spec in function_specs(section)] == ["gsm8k", "math", "format", "good", "good_2"]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_function_cannot_take_the_name_of_a_metric_of_the_whole_reward(name, t
     (problem,) = reward_problems(section)
     assert f"reward/{name}" in problem.given
     with pytest.raises(RewardError, match=f"{name}_score"):
-        load_functions(section)
+        Scorer(section, 10)
 
 
 def test_the_names_taken_are_those_of_the_metrics():
@@ -257,6 +257,6 @@ def test_all_problems_are_found_at_once_and_workers_are_needed(user_file):
         "reward.functions[2].function",
     ]
     with pytest.raises(RewardError, match=r"\(3 problems\)"):
-        load_functions(reward("gsm8", "format", f"{user_file}:few", workers=0))
+        Scorer(reward("gsm8", "format", f"{user_file}:few", workers=0), 10)
     assert reward_problems(reward("gsm8k", workers=0)) == []
     assert function_specs(reward("gsm8k"))[0].built_in

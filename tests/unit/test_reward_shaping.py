@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.recipe import schema
-from megagrpo.reward.function import Outcome
-from megagrpo.reward.functions import function_specs
-from megagrpo.reward.shaping import (
+from megagrpo.reward.functions import Outcome, function_specs
+from megagrpo.reward.scorer import (
     REACHED_LIMIT,
     gated_functions,
     overlong_penalty,
