@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megagrpo.demo.model import make_model
-from megagrpo.demo.tokenizer import make_tokenizer
+from megagrpo.demo.model import make_model, make_tokenizer
 
 CONSTANT = 8.0
 """First entry of each token's embedding; the others are near 0.02."""

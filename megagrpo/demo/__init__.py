@@ -1,1 +1,1 @@
-"""The demo's model and data, made from code: a small model learns to add two-digit numbers, and then to carry."""
+"""The demo's model and data, made from code: a small model learns to add two-digit numbers, then to carry."""

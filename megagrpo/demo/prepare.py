@@ -1,9 +1,9 @@
 """`megagrpo prepare adder`: an untrained model, sums to warm it up with, and prompts, made once.
 
-The warm start ends with a bad habit: a model that can add, but mostly forgets to carry. Its examples are first right,
-then mostly careless. Where there is no carry it is right, elsewhere it knows the right answer and the careless one, and
-prefers the latter: about half of all sums are right. GRPO finds both answers in one group of samples, and makes a habit
-of carrying.
+The warm start teaches the model to add two-digit numbers, first with right answers, then with answers that mostly leave
+out the carry. Afterwards it answers sums without a carry rightly. For the others it knows both answers and prefers the
+wrong one, so that about half of all sums are right. GRPO sees both answers in one group of samples, and teaches it to
+carry.
 """
 
 from __future__ import annotations
@@ -20,13 +20,70 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megagrpo.data.prepare import PromptRow, prompt_row, write_splits
-from megagrpo.demo.model import make_model
-from megagrpo.demo.sums import SEED, Sum, make_splits
-from megagrpo.demo.tokenizer import make_tokenizer
+from megagrpo.demo.model import make_model, make_tokenizer
 
 DATA_SOURCE = "adder"
+LOWEST, HIGHEST = 10, 99
+WARM_START_PAIRS = 2400
+TEST_PAIRS = 260
+SEED = 0
 CARELESS_SHARE = 0.8
-HELD_OUT_FROM_TRAIN = 256  # not the test's: those stay unseen in every way
+HELD_OUT_FROM_TRAIN = 256  # not from the test's sums, of which the warm start sees nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """One question, such as 37+45."""
+
+    a: int
+    b: int
+
+    @property
+    def question(self) -> str:
+        return f"{self.a}+{self.b}="
+
+    @property
+    def answer(self) -> str:
+        return str(self.a + self.b)
+
+    @property
+    def careless_answer(self) -> str:
+        """Without the carry from the units to the tens: 72 for 37+45. Right only if there is none."""
+        return str((self.a // 10 + self.b // 10) * 10 + (self.a + self.b) % 10)
+
+    @property
+    def response(self) -> str:
+        """The answer as in GSM8K, which the gsm8k reward reads."""
+        return f"#### {self.answer}"
+
+    @property
+    def careless_response(self) -> str:
+        return f"#### {self.careless_answer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """a+b and b+a are always in the same split, so that a model that knows one cannot answer the other from memory."""
+
+    warm_start: tuple[Sum, ...]
+    train: tuple[Sum, ...]
+    test: tuple[Sum, ...]
+
+
+def make_splits() -> Splits:
+    """All 8,100 sums, shuffled by a fixed seed: 520 or so to test, 4,700 to warm up, the others to train."""
+    pairs = [(a, b) for a in range(LOWEST, HIGHEST + 1) for b in range(a, HIGHEST + 1)]
+    random.Random(SEED).shuffle(pairs)
+    warm_start_end = TEST_PAIRS + WARM_START_PAIRS
+    return Splits(
+        warm_start=_both_orders(pairs[TEST_PAIRS:warm_start_end]),
+        train=_both_orders(pairs[warm_start_end:]),
+        test=_both_orders(pairs[:TEST_PAIRS]),
+    )
+
+
+def _both_orders(pairs: list[tuple[int, int]]) -> tuple[Sum, ...]:
+    return tuple(Sum(*order) for a, b in pairs for order in dict.fromkeys([(a, b), (b, a)]))
 
 
 @dataclass(frozen=True)
@@ -36,7 +93,7 @@ class AdderFiles:
     model: Path  # Hugging Face directory of an untrained model, with the tokenizer
     right: Path  # conversations with right answers
     careless: Path  # the same questions, mostly without the carry
-    held_out: Path  # other questions answered as carelessly
+    held_out: Path  # other questions, answered like careless
     train: Path  # prompts for GRPO
     test: Path  # held-out prompts, seen by neither warm start nor GRPO
     fingerprint: Path  # written last: the others are complete if it is there
@@ -69,7 +126,7 @@ def is_prepared(directory: Path) -> bool:
 
 
 def prepare(output: Path, say: Callable[[str], None] = lambda line: None) -> AdderFiles:
-    """Make the model and all files in `output`, unless they are there. `say` receives lines of progress."""
+    """Makes the model and all files in `output`, unless they are there. `say` receives lines of progress."""
     files = AdderFiles.within(output)
     if is_prepared(output):
         say(f"{output}: model, examples and prompts are there already")

@@ -1,13 +1,169 @@
-"""Looks at everything, and prints it part by part."""
+"""`megagrpo doctor`: looks at this machine, its packages and its GPUs, and prints what it finds, part by part."""
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import permutations
+from pathlib import Path
 
-from megagrpo.doctor.finding import Finding
-from megagrpo.doctor.gpus import gpu_findings
-from megagrpo.doctor.machine import machine_findings
-from megagrpo.doctor.packages import fit_findings, package_findings, working_findings
+import psutil
+
+from megagrpo.doctor.packages import Finding, fit_findings, package_findings, working_findings
+from megagrpo.plan.units import byte_text
+
+PYTHON = (3, 11)
+OPEN_FILES = 65536  # what Ray's own documentation asks for on larger clusters
+SHARED_MEMORY_BYTES = 8 << 30  # room for a few buckets of a weight sync, and Ray's objects
+DISK_BYTES = 50 << 30
+INFINIBAND = Path("/sys/class/infiniband")
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def machine_findings() -> Iterator[Finding]:
+    yield _python()
+    yield _shared_memory()
+    yield _open_files()
+    yield _locked_memory()
+    yield _disk(Path.cwd())
+    yield _hostname()
+    yield from _interfaces()
+    yield _launchers()
+
+
+def _python() -> Finding:
+    version, needed = platform.python_version(), ".".join(map(str, PYTHON))
+    if sys.version_info < PYTHON:
+        return Finding("Python", "wrong", version, f"Python {needed} or later")
+    memory = byte_text(psutil.virtual_memory().total)
+    return Finding("Python", "ok", f"{version}, {os.cpu_count()} cores, {memory} memory")
+
+
+def _shared_memory() -> Finding:
+    if not SHARED_MEMORY.is_dir():
+        return Finding("/dev/shm", "doubtful", "not there", "a tmpfs: weights travel to engines of a node through it")
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free < SHARED_MEMORY_BYTES:
+        remedy = f"at least {byte_text(SHARED_MEMORY_BYTES)} (docker run --shm-size, or remount it), or smaller buckets"
+        return Finding("/dev/shm", "doubtful", f"{byte_text(free)} free", f"{remedy}: weights.bucket_bytes")
+    return Finding("/dev/shm", "ok", f"{byte_text(free)} free")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+        raised = "" if hard == resource.RLIM_INFINITY or hard >= OPEN_FILES else f" (its hard limit is {hard})"
+        remedy = f"ulimit -n {OPEN_FILES}{raised} before Ray starts: large clusters need it"
+        return Finding("open files", "doubtful", f"at most {soft}", remedy)
+    return Finding("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}")
+
+
+def _locked_memory() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("locked memory", "ok", "no limit")
+    found = f"at most {byte_text(soft)}"
+    if not _infiniband():
+        return Finding("locked memory", "ok", f"{found}; only InfiniBand and pinned memory need more")
+    return Finding("locked memory", "doubtful", found, "ulimit -l unlimited: InfiniBand needs it")
+
+
+def _disk(directory: Path) -> Finding:
+    free = shutil.disk_usage(directory).free
+    if free < DISK_BYTES:
+        remedy = "megagrpo plan RECIPE says what its checkpoints take; checkpoint.directory moves them"
+        return Finding(f"disk at {directory}", "doubtful", f"{byte_text(free)} free", remedy)
+    return Finding(f"disk at {directory}", "ok", f"{byte_text(free)} free")
+
+
+def _hostname() -> Finding:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        remedy = "an entry in /etc/hosts or DNS: other nodes ask for this name"
+        return Finding(f"host name {name}", "doubtful", f"has no address: {error}", remedy)
+    if ipaddress.ip_address(address).is_loopback:
+        remedy = "an address that other nodes reach, or ray start --node-ip-address; enough for one machine"
+        return Finding(f"host name {name}", "doubtful", f"is {address}", remedy)
+    return Finding(f"host name {name}", "ok", address)
+
+
+def _interfaces() -> Iterator[Finding]:
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = [
+        f"{name} {entry.address}"
+        for name, entries in sorted(psutil.net_if_addrs().items())
+        for entry in entries
+        if name in up and entry.family is socket.AF_INET and not ipaddress.ip_address(entry.address).is_loopback
+    ]
+    text = ", ".join([*found, *(f"InfiniBand {name}" for name in _infiniband())])
+    if not text:
+        yield Finding("network", "doubtful", "loopback only", "an interface that other nodes reach, for several nodes")
+    else:
+        yield Finding("network", "ok", text)
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        chosen = os.environ.get(variable, "")
+        if chosen.startswith("^"):  # NCCL's way to say which not to use
+            continue
+        if chosen and not any(name.startswith(one) for name in up for one in chosen.lstrip("=").split(",")):
+            given = f"{os.environ[variable]}, which is no interface that is up"
+            yield Finding(variable, "wrong", given, f"unset it, or one of {', '.join(sorted(up))}")
+
+
+def _infiniband() -> list[str]:
+    return sorted(entry.name for entry in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+
+
+def _launchers() -> Finding:
+    slurm = "Slurm's sbatch" if shutil.which("sbatch") else ""
+    address = os.environ.get("RAY_ADDRESS")
+    ray = f"RAY_ADDRESS {address}" if address else "no RAY_ADDRESS: runs start Ray on this machine"
+    return Finding("jobs", "ok", ", ".join(filter(None, (slurm, ray))))
+
+
+BFLOAT16_SINCE = (8, 0)
+"""Compute capability of the first GPUs that multiply matrices in bfloat16: Ampere."""
+
+
+def gpu_findings() -> Iterator[Finding]:
+    import torch
+
+    if torch.version.cuda is None:
+        yield Finding(
+            "GPUs",
+            "absent",
+            f"torch {torch.__version__} is built without CUDA",
+            "training and rollouts on GPUs: install torch's CUDA build; cluster.device: cpu does without",
+        )
+        return
+    count = torch.cuda.device_count()
+    if count == 0:
+        remedy = "check nvidia-smi, CUDA_VISIBLE_DEVICES, and that the driver is new enough for this CUDA"
+        yield Finding("GPUs", "doubtful", f"torch is built for CUDA {torch.version.cuda} and finds none", remedy)
+        return
+    for index in range(count):
+        found = torch.cuda.get_device_properties(index)
+        capability = (found.major, found.minor)
+        text = f"{found.name}, {found.total_memory / 2**30:.1f} GiB, compute capability {found.major}.{found.minor}"
+        if capability < BFLOAT16_SINCE:
+            yield Finding(f"GPU {index}", "doubtful", text, "set model.dtype: float32, because it has no bfloat16")
+        else:
+            yield Finding(f"GPU {index}", "ok", text)
+    yield Finding("CUDA", "ok", f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    apart = [f"{a} and {b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        remedy = "weights.transfer: process_group; and expect slow tensor parallelism"
+        yield Finding("peer access", "doubtful", f"none between GPUs {', '.join(apart[:4])}", remedy)
+    elif count > 1:
+        yield Finding("peer access", "ok", f"between all {count} GPUs")
+
 
 CHAPTERS: Mapping[str, Callable[[], Iterable[Finding]]] = {
     "machine": machine_findings,
@@ -20,7 +176,7 @@ MARKS = {"ok": "ok", "absent": "-", "doubtful": "?", "wrong": "WRONG"}
 
 
 def examine(say: Callable[[str], None]) -> bool:
-    """Prints each chapter as it is examined. Whether nothing is wrong."""
+    """Prints each chapter as it is examined; whether nothing is wrong."""
     found = []
     for title, look in CHAPTERS.items():
         say(f"{title}:")

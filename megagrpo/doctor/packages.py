@@ -1,18 +1,21 @@
-"""Packages: are those of setup.py here in the versions that it asks for, and do they fit one another?"""
+"""Which packages that setup.py asks for are installed, in which versions, and whether they fit one another."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
+from typing import Literal
 
 from packaging.requirements import Requirement
 
-from megagrpo.doctor.finding import Finding
 from megagrpo.recipe.schema import SglangConfig
 from megagrpo.rollout.sglang.arguments import sglang_problems
+
+State = Literal["ok", "absent", "doubtful", "wrong"]
 
 IMPORT_SECONDS = 120.0
 WITHOUT: Mapping[str, str] = {
@@ -27,12 +30,26 @@ CORNERSTONES = ("megatron-core", "sglang", "transformer-engine", "transformers",
 APEX = "pip uninstall apex, then build NVIDIA's from https://github.com/NVIDIA/apex, with its C++ and CUDA extensions"
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one part of the environment.
+
+    absent: an optional part that is not here; `remedy` says what it is for. doubtful: it may fail in some uses. wrong:
+    it must be repaired before anything runs.
+    """
+
+    part: str
+    state: State
+    found: str
+    remedy: str = ""
+
+
 def package_findings(
     requirements: list[str] | None = None,
     version_of: Callable[[str], str | None] | None = None,
     extras: Collection[str] = tuple(WITHOUT),
 ) -> Iterator[Finding]:
-    """Each requirement of megagrpo, those of these extras included."""
+    """One finding for each requirement of megagrpo and of these extras."""
     version_of = version_of or installed_version
     if requirements is None and installed_version("megagrpo") is None:
         yield Finding("megagrpo", "doubtful", "not installed, so nothing says what it requires", "pip install .")
@@ -47,7 +64,7 @@ def package_findings(
 def fit_findings(
     requirements_of: Callable[[str], list[str]] | None = None, version_of: Callable[[str], str | None] | None = None
 ) -> Iterator[Finding]:
-    """For each installed cornerstone, which of its own requirements are met by other versions than it asks for."""
+    """For each installed cornerstone, which of its requirements are installed in versions that it does not accept."""
     requirements_of, version_of = requirements_of or _requirements, version_of or installed_version
     for name in CORNERSTONES:
         version = version_of(name)
@@ -69,7 +86,7 @@ def fit_findings(
 
 
 def working_findings() -> Iterator[Finding]:
-    """Whether the optional packages that are here can be used. SGLang is asked in a process of its own."""
+    """Whether the installed optional packages can be used. SGLang is asked in a process of its own."""
     yield _apex()
     if installed_version("transformer-engine") is not None:
         yield _transformer_engine()
@@ -109,7 +126,7 @@ def _required(requirement: Requirement, version: str | None, extra: str | None) 
 
 
 def _apex() -> Finding:
-    """NVIDIA's has compiled modules beside it; the package of that name on PyPI is another."""
+    """NVIDIA's apex has compiled modules beside it; the package apex on PyPI is something else."""
     if find_spec("amp_C") is not None:
         fused = find_spec("fused_weight_gradient_mlp_cuda") is not None
         return Finding("apex", "ok", f"NVIDIA's, {'with' if fused else 'without'} fused accumulation of gradients")

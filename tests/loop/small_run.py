@@ -15,7 +15,7 @@ import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megagrpo.data.prepare import prompt_row, write_splits
-from megagrpo.demo.tokenizer import make_tokenizer
+from megagrpo.demo.model import make_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megagrpo.demo.tokenizer import make_tokenizer
+from megagrpo.demo.model import make_tokenizer
 from tests.loop import small_run
 from tests.tiny_models import make_model
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo.data.messages import Examples, file_problems, load_examples
-from megagrpo.demo.tokenizer import make_tokenizer
+from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError, ModelError
 from megagrpo.recipe.schema import ConversationFileConfig
 

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from megagrpo.data.rows import read_rows
 from megagrpo.demo import prepare as demo
-from megagrpo.demo.sums import Sum, make_splits
-from megagrpo.demo.tokenizer import make_tokenizer
+from megagrpo.demo.model import make_tokenizer
+from megagrpo.demo.prepare import Sum, make_splits
 from megagrpo.recipe.defaults import export_directory
 from megagrpo.recipe.load import load, load_sft
 from megagrpo.reward import gsm8k

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 import pytest
 
 from megagrpo.cli import main
-from megagrpo.doctor import doctor, machine
-from megagrpo.doctor.finding import Finding
-from megagrpo.doctor.packages import WITHOUT, fit_findings, package_findings
+from megagrpo.doctor import doctor
+from megagrpo.doctor.packages import WITHOUT, Finding, fit_findings, package_findings
 
 REQUIRED = [
     "torch>=2.9",
@@ -58,11 +57,11 @@ def test_every_optional_extra_says_what_it_is_for() -> None:
 
 def test_a_network_variable_that_names_no_interface_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nonesuch0")
-    found = {finding.part: finding for finding in machine.machine_findings()}
+    found = {finding.part: finding for finding in doctor.machine_findings()}
     assert found["NCCL_SOCKET_IFNAME"].state == "wrong"
     for good in ("lo", "=lo", "nonesuch0,lo", "^nonesuch0"):
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", good)
-        assert "NCCL_SOCKET_IFNAME" not in {finding.part for finding in machine.machine_findings()}, good
+        assert "NCCL_SOCKET_IFNAME" not in {finding.part for finding in doctor.machine_findings()}, good
 
 
 def test_the_command_prints_every_chapter_and_fails_if_something_is_wrong(
