@@ -14,7 +14,10 @@ WARM_START := runs/adder_sft_cpu/hugging_face/config.json
 # Ray would run its workers at niceness 15, with next to no time on a machine that does something else as well.
 TEST_ENVIRONMENT := RAY_worker_niceness=0 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
 
-.PHONY: adder warm-start demo demo-sglang sglang-cpu slurm-cpu test test-long lint benchmark-step benchmark-sync benchmark-algorithms clean help
+# Two workers keep two cores busy: ranks and servers often wait for each other. ARGS="-n 0" runs everything in one process.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20
+
+.PHONY: adder warm-start demo demo-sglang sglang-cpu slurm-cpu test test-long lint house benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +29,7 @@ help:
 	@echo "make test       lint, and every test that is not long (ARGS=\"-k name\")"
 	@echo "make test-long  demo trainings, kills and resumes"
 	@echo "make lint       ruff, mypy and the rules of who imports whom"
+	@echo "make house      files and lines, the longest, and whether the limits are kept"
 	@echo "make benchmark-step  memory and speed of the training step, and the whole step beside TRL's GRPOTrainer"
 	@echo "make benchmark-sync  seconds and bytes of weight sync by every way, beside gathering everything"
 	@echo "make benchmark-algorithms  train the demo by every method and draw the curves (half an hour)"
@@ -76,16 +80,19 @@ demo-sglang: $(SGLANG_INSTALLED) warm-start
 	@$(BIN)/python -m megagrpo.demo.ask runs/adder_sglang_cpu/hugging_face 37+45=
 
 test: lint $(SGLANG_INSTALLED)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not long" --durations=20 $(ARGS)
+	$(TEST_ENVIRONMENT) $(PYTEST) -m "not long" $(ARGS)
 
 test-long: $(SGLANG_INSTALLED)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m long --durations=20 $(ARGS)
+	$(TEST_ENVIRONMENT) $(PYTEST) -m long $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+house:
+	@$(PYTHON) tools/house.py
 
 BENCHMARK_ENVIRONMENT := CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1
 

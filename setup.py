@@ -40,6 +40,7 @@ setup(
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.8",
             "hypothesis>=6.100",
             "networkx>=3.0",
             "ruff>=0.9",

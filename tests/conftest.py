@@ -1,5 +1,8 @@
-"""What holds for every test: hypothesis draws the same examples each time, on a machine of any speed."""
+"""What holds for every test: hypothesis draws the same examples each time, and what shares a start stays together."""
 
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A commit that passed passes again, however slow or busy the machine. No database: what failed once is drawn again.
@@ -13,3 +16,23 @@ settings.register_profile(
 # `pytest --hypothesis-profile=new_examples` looks for cases that nobody has seen.
 settings.register_profile("new_examples", settings.get_profile("same_examples"), derandomize=False)
 settings.load_profile("same_examples")
+
+TESTS = Path(__file__).parent
+# With several workers, the longest start first and the files of unit tests fill up the end.
+FOLDERS = ("sglang", "loop", "slurm", "distributed", "unit")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the tests by folder, and let tests that share a server, a Ray or a file's fixtures run in one worker."""
+    items.sort(key=lambda item: FOLDERS.index(folder_of(item)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+
+
+def folder_of(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).parts[0]
+
+
+def group_of(item: pytest.Item) -> str:
+    folder = folder_of(item)
+    return folder if folder in ("sglang", "loop") else item.path.stem

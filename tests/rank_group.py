@@ -1,10 +1,10 @@
-"""Training ranks for tests: real processes over gloo, started once and reused by every test of the session.
+"""Training ranks for tests: real processes over gloo, at the price of a fork.
 
 `run_ranks(2, "tests.distributed.test_x:function", *args)` calls the function on ranks 0 and 1 of a fresh process group
 of two and returns their results in rank order. A nursery process imports what ranks need once; each rank is a fork of
-it, so that ranks cost milliseconds. Between calls a rank has no process group and no parallel state.
-A rank that raises, dies or passes its deadline ends the call with RankGroupError, which carries the ranks' tracebacks;
-the ranks of that call are then replaced.
+it, which starts in milliseconds and ends with the call. Ranks do not serve a second call: nothing of a test stays in
+them, and a gloo group that is destroyed leaves a thread that wakes up a hundred times a second.
+A rank that raises, dies or passes its deadline ends the call with RankGroupError, which carries the ranks' tracebacks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import gc
 import importlib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +27,8 @@ import traceback
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS_MAX = 8
@@ -43,12 +46,11 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# What the tests' functions need: two seconds of a core for a rank that imports it by itself.
+# What the tests' functions need: seconds of a core for a rank that imports it by itself.
 IMPORTED = (
     "megagrpo.megatron.process",  # first: imports Megatron, with what it needs on CPUs
     "megagrpo.megatron.rank",
-    "transformers",
-    "pytest",
+    *(f"tests.distributed.{file.stem}" for file in sorted(Path(__file__).with_name("distributed").glob("*.py"))),
 )
 
 
@@ -74,7 +76,7 @@ def run_ranks(ranks: int, function: str, *args: Any, timeout: float = CALL_SECON
 
 
 class RankGroup:
-    """The nursery and the ranks it has forked. Ranks 0 to n-1 serve a call for n ranks."""
+    """The nursery, which forks the ranks of every call."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair()
@@ -87,78 +89,40 @@ class RankGroup:
         )
         theirs.close()
         self._directory = tempfile.TemporaryDirectory(prefix="megagrpo_ranks_")
-        self._ranks: dict[int, Connection] = {}
-        self._pids: dict[int, int] = {}
         self._calls = 0
 
     def run(self, ranks: int, function: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
-        self._start_ranks(ranks)
         self._calls += 1
-        store = Path(self._directory.name) / f"store{self._calls}"
-        job = pickle.dumps((ranks, f"file://{store}", function, args, timeout))
-        for rank in range(ranks):
-            self._ranks[rank].send_bytes(job)
-        results, failures = self._collect(ranks, time.monotonic() + timeout)
+        files = Path(self._directory.name) / str(self._calls)
+        files.mkdir()
+        connections = [self._fork(rank, files / f"trace{rank}") for rank in range(ranks)]
+        pids: list[int] = []
+        try:
+            for rank, connection in enumerate(connections):
+                if not connection.poll(START_SECONDS):
+                    raise RankGroupError(f"rank {rank} did not start in {START_SECONDS:.0f} s")
+                pids.append(connection.recv())
+            job = pickle.dumps((ranks, f"file://{files / 'store'}", function, args, timeout))
+            for connection in connections:
+                connection.send_bytes(job)
+            results, failures = collect(connections, time.monotonic() + timeout)
+            for rank in set(range(ranks)) - results.keys() - failures.keys():
+                failures[rank] = where_it_hangs(pids[rank], files / f"trace{rank}")
+        finally:
+            for connection in connections:
+                connection.close()
+            for pid in pids:
+                end_family(pid)
+            shutil.rmtree(files)
         if failures:
-            self._end_ranks(range(ranks))
             raise RankGroupError("\n".join(f"[rank {rank}] {text}" for rank, text in sorted(failures.items())))
         return [results[rank] for rank in range(ranks)]
 
-    def _start_ranks(self, ranks: int) -> None:
-        new = [rank for rank in range(ranks) if rank not in self._ranks]
-        for rank in new:
-            self._ranks[rank], theirs = Pipe()
-            socket.send_fds(
-                self._control, [f"{rank:04d}{self._trace_file(rank)}".encode().ljust(512)], [theirs.fileno()]
-            )
-            theirs.close()
-        for rank in new:
-            if not self._ranks[rank].poll(START_SECONDS):
-                raise RankGroupError(f"rank {rank} did not start in {START_SECONDS:.0f} s")
-            self._pids[rank] = self._ranks[rank].recv()
-
-    def _collect(self, ranks: int, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
-        waiting: dict[Any, int] = {self._ranks[rank]: rank for rank in range(ranks)}
-        results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
-        while waiting:
-            ready: list[Any] = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                failures |= {rank: self._where_it_hangs(rank) for rank in waiting.values()}
-                break
-            for connection in ready:
-                rank = waiting.pop(connection)
-                try:
-                    ok, value = pickle.loads(connection.recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    ok, value = False, DIED
-                (results if ok else failures)[rank] = value
-            if failures:
-                # The others now wait for the failed rank, or failed before it: give their own tracebacks a moment, then
-                # end them.
-                moment = 1.0 if DIED in failures.values() else 10.0
-                deadline = min(deadline, time.monotonic() + moment)
-        return results, failures
-
-    def _where_it_hangs(self, rank: int) -> str:
-        file = self._trace_file(rank)
-        try:
-            os.kill(self._pids[rank], signal.SIGUSR1)
-        except ProcessLookupError:
-            return DIED
-        deadline = time.monotonic() + (0.2 if stopped(self._pids[rank]) else TRACE_SECONDS)
-        while not file.read_text().endswith(TRACE_END) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return f"did not finish; it is at\n{file.read_text()}"
-
-    def _trace_file(self, rank: int) -> Path:
-        return Path(self._directory.name) / f"trace{rank}"
-
-    def _end_ranks(self, ranks: range) -> None:
-        for rank in ranks:
-            self._ranks.pop(rank).close()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids.pop(rank), signal.SIGKILL)
+    def _fork(self, rank: int, trace: Path) -> Connection:
+        ours, theirs = Pipe()
+        socket.send_fds(self._control, [f"{rank:04d}{trace}".encode().ljust(512)], [theirs.fileno()])
+        theirs.close()
+        return ours
 
     def close(self) -> None:
         self._control.close()
@@ -168,6 +132,49 @@ class RankGroup:
             os.killpg(self._nursery.pid, signal.SIGKILL)
             self._nursery.wait()
         self._directory.cleanup()
+
+
+def collect(connections: list[Connection], deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+    """Results and tracebacks by rank, of those that answer in time."""
+    waiting: dict[Any, int] = {connection: rank for rank, connection in enumerate(connections)}
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    while waiting:
+        ready: list[Any] = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            rank = waiting.pop(connection)
+            try:
+                ok, value = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                ok, value = False, DIED
+            (results if ok else failures)[rank] = value
+        if failures:
+            # The others now wait for the failed rank, or failed before it: they have a moment for tracebacks of theirs.
+            moment = 1.0 if DIED in failures.values() else 10.0
+            deadline = min(deadline, time.monotonic() + moment)
+    return results, failures
+
+
+def where_it_hangs(pid: int, trace: Path) -> str:
+    try:
+        os.kill(pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        return DIED
+    deadline = time.monotonic() + (0.2 if stopped(pid) else TRACE_SECONDS)
+    while not trace.read_text().endswith(TRACE_END) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return f"did not finish; it is at\n{trace.read_text()}"
+
+
+def end_family(pid: int) -> None:
+    """Kill a rank and what it has started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank = psutil.Process(pid)
+        for process in (*rank.children(recursive=True), rank):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def stopped(pid: int) -> bool:
@@ -193,7 +200,7 @@ def nurse(control_fd: int) -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # or collections in the ranks would copy the pages that they share
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the ranks
     control = socket.socket(fileno=control_fd)
     while True:
         message, fds, _, _ = socket.recv_fds(control, 512, 1)
@@ -208,20 +215,20 @@ def nurse(control_fd: int) -> None:
 
 
 def serve(rank: int, trace_file: str, connection: Connection) -> None:
-    """Run the jobs that arrive, until the connection closes."""
+    """Run the job that arrives, and wait to be ended."""
     with open(trace_file, "w") as trace:
         faulthandler.register(signal.SIGUSR1, file=trace)
-        connection.send(os.getpid())
-        while True:
-            try:
-                job = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                return
+        try:
+            connection.send(os.getpid())
+            job = pickle.loads(connection.recv_bytes())
             try:
                 answer = pickle.dumps((True, call(rank, *job)))
             except BaseException:  # noqa: BLE001  whatever it is, the test must see it
                 answer = pickle.dumps((False, traceback.format_exc()))
             connection.send_bytes(answer)
+            connection.recv_bytes()
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            return
 
 
 def call(rank: int, ranks: int, init_method: str, function: str, args: tuple[Any, ...], timeout: float) -> Any:
@@ -229,7 +236,4 @@ def call(rank: int, ranks: int, init_method: str, function: str, args: tuple[Any
 
     module, name = function.split(":")
     process.start(rank, ranks, init_method, "cpu", timeout)
-    try:
-        return getattr(importlib.import_module(module), name)(*args)
-    finally:
-        process.stop()
+    return getattr(importlib.import_module(module), name)(*args)

@@ -1,5 +1,6 @@
 """The training rank. Only this package imports megatron.core; importing it makes megatron.core run without CUDA."""
 
-from megagrpo.megatron import cpu_shim
+from megagrpo.megatron import cpu_shim, guards
 
 cpu_shim.enable()
+guards.install()

@@ -1,0 +1,49 @@
+"""The limits of the house are kept, and `make house` notices one that is broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.house import FILE_LINES_MAX, REPOSITORY, house_problems
+
+WALKS = """# Page
+
+## A sample's walk
+
+1. `megagrpo/a.py` reads.
+{more}
+## A weight's walk
+
+1. `megagrpo/a.py`: all.
+"""
+
+
+def test_this_house_keeps_its_limits() -> None:
+    assert house_problems(REPOSITORY) == []
+
+
+def test_broken_limits_are_named(tmp_path: Path) -> None:
+    for folder in ("megagrpo", "tests", "docs"):
+        (tmp_path / folder).mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "megagrpo" / f"{name}.py").write_text("x = 1\n" * 20)
+    (tmp_path / "tests" / "test_a.py").write_text("x = 1\n" * FILE_LINES_MAX)
+    page = tmp_path / "docs" / "architecture.md"
+    page.write_text(WALKS.format(more="2. `megagrpo/b.py`, twice `megagrpo/no.py`\n"))
+    assert house_problems(tmp_path) == []
+
+    (tmp_path / "tests" / "test_a.py").write_text("x = 1\n" * (FILE_LINES_MAX + 1))
+    for number in range(100):
+        (tmp_path / "megagrpo" / f"{number}.py").write_text("x = 1\n" * 500)
+    page.write_text(WALKS.format(more="".join(f"{i}. `megagrpo/{i}.py`\n" for i in range(99, 117))))
+    problems = house_problems(tmp_path)
+    assert len(problems) == 20
+    for part in (
+        "tests/test_a.py: 601 lines",
+        "megagrpo/: 50,040 lines",
+        "no file megagrpo/116.py",
+        "19 files, at most 18",
+    ):
+        assert any(part in problem for problem in problems), part
+    page.write_text("# Page\n")
+    assert sum("no heading" in problem for problem in house_problems(tmp_path)) == 2

@@ -1,0 +1,89 @@
+"""How large the house is, and whether it keeps its limits: `make house`.
+
+Prints the files and lines of megagrpo/ and tests/, and checks that the two walks that docs/architecture.md lists, a
+sample's and a weight's, name files that exist. Ends with 1 if a limit is broken.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+FILE_LINES_MAX = 600
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Most lines of all Python files of a folder, and most files."""
+
+    lines: int
+    files: int | None
+
+
+FOLDERS = {"megagrpo": Limits(lines=29_000, files=200), "tests": Limits(lines=20_000, files=None)}
+# Heading in docs/architecture.md: most files.
+WALKS = {"A sample's walk": 18, "A weight's walk": 16}
+ITEM = re.compile(r"^\d+\. +`([^`]+)`", re.MULTILINE)
+
+
+def lines_by_file(folder: Path) -> dict[Path, int]:
+    return {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sorted(folder.rglob("*.py"))}
+
+
+def folder_problems(repository: Path, name: str, limits: Limits) -> list[str]:
+    """Prints a line about a folder; the limits that it breaks."""
+    sizes = lines_by_file(repository / name)
+    total, longest = sum(sizes.values()), max(sizes, key=lambda path: sizes[path])
+    print(
+        f"{name:9} {len(sizes):4} files {total:7,} lines   median {median(sizes.values()):.0f}"
+        f"   longest {sizes[longest]}: {longest.relative_to(repository)}"
+    )
+    problems = [
+        f"{path.relative_to(repository)}: {size} lines, at most {FILE_LINES_MAX}"
+        for path, size in sizes.items()
+        if size > FILE_LINES_MAX
+    ]
+    if total > limits.lines:
+        problems.append(f"{name}/: {total:,} lines, at most {limits.lines:,}")
+    if limits.files is not None and len(sizes) > limits.files:
+        problems.append(f"{name}/: {len(sizes)} files, at most {limits.files}")
+    return problems
+
+
+def walk_problems(repository: Path, title: str, most: int) -> list[str]:
+    """Prints a line about a walk: the numbered list below its heading. What is wrong with it."""
+    page = "docs/architecture.md"
+    text = (repository / page).read_text(encoding="utf-8")
+    section = re.search(rf"^(#+) {re.escape(title)}\b.*?\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
+    if section is None:
+        return [f"{page}: no heading {title!r}"]
+    files = ITEM.findall(section[2])
+    print(f"{title}: {len(files)} files")
+    problems = [f"{page}: {title}: no file {file}" for file in files if not (repository / file).is_file()]
+    if not files:
+        problems.append(f"{page}: {title}: no numbered list of files, each in backquotes")
+    if len(set(files)) < len(files):
+        problems.append(f"{page}: {title}: a file is listed twice")
+    if len(files) > most:
+        problems.append(f"{page}: {title}: {len(files)} files, at most {most}")
+    return problems
+
+
+def house_problems(repository: Path) -> list[str]:
+    problems = []
+    for name, limits in FOLDERS.items():
+        problems += folder_problems(repository, name, limits)
+    for title, most in WALKS.items():
+        problems += walk_problems(repository, title, most)
+    return problems
+
+
+if __name__ == "__main__":
+    found = house_problems(REPOSITORY)
+    for problem in found:
+        print(problem, file=sys.stderr)
+    sys.exit(bool(found))
