@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import process
-from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
 
 ROUNDS = 3
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,25 +1,56 @@
-"""Core attention over packed sequences where transformer-engine is not: rotary embedding, context parallelism.
+"""Core attention over packed sequences, without transformer-engine: rotary embedding and context parallelism.
 
-Tokens are spread once into padded batches of similarly long sequences (buckets.py), so that 256 short sequences cost a
-few calls, not 256. Padding stands behind a sequence's last token, where a causal query never looks.
+Tokens are spread once into padded batches of similarly long sequences, so that 256 short sequences cost a few calls,
+not 256. Padding stands behind a sequence's last token, where a causal query never looks.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megagrpo.megatron.buckets import AttentionPlan
-from megagrpo.megatron.packed import PackedSequences
-from megagrpo.megatron.rotary import cosine_and_sine, inverse_frequencies, rotate
 from megagrpo.weights.families.architecture import Rope
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of packed sequences, with what PackedAttention needs and computes once per microbatch."""
+
+    positions: torch.Tensor  # int64 [tokens], within each sequence
+    padded: np.ndarray  # int64 [sequences], their padded lengths over all context ranks
+    context: int
+    context_rank: int
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cosine and sine, set by the first layer
+
+    @cached_property
+    def plan(self) -> AttentionPlan:
+        """Made by the first layer that asks: transformer-engine's attention never does, and masks take memory."""
+        local = self.padded // self.context
+        sequence = np.repeat(np.arange(len(local)), local)
+        positions = [positions_on(self.padded, sequence, self.context, rank) for rank in range(self.context)]
+        return plan_attention(local, positions, self.context_rank, self.positions.device)
+
+
+def positions_on(padded: np.ndarray, sequence: np.ndarray, context: int, context_rank: int) -> np.ndarray:
+    """Position within its sequence of every token on `context_rank`."""
+    local = padded // context
+    index = np.arange(len(sequence)) - (np.cumsum(local) - local)[sequence]
+    if context == 1:
+        return index
+    chunk = (local // 2)[sequence]
+    return np.where(index < chunk, context_rank * chunk + index, (2 * context - 2 - context_rank) * chunk + index)
 
 
 class PackedAttention(MegatronModule):
@@ -185,3 +216,117 @@ class AllGather(torch.autograd.Function):
         part = gradient.new_empty((len(gradient) // ctx.group.size(), *gradient.shape[1:]))
         dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
         return part, None
+
+
+# A sequence joins a bucket if it fills 4/5 of the longest there (at most a quarter of waste), or lacks no more tokens
+# than this: for short sequences a further call costs more than the padding.
+PADDING_ALWAYS_ALLOWED = 16
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length, as one padded batch of queries and one of keys."""
+
+    sequences: int
+    queries: int  # slots of each sequence, as many as the longest has tokens on this rank
+    keys: int  # the same over all context ranks
+    mask: torch.Tensor | None  # bool [sequences, 1, queries, keys]; None: plain causal, queries == keys
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Where each token goes in the padded batches of all buckets, which lie one after the other in one buffer.
+
+    `query_slots[t]` is for this rank's token t. `key_slots` is for the tokens of all context ranks, in rank order; it
+    is the same tensor where context is 1. None: the tokens are already in that order, without padding.
+    """
+
+    buckets: tuple[Bucket, ...]
+    query_slots: torch.Tensor | None  # int64 [tokens]
+    key_slots: torch.Tensor | None  # int64 [context * tokens]
+    queries: int
+    keys: int
+
+
+def plan_attention(
+    lengths: np.ndarray, positions: list[np.ndarray], context_rank: int, device: torch.device | str
+) -> AttentionPlan:
+    """For sequences of `lengths` tokens per context rank; positions[rank]: of that rank's tokens in their sequences."""
+    context = len(positions)
+    order = np.argsort(-lengths, kind="stable")
+    query_base = np.empty_like(lengths)
+    key_base = np.empty_like(lengths)
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    index = np.arange(len(sequence)) - (np.cumsum(lengths) - lengths)[sequence]
+    buckets: list[Bucket] = []
+    queries = 0
+    for members in _split(order, lengths):
+        longest = int(lengths[members[0]])
+        row = np.arange(len(members)) * longest
+        query_base[members] = queries + row
+        key_base[members] = (queries + row) * context
+        mask = None
+        if context > 1:
+            # Padded queries keep position 0: they see one key, so that no row of the softmax is empty.
+            position = np.zeros((len(members), longest), dtype=np.int64)
+            inside = np.isin(sequence, members)
+            place = np.empty_like(lengths)
+            place[members] = np.arange(len(members))
+            position[place[sequence[inside]], index[inside]] = positions[context_rank][inside]
+            keys = torch.arange(longest * context, device=device)
+            mask = (keys <= torch.from_numpy(position).to(device)[:, :, None])[:, None]
+        buckets.append(Bucket(len(members), longest, longest * context, mask))
+        queries += len(members) * longest
+    query_slots = query_base[sequence] + index
+    key_slots = np.concatenate([key_base[sequence] + of_rank for of_rank in positions])
+    return AttentionPlan(
+        tuple(buckets),
+        _slots(query_slots, queries, device),
+        _slots(key_slots, queries * context, device),
+        queries,
+        queries * context,
+    )
+
+
+def _split(order: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """`order` (longest first) cut into buckets."""
+    cuts = []
+    longest = int(lengths[order[0]])
+    for at, length in enumerate(lengths[order].tolist()):
+        if 5 * length < 4 * longest and longest - length > PADDING_ALWAYS_ALLOWED:
+            cuts.append(at)
+            longest = length
+    return np.split(order, cuts)
+
+
+def _slots(slots: np.ndarray, size: int, device: torch.device | str) -> torch.Tensor | None:
+    if len(slots) == size and (slots == np.arange(size)).all():
+        return None
+    return torch.from_numpy(slots).to(device)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """float32 [head_dim / 2], with Llama 3's scaling where the model has it (arXiv:2407.21783, as in transformers)."""
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.factor is None:
+        return frequencies
+    # Wavelengths shorter than the high bound stay, longer than the low bound are stretched, between them interpolate.
+    wavelengths = 2 * math.pi / frequencies
+    turns = rope.original_max_positions / wavelengths
+    keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - keep) * frequencies / rope.factor + keep * frequencies
+
+
+def cosine_and_sine(
+    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors [tokens, 1, head_dim] for `rotate`."""
+    angles = torch.outer(positions.to(frequencies.dtype), frequencies)
+    angles = torch.cat([angles, angles], dim=-1)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """`heads` [tokens, heads, head_dim], rotated by each token's position."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosine + torch.cat([-second, first], dim=-1) * sine

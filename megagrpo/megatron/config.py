@@ -1,17 +1,23 @@
-"""From a model's architecture and the recipe's train section to Megatron's TransformerConfig."""
+"""Megatron's TransformerConfig, from a model's architecture and the recipe's train section.
+
+`train.megatron` may set any field of the installed TransformerConfig that does not contradict the recipe.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron.options import option_problems
 from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
 
@@ -203,3 +209,158 @@ def _of_machine(spec: LayerSpec, device: str, arch: Architecture) -> dict[str, A
         "perform_initialization": True,
         "cuda_graph_scope": [],  # what Megatron's default stands for, with a warning
     }
+
+
+# Fields that follow from another key of the recipe.
+OWNED = {
+    "tensor_model_parallel_size": "train.layout.tensor",
+    "pipeline_model_parallel_size": "train.layout.pipeline",
+    "virtual_pipeline_model_parallel_size": "train.layout.virtual_pipeline",
+    "num_layers_in_first_pipeline_stage": "train.layout.first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "train.layout.last_stage_layers",
+    "context_parallel_size": "train.layout.context",
+    "expert_model_parallel_size": "train.layout.expert",
+    "expert_tensor_parallel_size": "train.layout.expert_tensor",
+    "sequence_parallel": "train.layout.tensor (on with tensor > 1)",
+    "recompute_granularity": "train.recompute",
+    "recompute_method": "train.recompute",
+    "recompute_num_layers": "train.recompute",
+    "recompute_modules": "train.recompute",
+    "transformer_impl": "train.layer_spec",
+    "moe_grouped_gemm": "train.layer_spec",
+    "moe_use_legacy_grouped_gemm": "train.layer_spec",
+    "params_dtype": "model.dtype",
+    "pipeline_dtype": "model.dtype",
+    "autocast_dtype": "model.dtype",
+    "enable_autocast": "model.dtype",
+    "fp16": "model.dtype",
+    "bf16": "model.dtype",
+} | dict.fromkeys(
+    (
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+        "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "gated_linear_unit", "activation_func",
+        "activation_func_clamp_value", "glu_linear_offset", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+        "qk_l2_norm", "rotary_interleaved", "no_rope_freq", "mrope_section", "window_size", "window_attn_skip_freq",
+        "softmax_scale", "softmax_type", "attention_output_gate", "apply_residual_connection_post_layernorm",
+        "multi_latent_attention", "experimental_attention_variant", "linear_attention_freq", "is_hybrid_model",
+        "heterogeneous_block_specs", "mtp_num_layers", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size",
+        "moe_layer_freq", "moe_latent_size", "moe_router_pre_softmax", "moe_router_score_function",
+        "moe_router_topk_scaling_factor", "moe_router_num_groups",
+        "moe_router_group_topk", "moe_router_topk_limited_devices", "moe_router_enable_expert_bias",
+        "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_apply_probs_on_input",
+        "mtp_loss_scaling_factor", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk",
+        "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "linear_conv_kernel_dim", "linear_key_head_dim",
+        "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "mamba_state_dim", "mamba_head_dim",
+        "mamba_num_groups", "mamba_num_heads", "use_mamba_mem_eff_path",
+    ),
+    "model.path (the model's own config)",
+)  # fmt: skip
+
+# Fields with only some values that keep our contracts, and why the others break them.
+_SAME_LOGPROBS = "old and new logprobs of the same weights must be equal, and this makes them random"
+_ISOLATED = "a token's logprob must not depend on the other sequences of its microbatch"
+_OWN_LOSS = "the loss is GRPO's, with global denominators; a loss added inside the model has others"
+_OWN_STAGES = "weights are placed by layers_of_chunk; train.layout says how long the first and the last stage are"
+_NEEDS_A_CALL = "it needs a call that this trainer does not make, and would do nothing"
+_ONE_SHAPE = "a graph is of one shape, and microbatches of packed sequences differ in length"
+_WHOLE_CONTEXT = "every sequence is cut over all context ranks; train.layout.context says how many"
+_MODELS_DTYPE = "weights are loaded, compared and sent as elements of the model's dtype"
+ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_dropout": ((0,), _SAME_LOGPROBS),
+    "attention_dropout": ((0,), _SAME_LOGPROBS),
+    "moe_input_jitter_eps": ((None,), _SAME_LOGPROBS),
+    "moe_router_force_load_balancing": ((False,), _SAME_LOGPROBS),
+    "moe_expert_capacity_factor": ((None,), _ISOLATED),
+    "moe_token_dropping": ((False,), _ISOLATED),
+    "moe_aux_loss_coeff": ((0,), _OWN_LOSS),
+    "moe_z_loss_coeff": ((None,), _OWN_LOSS),
+    "moe_router_load_balancing_type": (("none",), _OWN_LOSS),
+    "moe_router_bias_update_rate": ((0,), "only gradients change the policy: a router's bias stays as it was loaded"),
+    "moe_router_dtype": (("fp32", "fp64"), "in lower precision it chooses other experts than the rollout engine"),
+    "calculate_per_token_loss": ((True,), _OWN_LOSS),
+    "cross_entropy_loss_fusion": ((False,), "the fused cross-entropy rounds its gradient to bfloat16, silently"),
+    "cross_entropy_fusion_impl": (("native",), "logprobs are computed by megagrpo from the logits"),
+    "variable_seq_lengths": ((True,), "microbatches of packed sequences differ in length"),
+    "moe_token_dispatcher_type": (
+        ("alltoall", "flex"),
+        "the allgather one cannot take microbatches that differ in length",
+    ),
+    "overlap_p2p_comm": ((), "it follows from train.layout: interleaved stages need it, others cannot have it"),
+    "batch_p2p_comm": ((), "it follows from train.layout: it gives wrong numbers for interleaved stages"),
+    "use_ring_exchange_p2p": ((False,), "it needs a torch built with it, and fixed sequence lengths"),
+    "perform_initialization": ((True,), "without it the gradient norm leaves out tensor-parallel weights, silently"),
+    "init_model_with_meta_device": ((False,), "weights are loaded into the model as it is built"),
+    "pipeline_model_parallel_layout": ((None,), _OWN_STAGES),
+    "account_for_embedding_in_pipeline_split": ((False,), _OWN_STAGES),
+    "account_for_loss_in_pipeline_split": ((False,), _OWN_STAGES),
+    "mtp_standalone": ((False,), _OWN_STAGES),
+    "defer_embedding_wgrad_compute": ((False,), _NEEDS_A_CALL),
+    "delay_wgrad_compute": ((False,), _NEEDS_A_CALL),
+    "qk_clip": ((False,), _NEEDS_A_CALL),
+    "qk_clip_alpha": ((), _NEEDS_A_CALL),
+    "qk_clip_threshold": ((), _NEEDS_A_CALL),
+    "log_max_attention_logit": ((False,), _NEEDS_A_CALL),
+    "moe_enable_routing_replay": ((False,), _NEEDS_A_CALL),
+    "cuda_graph_impl": (("none",), _ONE_SHAPE),
+    "enable_cuda_graph": ((False,), _ONE_SHAPE),
+    "external_cuda_graph": ((False,), _ONE_SHAPE),
+    "hybrid_context_parallel": ((False,), _WHOLE_CONTEXT),
+    "max_seqlen_per_dp_cp_rank": ((None,), _WHOLE_CONTEXT),
+    "fp8_param": ((False,), _MODELS_DTYPE),
+    "fp4_param": ((False,), _MODELS_DTYPE),
+    "fp32_residual_connection": ((False,), "layers round the residual to the model's dtype all the same"),
+    "init_method_std": ((), "all weights are loaded"),
+    "embedding_init_method_std": ((), "all weights are loaded"),
+    "flash_decode": ((False,), "it is for inference"),
+    "inference_rng_tracker": ((False,), "it is for inference"),
+    "inference_sampling_seed": ((), "it is for inference"),
+    "use_inference_optimized_layers": ((False,), "it is for inference"),
+    "inference_fuse_tp_communication": ((False,), "it is for inference"),
+    "mlp_chunks_for_prefill": ((1,), "it is for inference"),
+} | dict.fromkeys(
+    ("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "timers"),
+    ((None,), "it is set by the training rank"),
+)
+
+
+def option_problems(options: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with the entries of `train.megatron`, each by itself."""
+    return [problem for name, value in options.items() if (problem := _problem(name, value)) is not None]
+
+
+def _problem(name: str, value: Any) -> Problem | None:
+    where, given = f"train.megatron.{name}", repr(value)
+    known = [field.name for field in dataclasses.fields(TransformerConfig) if not field.name.startswith("_")]
+    if name not in known:
+        nearest = difflib.get_close_matches(name, known, n=1)
+        return Problem(
+            where,
+            given=given,
+            needed="a field of megatron.core's TransformerConfig",
+            fix=f"did you mean {nearest[0]}?" if nearest else "",
+        )
+    if name in OWNED:
+        return Problem(
+            where, given=given, needed="not set here: another key of the recipe decides it", fix=f"set {OWNED[name]}"
+        )
+    if name in ALLOWED_VALUES:
+        allowed, reason = ALLOWED_VALUES[name]
+        if value not in allowed:
+            return Problem(
+                where, given=given, needed=" or ".join(map(repr, allowed)) or "not set", fix=f"leave it out: {reason}"
+            )
+    return _type_problem(where, name, value)
+
+
+def _type_problem(where: str, name: str, value: Any) -> Problem | None:
+    hint = get_type_hints(TransformerConfig)[name]
+    try:
+        TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value, strict=True)
+    except ValidationError as error:
+        reasons = sorted({str(detail["msg"]) for detail in error.errors()})
+        return Problem(where, given=repr(value), needed=f"{_written(hint)}: {'; '.join(reasons)}")
+    return None
+
+
+def _written(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

@@ -9,25 +9,23 @@ Every method is collective: all ranks call the same ones in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megagrpo.algorithm.value_loss import value_loss
+from megagrpo.algorithm.value_loss import ValueLoss, explained_variance, value_loss
 from megagrpo.checkpoint.integrity import SavedFile
 from megagrpo.errors import CheckpointError, Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates
-from megagrpo.megatron.critic_metrics import CriticSums
-from megagrpo.megatron.forward_backward import forward, forward_backward
-from megagrpo.megatron.minibatch import Minibatch
+from megagrpo.megatron.batch import Minibatch, PackedTensors, ResponseTokens
+from megagrpo.megatron.model import forward, forward_backward
 from megagrpo.megatron.offload import Offload
-from megagrpo.megatron.packed import PackedTensors
-from megagrpo.megatron.response import ResponseTokens
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.rank_results import CriticMetrics
 from megagrpo.recipe.schema import CriticConfig, TrainConfig
@@ -146,3 +144,45 @@ def stored_values(response: ResponseTokens) -> Tensor:
 def _values(output: Tensor, response: ResponseTokens) -> Tensor:
     """float32 [tokens] from the last stage's output [positions, 1]."""
     return output[response.positions, 0]
+
+
+class CriticSums:
+    """Sums over this rank's tokens, kept on its device so that no microbatch waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._trained = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def add(self, found: ValueLoss) -> None:
+        """Adds one microbatch that was trained on."""
+        per_token = torch.stack([found.loss.detach(), found.clipped.float(), torch.ones_like(found.loss)])
+        self._trained += per_token.sum(1, dtype=torch.float64)
+
+    def reduce(
+        self,
+        group: dist.ProcessGroup,
+        batch: Iterable[tuple[Tensor, Tensor]],
+        grad_norms: list[float],
+    ) -> CriticMetrics:
+        """Means over `group`, the ranks that hold the other tokens. One all-reduce.
+
+        batch: (values before the update, returns) of each microbatch of the batch, [tokens] each.
+        """
+        seen = torch.zeros(6, dtype=torch.float64, device=self._trained.device)
+        for values, returns in batch:
+            v, r = values.double(), returns.double()
+            seen += torch.stack([torch.ones_like(v), v, r, r.square(), r - v, (r - v).square()]).sum(1)
+        sums = torch.cat([self._trained, seen])
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
+        loss, clipped, trained, tokens, value, total, squares, residual, residual_squares = sums.tolist()
+        steps = max(len(grad_norms), 1)
+        return CriticMetrics(
+            loss=loss / max(trained, 1.0),
+            clip_fraction=clipped / max(trained, 1.0),
+            value_mean=value / max(tokens, 1.0),
+            return_mean=total / max(tokens, 1.0),
+            explained_variance=explained_variance(tokens, (total, squares), (residual, residual_squares)),
+            grad_norm=sum(grad_norms) / steps,
+            tokens=round(tokens),
+            optimizer_steps=len(grad_norms),
+        )

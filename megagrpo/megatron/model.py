@@ -1,20 +1,29 @@
-"""The policy on one rank: Megatron GPTModels, one per model chunk."""
+"""Megatron's GPTModels on one rank, one per model chunk: their layers, and schedules over packed microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron.layers import block_spec
-from megagrpo.megatron.output_layer import OutputLayer
-from megagrpo.megatron.packed import PackedTensors
-from megagrpo.megatron.rotary import inverse_frequencies
-from megagrpo.megatron.value_head import ValueHead
+from megagrpo.megatron.attention import PackedAttention, PackedLatentAttention, inverse_frequencies
+from megagrpo.megatron.batch import PackedTensors
+from megagrpo.megatron.heads import OutputLayer, ValueHead
 from megagrpo.weights.families.architecture import Architecture
 
 
@@ -56,7 +65,7 @@ def _build_chunk(
     return chunk
 
 
-def forward(chunk: torch.nn.Module, packed: PackedTensors) -> torch.Tensor:
+def output_of(chunk: torch.nn.Module, packed: PackedTensors) -> torch.Tensor:
     """Hidden states [tokens, hidden] if `chunk` (wrapped or not) is the last, else what the next one receives.
 
     They are those after the last norm, of all tokens of this context rank, also with sequence parallelism, and in the
@@ -92,3 +101,105 @@ def named_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
             if name.endswith("router.expert_bias"):
                 found[f"chunk{index}.{name}"] = buffer
     return found
+
+
+def block_spec(config: TransformerConfig, arch: Architecture, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one model chunk, of the kind that config.transformer_impl names."""
+    if config.transformer_impl == "transformer_engine":
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    here = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    dense_layers = arch.layers if arch.experts is None else arch.experts.dense_layers
+    layers = [_local_layer(config, arch, has_experts=layer >= dense_layers) for layer in here]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _local_layer(config: TransformerConfig, arch: Architecture, has_experts: bool) -> ModuleSpec:
+    """Megatron's local layer, with a norm that knows sequence parallelism and attention for packed sequences."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=arch.latent is not None,
+        normalization=config.normalization,
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    if arch.latent is not None:
+        attention.core_attention = PackedLatentAttention
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        return spec
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"rope": arch.rope})
+    if attention.q_layernorm is not IdentityOp:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm (arXiv:1910.07467). Megatron's own local norm refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        # Each tensor rank sees its part of the sequence; finalize_model_grads sums the gradients of what is so marked.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden, hidden.shape[-1:], self.weight, self.eps)
+
+
+Loss = Callable[[int, Tensor], Tensor]
+"""(index of the microbatch, its hidden states [tokens, hidden]) -> the microbatch's part of the loss, a scalar."""
+
+
+def sum_gradients(config: TransformerConfig) -> None:
+    """Have schedules end a backward pass with gradients that are plain sums over all ranks and microbatches.
+
+    The loss's denominators are global already, so Megatron must not divide by a token count of its own.
+    """
+
+    def finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **arguments: Any) -> None:
+        finalize_model_grads(chunks, None, **arguments)
+
+    config.finalize_model_grads_func = finalize
+
+
+def forward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss) -> None:
+    """Forward only, without gradients; `loss` sees every microbatch's hidden states on the last stage."""
+    if not microbatches:  # Megatron's schedules need one
+        return
+    with torch.no_grad():
+        _run(chunks, microbatches, loss, forward_only=True)
+
+
+def forward_backward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss) -> None:
+    """Forward and backward; adds the gradients of the sum of all losses to the chunks' buffers and reduces them."""
+    _run(chunks, microbatches, loss, forward_only=False)
+
+
+def _run(
+    chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss, *, forward_only: bool
+) -> None:
+    iterators = [iter(enumerate(microbatches)) for _ in chunks]
+    get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, loss),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(microbatches),
+        seq_length=max(packed.tokens.shape[-1] for packed in microbatches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def _forward_step(loss: Loss, iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    index, packed = next(iterator)
+    return output_of(chunk, packed), partial(_loss_of_output, loss, index)
+
+
+def _loss_of_output(loss: Loss, index: int, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Megatron's triple: loss, token count, report. The count goes nowhere (sum_gradients)."""
+    return loss(index, hidden), torch.zeros((), dtype=torch.int, device=hidden.device), None

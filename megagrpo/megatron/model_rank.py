@@ -16,13 +16,10 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.integrity import SavedFile
 from megagrpo.layout.parallel import RankCoordinates, rank_grid
 from megagrpo.megatron import process
-from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
-from megagrpo.megatron.minibatch import Minibatch
+from megagrpo.megatron.batch import Minibatch, pack, response_tokens
+from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.offload import Offload, Part
-from megagrpo.megatron.output_layer import output_weight
-from megagrpo.megatron.packed import pack
-from megagrpo.megatron.response import response_tokens
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import AnyRecipe

@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megagrpo.errors import Problem, RankError
-from megagrpo.megatron.state_shards import MOMENTS, parameters_of, parts_of
+from megagrpo.megatron.state import MOMENTS, parameters_of, parts_of
 
 Part = Literal["parameters", "gradients", "optimizer", "reference"]
 

@@ -6,6 +6,7 @@ Every method is collective: all ranks call the same ones in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,22 +16,18 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megagrpo.algorithm.kl import kl_estimate
-from megagrpo.algorithm.objective import ObjectiveSettings
+from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grpo_objective
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.integrity import SavedFile
 from megagrpo.errors import Problem, RankError
+from megagrpo.megatron.batch import InferenceBatch, Minibatch, ResponseTokens, inference_batch, of_tokens, prepare
 from megagrpo.megatron.critic import Critic, stored_values
-from megagrpo.megatron.forward_backward import forward, forward_backward
-from megagrpo.megatron.grpo_loss import GrpoLoss
-from megagrpo.megatron.inference import InferenceBatch, inference_batch
-from megagrpo.megatron.minibatch import Minibatch, of_tokens, prepare
-from megagrpo.megatron.mismatch import reduce_mismatch
+from megagrpo.megatron.metrics import MetricSums, reduce_mismatch
+from megagrpo.megatron.model import forward, forward_backward
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.reference import Reference
-from megagrpo.megatron.response import ResponseTokens
-from megagrpo.megatron.results import MetricSums
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenNumbers
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.passes import prepares_by_old_logprobs
@@ -285,3 +282,53 @@ class TrainRank(ModelRank):
 
     def _responses(self) -> list[ResponseTokens]:
         return [response for minibatch in self._minibatches for response in minibatch.responses]
+
+
+Readout = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+"""(output of the last stage, positions int64 [n], labels int64 [n], whether entropies are wanted) -> logprobs and
+entropies of the policy at the sampling temperature, float32 [n] each.
+"""
+
+
+@dataclass(frozen=True)
+class GrpoLoss:
+    """What stays the same over a run."""
+
+    readout: Readout
+
+    def logprobs(self, output: Tensor, response: ResponseTokens) -> Tensor:
+        """Logprobs of the response tokens, float32 [tokens]."""
+        return self.readout(output, response.positions, response.labels, False)[0]
+
+    def loss(
+        self,
+        output: Tensor,
+        response: ResponseTokens,
+        advantages: Tensor,
+        settings: ObjectiveSettings,
+        metrics: MetricSums,
+    ) -> Tensor:
+        """This microbatch's part of the loss, a scalar: the sum over all microbatches and ranks is the loss.
+
+        advantages: float32 [tokens]. Without old logprobs the policy has not moved since they would have been computed,
+        and the forward pass's own serve.
+        """
+        if response.weights is None:
+            raise ValueError("the minibatch was not prepared")
+        logprobs, entropy = self.readout(output, response.positions, response.labels, True)
+        if response.before_update is None:
+            response.before_update = logprobs.detach()
+        inputs = ObjectiveInputs(
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if response.old_logprobs is None else response.old_logprobs,
+            advantages=advantages,
+            weights=response.weights,
+            entropy=entropy,
+            reference_logprobs=response.reference_logprobs,
+            sequences=response.sequences,
+            importance=response.importance,
+            chosen=response.chosen,
+        )
+        objective = grpo_objective(inputs, settings)
+        metrics.add(objective, inputs)
+        return objective.loss

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megagrpo.megatron.state_shards import parameters_of
+from megagrpo.megatron.state import parameters_of
 
 
 class Reference:

@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megagrpo.batching.rank_batches import RankBatch
-from megagrpo.megatron.forward_backward import forward, forward_backward
-from megagrpo.megatron.minibatch import Minibatch
+from megagrpo.megatron.batch import Minibatch
+from megagrpo.megatron.model import forward, forward_backward
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.rank_results import SftUpdate, TokenLoss
 from megagrpo.recipe.schema import SftRecipe

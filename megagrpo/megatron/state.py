@@ -13,6 +13,7 @@ trained, are in it as weights; so is a reference policy that follows.
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,11 +25,19 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -36,17 +45,7 @@ from megagrpo.checkpoint.integrity import SavedFile, describe, sync_directories
 from megagrpo.checkpoint.state_boxes import BoxInRange, boxes_in_range, fills_in_range
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron.model import named_tensors
-from megagrpo.megatron.state_shards import (
-    STATES,
-    StateShard,
-    adam_steps,
-    parameters_of,
-    publish_main_weights,
-    set_adam_step,
-    shards_of,
-)
-from megagrpo.megatron.state_writer import write
+from megagrpo.megatron.model import named_tensors, unwrapped
 from megagrpo.weights.boxes import Manifest, Placement
 from megagrpo.weights.families.architecture import Tensor
 
@@ -268,3 +267,146 @@ def _failed(what: str, directory: Path, error: BaseException) -> list[Problem]:
     causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     texts = dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes)
     return [Problem(f"{directory} cannot be {what}", given=text) for text in texts]
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATES = ("param", *MOMENTS)
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """The state of elements start .. stop of a parameter's memory: all of it, or a data rank's part.
+
+    `tensors` are the float32 main weights and Adam's moments by their names in STATES, each flat [stop - start] and a
+    view of the optimizer's own memory, so writing into them is loading.
+    """
+
+    start: int
+    stop: int
+    tensors: Mapping[str, torch.Tensor]
+
+
+def parameters_of(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """All parameters by the names of their storages in the rank's manifest: chunk{c}.{name in that GPTModel}."""
+    return {f"chunk{c}.{name}": p for c, chunk in enumerate(chunks) for name, p in unwrapped(chunk).named_parameters()}
+
+
+def shards_of(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, StateShard]:
+    """The state that this rank holds, by model parameter. Parameters whose state lies on other ranks only are absent.
+
+    Moments that do not exist yet, before the first step, are made: zeros, as the first step would.
+    """
+    shards = {}
+    for part in parts_of(optimizer):
+        _make_missing_moments(part)
+        for parameter, main, start, stop in _main_weights(part):
+            state = part.optimizer.state[main]
+            flat = {"param": main, **{name: state[name] for name in MOMENTS}}
+            shards[parameter] = StateShard(start, stop, {k: tensor.detach().view(-1) for k, tensor in flat.items()})
+    return shards
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers inside: experts and dense weights have one each. Empty ones are left out."""
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [part for part in parts if not part.is_stub_optimizer]
+
+
+def adam_steps(optimizer: MegatronOptimizer) -> set[int]:
+    """Adam's step counts on this rank: one number, unless something is wrong; none before the first step."""
+    steps: set[int] = set()
+    for part in parts_of(optimizer):
+        if _counts_by_parameter(part):
+            steps |= {int(state["step"]) for state in part.optimizer.state.values() if "step" in state}
+        else:
+            steps |= {int(group["step"]) for group in part.optimizer.param_groups if "step" in group}
+    return steps
+
+
+def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
+    """Set every step count. Torch's Adam counts in a tensor of each parameter, which must never be shared."""
+    for part in parts_of(optimizer):
+        _make_missing_moments(part)
+        if _counts_by_parameter(part):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        else:
+            for group in part.optimizer.param_groups:
+                group["step"] = step
+
+
+def publish_main_weights(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Make the model's weights equal to the main weights, on all data ranks. Every rank calls it."""
+    for part in parts_of(optimizer):
+        if isinstance(part, DistributedOptimizer | Float16OptimizerWithFloat16Params):
+            part._copy_main_params_to_model_params()
+    for chunk in chunks:
+        if chunk.ddp_config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _main_weights(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
+    """(model parameter, its float32 main weights, start, stop) for everything that this optimizer updates."""
+    if isinstance(part, DistributedOptimizer):
+        # Not by model_param_group_index_map: it is wrong where a bfloat16 model has a float32 parameter (a value head).
+        models = [*part.model_fp32_groups, *part.model_float16_groups]
+        shards = [*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups]
+        for parameters, mains in zip(models, shards, strict=True):
+            for parameter, main in zip(parameters, mains, strict=True):
+                held = part._get_model_param_range_map(parameter)["param"]
+                yield parameter, main, held.start, held.end
+        return
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        for parameters, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            for parameter, main in zip(parameters, mains, strict=True):
+                yield parameter, main, 0, main.numel()
+        float32 = part.fp32_from_fp32_groups
+    else:
+        float32 = [group["params"] for group in part.optimizer.param_groups]
+    for parameters in float32:
+        for parameter in parameters:
+            yield parameter, parameter, 0, parameter.numel()
+
+
+def _make_missing_moments(part: MegatronOptimizer) -> None:
+    part.init_state_fn(part.optimizer, part.config)
+    if _counts_by_parameter(part):
+        for state in part.optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+
+
+def _counts_by_parameter(part: MegatronOptimizer) -> bool:
+    return isinstance(part.optimizer, torch.optim.Adam)  # AdamW is one; the fused ones count by group
+
+
+def write(sharded: Mapping[str, ShardedTensor | ShardedObject], common: Mapping[str, Any], directory: Path) -> None:
+    """Write this rank's `sharded` into `directory`, and rank 0's `common`; dist_checkpointing.load reads both.
+    Collective.
+
+    Raises torch's CheckpointException on every rank if any of them fails, and if the tensors do not tile their global
+    shapes. dist_checkpointing.save is not used: it forks workers and starts a manager process that runs __main__
+    again, and when one rank fails, on a full disk for instance, the others wait for ever.
+    """
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(dict(sharded))
+    torch_checkpoint.save(
+        mcore_to_pyt_state_dict(by_key),
+        storage_writer=_Writer(directory, common),
+        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+    )
+
+
+class _Writer(torch_checkpoint.FileSystemWriter):
+    """Adds Megatron's two files where torch writes its own last one: on rank 0, with errors told to all."""
+
+    def __init__(self, directory: Path, common: Mapping[str, Any]) -> None:
+        super().__init__(directory, sync_files=True)
+        self._directory = directory
+        self._common = dict(common)
+
+    def finish(self, metadata: torch_checkpoint.Metadata, results: Any) -> None:
+        with (self._directory / COMMON_STATE_FNAME).open("wb") as stream:
+            torch.save(self._common, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
+        super().finish(metadata, results)

@@ -1,12 +1,18 @@
-"""A model that this rank trains, with its optimizer: the policy is one, a critic another."""
+"""A model that this rank trains, with its gradient buffers and its optimizer: the policy, or a critic."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megagrpo.checkpoint.integrity import SavedFile
@@ -14,13 +20,12 @@ from megagrpo.errors import Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron import state
 from megagrpo.megatron.config import layer_spec, transformer_config
-from megagrpo.megatron.forward_backward import sum_gradients
 from megagrpo.megatron.lora import Adapters
-from megagrpo.megatron.model import build_chunks, named_tensors
-from megagrpo.megatron.optimizer import make_optimizer, set_learning_rate, wrap_chunks
+from megagrpo.megatron.model import build_chunks, named_tensors, sum_gradients
 from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.state import TrainingState
-from megagrpo.recipe.schema import LoraConfig, OptimizerConfig, TrainConfig
+from megagrpo.recipe import schema
+from megagrpo.recipe.schema import LoraConfig, TrainConfig
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
@@ -33,7 +38,7 @@ class TrainedModel:
         self,
         architecture: Architecture,
         train: TrainConfig,
-        optimizer: OptimizerConfig,
+        optimizer: schema.OptimizerConfig,
         where: RankCoordinates,
         directory: str | Path,
         dtype: torch.dtype,
@@ -120,3 +125,63 @@ class TrainedModel:
         state.load(self._state, directory)
         if self._reference:
             self._reference.restored()
+
+
+# Megatron looks for a gradient on the views that the distributed optimizer updates.
+warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", module="megatron")
+
+
+def wrap_chunks(
+    chunks: list[GPTModel], config: TransformerConfig, distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """Each model chunk with gradient buffers: float32 whatever the weights' type, summed over data and context ranks.
+
+    Sums, not means: calculate_per_token_loss makes Megatron scale neither dense nor expert gradients, and the loss has
+    its global denominators already. Weights move into the wrapper's buffers: tensors taken from parameters earlier are
+    no longer the weights.
+    """
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, check_for_nan_in_grad=False
+    )
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            if buffer.gradient_scaling_factor != 1.0:
+                raise ValueError(f"gradients would be scaled by {buffer.gradient_scaling_factor}; the loss needs sums")
+    return wrapped
+
+
+def make_optimizer(
+    wrapped: list[DistributedDataParallel],
+    settings: schema.OptimizerConfig,
+    distributed_optimizer: bool,
+    dtype: torch.dtype,
+) -> MegatronOptimizer:
+    """Adam with decoupled weight decay, with transformer-engine's or apex's fused kernels where Megatron finds them.
+
+    bfloat16 weights get float32 main weights. `set_learning_rate` before every step.
+    """
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.epsilon,
+        clip_grad=settings.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, wrapped)
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+    """Rate and decay of the next step. Megatron marks norms and biases with wd_mult = 0; the caller has to obey it."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_mult"]
+        group["weight_decay"] = weight_decay * group["wd_mult"]

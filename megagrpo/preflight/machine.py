@@ -55,8 +55,10 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None) -> l
         return []
     import torch
 
-    from megagrpo.megatron.config import transformer_config  # imports megatron: seconds
-    from megagrpo.megatron.options import option_problems
+    from megagrpo.megatron.config import (
+        option_problems,
+        transformer_config,  # imports megatron: seconds
+    )
 
     problems = option_problems(recipe.train.megatron)
     if problems or architecture is None:

@@ -18,14 +18,12 @@ from megatron.core import parallel_state
 from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
+from megagrpo.megatron.batch import PackedTensors, pack
 from megagrpo.megatron.config import transformer_config
-from megagrpo.megatron.forward_backward import forward, forward_backward, sum_gradients
-from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.lora import Adapters
-from megagrpo.megatron.model import build_chunks, unwrapped
-from megagrpo.megatron.optimizer import wrap_chunks
-from megagrpo.megatron.output_layer import output_weight
-from megagrpo.megatron.packed import PackedTensors, pack
+from megagrpo.megatron.model import build_chunks, forward, forward_backward, sum_gradients, unwrapped
+from megagrpo.megatron.trained_model import wrap_chunks
 from megagrpo.recipe import schema
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC

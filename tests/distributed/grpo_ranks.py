@@ -89,8 +89,8 @@ class RankStep:
 
 def step(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, lr: float) -> RankStep:
     """Gradients of the first minibatch (complete ones: without the distributed optimizer), then the update."""
-    from megagrpo.megatron.results import MetricSums
-    from megagrpo.megatron.state_shards import parameters_of
+    from megagrpo.megatron.metrics import MetricSums
+    from megagrpo.megatron.state import parameters_of
 
     rank.load_batch(batches[rank.where.data])
     take_old_and_reference_from_rollout(rank)

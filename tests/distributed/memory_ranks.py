@@ -85,7 +85,7 @@ def parameters_of_layers(cases: list[tuple[Path, Recipe]]) -> list[list[list[tup
 
 def of_model(model: Any) -> Measured:
     """After a first step, which makes the moments."""
-    from megagrpo.megatron.state_shards import MOMENTS, parameters_of, parts_of
+    from megagrpo.megatron.state import MOMENTS, parameters_of, parts_of
 
     model.zero_gradients()
     model.optimizer_step(1e-3)

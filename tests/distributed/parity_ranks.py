@@ -17,9 +17,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.megatron import model, process
+from megagrpo.megatron.batch import NO_ROW, PackedTensors, pack
 from megagrpo.megatron.config import transformer_config
-from megagrpo.megatron.output_layer import output_weight
-from megagrpo.megatron.packed import NO_ROW, PackedTensors, pack
+from megagrpo.megatron.heads import output_weight
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
@@ -63,7 +63,7 @@ def logits_of_chunks(
         def keep(hidden: torch.Tensor, non_loss_data: bool) -> None:
             outputs.append((logits_of(chunk, hidden).float(), packed))
 
-        return model.forward(chunk, packed), keep
+        return model.output_of(chunk, packed), keep
 
     with torch.no_grad():
         run_schedule(chunks, forward_step, rank_microbatches(layout, microbatches), forward_only=True)

@@ -199,9 +199,9 @@ def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool
 
 def step(rank: Any, directory: str, batches: Sequence[RankBatch], returns: Ragged) -> RankStep:
     """Values, gradients and the update of the critic; then an update of the policy."""
-    from megagrpo.megatron.critic_metrics import CriticSums
+    from megagrpo.megatron.critic import CriticSums
     from megagrpo.megatron.model import named_tensors
-    from megagrpo.megatron.state_shards import parameters_of
+    from megagrpo.megatron.state import parameters_of
 
     rank.add_critic(directory)
     model = rank.critic.model
@@ -343,7 +343,7 @@ def save_and_continue(
     rank: Any, directory: str, batches: Sequence[RankBatch], returns: Ragged, saved: Path, load: bool
 ) -> Any:
     """A step, a save and a step; or a load and a step. What was saved, and metrics and state after the last step."""
-    from megagrpo.megatron.state_shards import parameters_of, shards_of
+    from megagrpo.megatron.state import parameters_of, shards_of
 
     rank.add_critic(directory)
     files = ()

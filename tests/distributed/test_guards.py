@@ -8,18 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import model, process
-from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
-from megagrpo.megatron.optimizer import make_optimizer, set_learning_rate, wrap_chunks
-from megagrpo.megatron.options import option_problems
-from megagrpo.recipe.schema import OptimizerConfig
+from megagrpo.megatron.config import option_problems
+from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
 from tests.distributed.parity_ranks import load_model, logits_of, rank_microbatches, run_schedule
 from tests.rank_group import run_ranks
 from tests.tiny_models import DIMENSIONS, make_model
@@ -61,31 +57,11 @@ def gradient_norms(directory: Path, layout: ParallelLayout, changes: dict[str, A
         def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             return logits_of(chunk, hidden).sin().sum(), torch.tensor(1, dtype=torch.int), {}
 
-        return model.forward(chunk, packed), loss
+        return model.output_of(chunk, packed), loss
 
     packed = rank_microbatches(layout, MICROBATCHES)
     run_schedule(chunks, forward_step, packed, forward_only=False, tokens=packed[0].tokens.shape[1])
     return float(sum(p.grad.square().sum() for chunk in chunks for p in chunk.parameters()) ** 0.5)
-
-
-# --- scatter of non-contiguous tensors over gloo ----------------------------------------------------------------------
-
-
-def test_scatter_of_tensors_that_are_not_contiguous() -> None:
-    for rank, (unguarded, guarded) in enumerate(run_ranks(2, f"{__name__}:scatter_columns")):
-        wanted = np.arange(24.0).reshape(6, 4)[:, 2 * rank : 2 * rank + 2]
-        assert not np.array_equal(unguarded, wanted), "gloo does this right now: the guard can go"
-        assert np.array_equal(guarded, wanted)
-
-
-def scatter_columns() -> list[np.ndarray]:
-    whole = torch.arange(24.0).reshape(6, 4)
-    results = []
-    for scatter in (dist.scatter.__wrapped__, dist.scatter):
-        part = torch.zeros(2, 6).t()
-        scatter(part, list(whole.chunk(2, dim=1)) if dist.get_rank() == 0 else None, src=0)
-        results.append(part.numpy())
-    return results
 
 
 # --- Megatron's cross-entropies ---------------------------------------------------------------------------------------
@@ -127,46 +103,3 @@ def cross_entropy_errors() -> dict[str, float]:
         "fused gradient is wrong by": float((fused - exact).abs().max()),
         "our gradient is wrong by": float((own - exact).abs().max()),
     }
-
-
-# --- one `step` for all parameters after a resume ---------------------------------------------------------------------
-
-
-def test_a_loaded_optimizer_counts_each_parameters_steps_by_itself(directory: Path) -> None:
-    (results,) = run_ranks(1, f"{__name__}:weights_after_resume", directory)
-    assert results["steps of the guarded"] == {4.0}
-    assert results["steps of the unguarded"] != {4.0}
-    assert np.array_equal(results["guarded"], results["uninterrupted"])
-    assert not np.allclose(results["unguarded"], results["uninterrupted"], rtol=1e-4)
-
-
-def weights_after_resume(directory: Path) -> dict[str, Any]:
-    process.start_parallel(ParallelLayout(), seed=1)
-    guarded = DistributedOptimizer.load_state_dict
-    results: dict[str, Any] = {}
-    for name, load in (("uninterrupted", None), ("guarded", guarded), ("unguarded", guarded.__wrapped__)):
-        chunks, _ = load_model(directory, ParallelLayout(), torch.float32)
-        wrapped = wrap_chunks(chunks, chunks[0].config, distributed_optimizer=True)
-        optimizer = make_optimizer(wrapped, OptimizerConfig(lr=1e-3), True, torch.float32)
-        _take_steps(wrapped, optimizer, first=0)
-        if load is not None:
-            DistributedOptimizer.load_state_dict = load
-            optimizer.load_state_dict(optimizer.state_dict())
-            DistributedOptimizer.load_state_dict = guarded
-        _take_steps(wrapped, optimizer, first=2)
-        states = optimizer.chained_optimizers[0].optimizer.state.values()
-        results[name] = torch.cat([p.detach().flatten() for p in wrapped[0].parameters()]).numpy()
-        results[f"steps of the {name}"] = {float(state["step"]) for state in states}
-    return results
-
-
-def _take_steps(wrapped: list[Any], optimizer: Any, first: int) -> None:
-    """Two steps with made-up gradients that differ from step to step."""
-    for step in (first, first + 1):
-        optimizer.zero_grad()
-        for chunk in wrapped:
-            chunk.zero_grad_buffer()
-            for index, parameter in enumerate(chunk.parameters()):
-                parameter.main_grad.copy_(torch.cos(parameter.detach() * 50 + step + index))
-        set_learning_rate(optimizer, lr=1e-3, weight_decay=0.0)
-        optimizer.step()

@@ -62,9 +62,9 @@ def put(rank: Any, values: dict[str, np.ndarray]) -> None:
 
 def step(rank: Any, values: dict[str, np.ndarray], batches: Sequence[RankBatch], advantages: np.ndarray) -> RankStep:
     """Gradients of the first minibatch, then the update."""
+    from megagrpo.megatron.metrics import MetricSums
     from megagrpo.megatron.model import named_tensors
-    from megagrpo.megatron.results import MetricSums
-    from megagrpo.megatron.state_shards import parameters_of
+    from megagrpo.megatron.state import parameters_of
 
     adapters = rank.policy.adapters
     initial = adapter_boxes(rank, adapters.tensors())

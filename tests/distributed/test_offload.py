@@ -19,7 +19,7 @@ def train(model: Path, layout: dict[str, Any], release: bool) -> dict[str, Any]:
     """Three steps, with everything released and restored before and after each of them if asked."""
     from megagrpo.megatron.model import named_tensors
     from megagrpo.megatron.offload import Offload
-    from megagrpo.megatron.state_shards import shards_of
+    from megagrpo.megatron.state import shards_of
     from tests.distributed.tiny_training import TinyTraining, options
 
     training = TinyTraining(model, **options(layout))

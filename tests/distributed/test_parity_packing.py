@@ -15,7 +15,7 @@ from megagrpo.batching.rank_batches import Microbatch
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import model, process
 from megagrpo.megatron.attention import PackedAttention
-from megagrpo.megatron.packed import NO_ROW, PackedTensors, pack
+from megagrpo.megatron.batch import NO_ROW, PackedTensors, pack
 from tests.distributed.parity_ranks import load_model, logits_of, rank_microbatches, run_schedule
 from tests.rank_group import run_ranks
 from tests.tiny_models import DIMENSIONS, make_model
@@ -50,7 +50,7 @@ def perturb(directory: Path, layout: ParallelLayout) -> tuple[np.ndarray, np.nda
     changed[2][2] = (changed[2][2] + 1) % DIMENSIONS["vocab_size"]
     with torch.no_grad():
         packs = [rank_microbatches(layout, [sequences])[0] for sequences in (SEQUENCES, changed)]
-        before, after = (logits_of(chunk, model.forward(chunk, packed)).numpy() for packed in packs)
+        before, after = (logits_of(chunk, model.output_of(chunk, packed)).numpy() for packed in packs)
     return before, after, packs[0].rows.numpy()
 
 
@@ -63,7 +63,7 @@ def run_empty(directory: Path, layout: ParallelLayout) -> bool:
     process.start_parallel(layout, seed=1)
     (chunk,), _ = load_model(directory, layout, torch.float32)
     packed = pack(Microbatch(()), layout=layout, context_rank=0, device="cpu")
-    logits = logits_of(chunk, model.forward(chunk, packed))
+    logits = logits_of(chunk, model.output_of(chunk, packed))
     (logits[packed.mask].sum() + 0 * logits.sum()).backward()
     return all(p.grad is None or not p.grad.any() for p in chunk.parameters())
 
@@ -102,7 +102,7 @@ def _loss_and_gradients(directory: Path, layout: ParallelLayout, mode: str) -> d
             losses.append(value.item())
             return value, torch.tensor(1, dtype=torch.int), {}
 
-        return model.forward(chunk, packed), loss
+        return model.output_of(chunk, packed), loss
 
     with count_calls(PackedAttention) as calls:
         run_schedule(

@@ -164,7 +164,7 @@ def test_microbatches_in_flight_are_those_of_megatrons_schedules(pipeline: int, 
 
 
 def test_logits_are_planned_in_the_chunks_that_they_are_made_in() -> None:
-    from megagrpo.megatron import logprob
+    from megagrpo.megatron import heads
 
-    assert logits_memory.CHUNK_ELEMENTS == logprob.CHUNK_ELEMENTS
-    assert logits_memory.CHUNK_COLUMNS == logprob.CHUNK_COLUMNS
+    assert logits_memory.CHUNK_ELEMENTS == heads.CHUNK_ELEMENTS
+    assert logits_memory.CHUNK_COLUMNS == heads.CHUNK_COLUMNS

@@ -60,11 +60,9 @@ def count(directory: Path, train: TrainConfig) -> tuple[int, int]:
     from megagrpo.batching.rank_batches import Microbatch, TrainSequence
     from megagrpo.layout.parallel import rank_grid
     from megagrpo.megatron import process
-    from megagrpo.megatron.forward_backward import forward, forward_backward
-    from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
-    from megagrpo.megatron.model import unwrapped
-    from megagrpo.megatron.output_layer import output_weight
-    from megagrpo.megatron.packed import pack
+    from megagrpo.megatron.batch import pack
+    from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
+    from megagrpo.megatron.model import forward, forward_backward, unwrapped
     from megagrpo.megatron.trained_model import TrainedModel
 
     layout = train.layout.parallel()

@@ -83,7 +83,7 @@ def call(function: str, recipe: SftRecipe, directory: str, store: str, batches: 
 
 def step(rank: Any) -> dict[str, Any]:
     """Gradients, an update, and the loss after it."""
-    from megagrpo.megatron.state_shards import parameters_of
+    from megagrpo.megatron.state import parameters_of
 
     rank.compute_gradients()
     gradients = boxes(rank, {name: p.main_grad for name, p in parameters_of(rank.policy.chunks).items()})

@@ -12,7 +12,7 @@ TOKENS, HIDDEN = 23, 16
 
 def shard_of(vocab):
     """This rank's rows of an output matrix padded to equal shards, and how many they are."""
-    from megagrpo.megatron.logprob import VocabularyShard
+    from megagrpo.megatron.heads import VocabularyShard
 
     rows = -(-vocab // dist.get_world_size())
     return VocabularyShard(vocab, rows * dist.get_rank(), dist.group.WORLD), rows
@@ -42,7 +42,7 @@ def shard_rows(weight, shard, rows):
 
 def compare(vocab, temperature, chunk_columns, dtype, which):
     """Largest errors against float64: of the outputs; of the hidden states' and the matrix's gradients, relative."""
-    from megagrpo.megatron.logprob import vocabulary_logprobs
+    from megagrpo.megatron.heads import vocabulary_logprobs
 
     hidden, weight, positions, labels, logprob_weight, entropy_weight = random_case(vocab, dtype)
     exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
@@ -112,7 +112,7 @@ def test_bfloat16_is_summed_in_float32():
 
 def finite_differences(vocab):
     """A directional derivative of the shared loss by central differences, and by autograd."""
-    from megagrpo.megatron.logprob import vocabulary_logprobs
+    from megagrpo.megatron.heads import vocabulary_logprobs
 
     hidden, weight, positions, labels, logprob_weight, entropy_weight = random_case(vocab, spread=1.0)
     shard, rows = shard_of(vocab)
@@ -142,7 +142,7 @@ def test_gradient_matches_finite_differences():
 
 def no_responses():
     """Gradients of a microbatch without a single response token."""
-    from megagrpo.megatron.logprob import vocabulary_logprobs
+    from megagrpo.megatron.heads import vocabulary_logprobs
 
     hidden, weight, *_ = random_case(8)
     shard, rows = shard_of(8)
@@ -163,7 +163,7 @@ def largest_allocation(tokens, columns, chunk_columns):
     """Largest tensor, in elements, that forward and backward make besides the gradients."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
+    from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
 
     class Sizes(TorchDispatchMode):
         largest = 0

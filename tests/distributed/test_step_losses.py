@@ -46,8 +46,8 @@ def gradients_of_variants(
     rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray | Ragged, recipes: dict[str, Recipe]
 ) -> dict[str, tuple[float, Parts, int]]:
     """By variant: this rank's part of the loss, its gradients, and of its response tokens those with a weight."""
-    from megagrpo.megatron.results import MetricSums
-    from megagrpo.megatron.state_shards import parameters_of
+    from megagrpo.megatron.metrics import MetricSums
+    from megagrpo.megatron.state import parameters_of
 
     found = {}
     for name, recipe in recipes.items():

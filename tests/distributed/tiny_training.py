@@ -14,14 +14,12 @@ from megatron.core import parallel_state
 from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.megatron import process
+from megagrpo.megatron.batch import pack
 from megagrpo.megatron.config import transformer_config
-from megagrpo.megatron.forward_backward import forward_backward, sum_gradients
-from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
-from megagrpo.megatron.model import build_chunks, named_tensors, unwrapped
-from megagrpo.megatron.optimizer import make_optimizer, set_learning_rate, wrap_chunks
-from megagrpo.megatron.output_layer import output_weight
-from megagrpo.megatron.packed import pack
+from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
+from megagrpo.megatron.model import build_chunks, forward_backward, named_tensors, sum_gradients, unwrapped
 from megagrpo.megatron.state import TrainingState
+from megagrpo.megatron.trained_model import make_optimizer, set_learning_rate, wrap_chunks
 from megagrpo.recipe import schema
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.files.loading import load_files
@@ -103,7 +101,7 @@ class TinyTraining:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Copies of all weights and states of this rank."""
-        from megagrpo.megatron.state_shards import parameters_of, shards_of
+        from megagrpo.megatron.state import parameters_of, shards_of
 
         shards = shards_of(self.optimizer)
         found = {name: parameter.detach().clone() for name, parameter in parameters_of(self.wrapped).items()}

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megagrpo.errors import RecipeError
-from megagrpo.megatron.config import transformer_config
-from megagrpo.megatron.options import ALLOWED_VALUES, OWNED, option_problems
+from megagrpo.megatron.config import ALLOWED_VALUES, OWNED, option_problems, transformer_config
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families.architecture import Architecture, Experts, Rope, SigmoidRouter
 

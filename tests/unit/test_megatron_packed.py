@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron.attention import attend
-from megagrpo.megatron.buckets import PADDING_ALWAYS_ALLOWED
-from megagrpo.megatron.packed import NO_ROW, PackedTensors, pack
+from megagrpo.megatron.attention import PADDING_ALWAYS_ALLOWED, attend
+from megagrpo.megatron.batch import NO_ROW, PackedTensors, pack
 
 lengths_of_sequences = st.lists(st.integers(1, 90), max_size=20)
 layouts = st.builds(ParallelLayout, tensor=st.sampled_from([1, 2, 3, 4]), context=st.sampled_from([1, 2, 4]))

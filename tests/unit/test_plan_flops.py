@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megagrpo.megatron.logprob import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
 from megagrpo.plan.time.flops import FORWARD, head_flops, layers_flops, sequence_flops, training_pass
 from megagrpo.recipe.schema import LoraConfig, TrainConfig
 from megagrpo.weights.families import architecture_of

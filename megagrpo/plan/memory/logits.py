@@ -1,6 +1,6 @@
 """Bytes that the end of the last stage takes: from hidden states to logprobs, and the gradients back.
 
-Logits are made a few columns at a time (megagrpo/megatron/logprob.py; benchmarks/logits_memory.py measures it).
+Logits are made a few columns at a time (megagrpo/megatron/heads.py; benchmarks/logits_memory.py measures it).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from megagrpo.plan.memory.activations import Pass
 
 CHUNK_ELEMENTS = 2**22
 CHUNK_COLUMNS = 2048
-"""As in megagrpo/megatron/logprob.py."""
+"""As in megagrpo/megatron/heads.py."""
 
 
 def chunk_bytes(rows: int, positions: int) -> int:

@@ -25,9 +25,9 @@ TRAINING_NCCL_BYTES = GIB
 FRAGMENTATION = 0.05
 """What torch's allocator cannot use, of all that passes allocate: microbatches differ in length. Assumed."""
 TOKEN_BYTES = 37
-"""A token of the loaded batch (megatron/packed.py): four int64, a float32 and a bool."""
+"""A token of the loaded batch (megatron/batch.py): four int64, a float32 and a bool."""
 RESPONSE_TOKEN_BYTES = 72
-"""A response token on the last stage (megatron/response.py): six int64 and six float32."""
+"""A response token on the last stage (megatron/batch.py): six int64 and six float32."""
 
 LOWERED_BY: Mapping[str, tuple[str, ...]] = {
     "parameters": ("train.layout.tensor", "train.layout.pipeline"),

@@ -21,7 +21,7 @@ from megagrpo.weights.families.architecture import Architecture
 
 Link = Literal["node", "network"]
 GRADIENT_BYTES = 4
-"""Gradients are summed in float32 (megatron/optimizer.py)."""
+"""Gradients are summed in float32 (megatron/trained_model.py)."""
 
 
 @dataclass(frozen=True)

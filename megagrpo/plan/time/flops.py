@@ -2,7 +2,7 @@
 
 Everything is a multiple of a forward pass, which batching/work.py counts. A backward pass multiplies twice as much: by
 the weights for the inputs' gradients, and by the inputs for the weights'. The output layer's logits are never kept: the
-backward pass computes them again (megatron/logprob.py).
+backward pass computes them again (megatron/heads.py).
 """
 
 from __future__ import annotations

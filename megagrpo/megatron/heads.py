@@ -1,7 +1,4 @@
-"""Log-probabilities and entropies from hidden states and an output matrix whose rows are split over tensor ranks.
-
-Logits [tokens, vocabulary] never exist: the matrix is applied a few rows of it at a time, in the backward pass again.
-"""
+"""The end of the last pipeline stage: a policy's logprobs and entropies, or a critic's values."""
 
 from __future__ import annotations
 
@@ -11,9 +8,71 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megagrpo.megatron.attention import Collect
+
+
+class OutputLayer(torch.nn.Module):
+    """Takes the place of a GPTModel's output layer: keeps its weight, under its name, but does not multiply by it.
+
+    Its output is the hidden states of all tokens of this context rank, alike on all tensor ranks. Each of those
+    computes with its own rows of the weight, so their gradients are summed.
+    """
+
+    def __init__(self, linear: ColumnParallelLinear) -> None:
+        super().__init__()
+        self.register_parameter("weight", linear.weight)  # None: the embedding's serves
+        self.sharded_state_dict = linear.sharded_state_dict  # Megatron's own checkpoints see no difference
+        self.group = linear.tp_group
+        self.sequence_parallel = linear.sequence_parallel
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[tokens, or tokens / tensor with sequence parallelism, 1, hidden] -> [tokens, 1, hidden]."""
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, group=self.group), None
+        return copy_to_tensor_model_parallel_region(hidden, group=self.group), None
+
+
+def output_weight(chunk: GPTModel) -> Tensor:
+    """The rows of the output matrix that this rank holds, [padded vocab / tensor, hidden]; `chunk` is the last."""
+    own: Tensor | None = chunk.output_layer.weight
+    return chunk.embedding.word_embeddings.weight if own is None else own
+
+
+class ValueHead(torch.nn.Module):
+    """A linear layer from hidden to 1, whole on every tensor rank and in float32 whatever the model's dtype.
+
+    Rounded to bfloat16, values of about 1 would lie 1/128 apart, which is as much as they are to explain.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=torch.float32, device=torch.cuda.current_device())
+        )
+        # Each tensor rank sees its part of the sequence; finalize_model_grads sums the gradients of what is so marked.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """hidden: [tokens of this rank, 1, hidden]. Values [tokens, 1, 1] float32, on all tensor ranks alike."""
+        values = F.linear(hidden.float(), self.weight)
+        if self.sequence_parallel:
+            # All tensor ranks compute the same loss of all tokens: each needs only its own tokens' gradient back.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
 
 CHUNK_ELEMENTS = 2**22
 """Logits that are held at a time, 16 MiB in float32, and a few temporaries of that size. More is slower on CPUs."""
