@@ -12,7 +12,7 @@ from megagrpo import __version__
 from megagrpo.errors import MegagrpoError, PreflightError, Problem
 
 if TYPE_CHECKING:
-    from megagrpo.convert.convert import Converted
+    from megagrpo.convert.job import Converted
     from megagrpo.data.prepare import Prepared
 
 EXIT_DIFFERENT = 1
@@ -165,14 +165,14 @@ def _positive(text: str) -> int:
 
 
 def convert_to_megatron(asked: argparse.Namespace) -> int:
-    from megagrpo.convert.convert import to_megatron
+    from megagrpo.convert.megatron import to_megatron
 
     done = to_megatron(asked.source, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite)
     return _report_converted(done)
 
 
 def convert_to_hugging_face(asked: argparse.Namespace) -> int:
-    from megagrpo.convert.convert import to_hugging_face
+    from megagrpo.convert.hugging_face import to_hugging_face
 
     done = to_hugging_face(asked.source, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite)
     return _report_converted(done)

@@ -1,8 +1,8 @@
 """From a flat range of a local parameter to boxes in checkpoint coordinates. Pure arithmetic.
 
-The distributed optimizer cuts each parameter's memory anywhere, in the middle of a row if need be. A range of a
-matrix is at most three boxes: the end of a row, whole rows, the beginning of a row. So every state of every rank is a
-set of boxes of checkpoint tensors, and a checkpoint made of them knows nothing of the layout that wrote it.
+The distributed optimizer cuts a parameter's memory anywhere, even within a row. A range of a matrix is at most three
+boxes: the end of a row, whole rows, the beginning of a row. So every state of every rank is a set of boxes of
+checkpoint tensors, and a checkpoint made of them does not depend on the layout that wrote it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Strided:
 
 @dataclass(frozen=True, slots=True)
 class BoxInRange:
-    """Where `box`, all of which lies in the flat range, lies in it. The view's axes are the box's."""
+    """The place of `box` in the flat range that holds all of it. The view's axes are the box's."""
 
     box: Box
     view: Strided

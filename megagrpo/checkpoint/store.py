@@ -4,45 +4,54 @@
       step_000010/            complete: appeared here by one rename, after everything in it was on disk
         rank/                 what the training ranks wrote (megatron/state.py)
         trainer.json          what the driver remembers (TrainerState)
-        MANIFEST.json         every other file with its size and checksum, written last
+        MANIFEST.json         every other file with its size and checksum, written last: it tells whether all are whole
       .saving_step_000020/    being written, or left behind by a run that was killed while writing
       .deleting_step_000005/  being deleted
       .replaced_step_000010/  a damaged one, out of the way of the new step_000010
 
-The driver calls `begin`, tells every rank to save into the `rank` directory it got, and calls `commit`. Nothing that
-was complete is touched before the new one is. One driver writes; all ranks see the same file system.
+The driver calls `begin`, tells every rank to save into the directory that it returns, and calls `commit`. A complete
+checkpoint is not touched before the new one is complete. One driver writes; all ranks see the same file system.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megagrpo.checkpoint.integrity import (
-    MANIFEST,
-    SavedFile,
-    damage,
-    describe,
-    sync_directories,
-    write_durably,
-    write_manifest,
-)
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import CheckpointError, Problem
+from megagrpo.weights.files import sync_directories
 
+MANIFEST = "MANIFEST.json"
+MANIFEST_FORMAT = 1
+READERS = 8
+"""Files whose checksums are computed at the same time."""
 RANK = "rank"
 TRAINER = "trainer.json"
 COMPLETE_NAME = re.compile(r"step_(\d{6,})")
 
 
 @dataclass(frozen=True)
+class SavedFile:
+    """One file of a checkpoint, as it was when written. `path` is relative to the checkpoint, with forward slashes."""
+
+    path: str
+    size_bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint. `warnings` tells which newer ones were passed over, and why."""
+    """A complete checkpoint. `warnings` says which newer ones were passed over, and why."""
 
     path: Path
     state: TrainerState
@@ -67,7 +76,7 @@ class CheckpointStore:
     def begin(self, step: int) -> Path:
         """Make the empty directory into which the ranks save `step`, and return it. Raises CheckpointError.
 
-        Leftovers of earlier attempts are removed first: they hold disk space and are of no use to anyone.
+        Removes leftovers of earlier attempts first, because they take disk space.
         """
         rank_directory = self._saving(step) / RANK
         try:
@@ -132,7 +141,7 @@ class CheckpointStore:
         return None
 
     def newest(self) -> Path | None:
-        """Directory of the newest complete checkpoint, whose files are not looked at; None if there is none."""
+        """The directory of the newest complete checkpoint, without a look at its files; None if there is none."""
         steps = self._steps()
         return self._final(steps[-1]) if steps else None
 
@@ -198,3 +207,64 @@ class CheckpointStore:
 def _not_written(step: int, directory: Path, error: OSError) -> CheckpointError:
     fix = "free disk space or set checkpoint.directory; checkpoints already complete are untouched"
     return CheckpointError(Problem(f"checkpoint of step {step} in {directory}", given=str(error), fix=fix))
+
+
+def describe(root: Path, path: Path) -> SavedFile:
+    """Size and checksum of the file `path` under the checkpoint directory `root`. Raises OSError."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))  # type: ignore[arg-type]
+        size = os.fstat(stream.fileno()).st_size
+    return SavedFile(path.relative_to(root).as_posix(), size, digest.hexdigest())
+
+
+def write_manifest(root: Path, files: Iterable[SavedFile]) -> None:
+    """Write MANIFEST.json and force it to disk. Raises OSError."""
+    listed = sorted(files, key=lambda file: file.path)
+    content = {"format": MANIFEST_FORMAT, "files": [asdict(file) for file in listed]}
+    write_durably(root / MANIFEST, json.dumps(content, indent=2))
+
+
+def read_manifest(root: Path) -> list[SavedFile]:
+    """The files that the checkpoint should have. Raises OSError, or ValueError if the manifest itself is damaged."""
+    try:
+        content = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+        files = [SavedFile(**file) for file in content["files"]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read: {error}") from error
+    if content["format"] != MANIFEST_FORMAT:
+        raise ValueError(f"{MANIFEST} has format {content['format']}, this version reads {MANIFEST_FORMAT}")
+    return files
+
+
+def damage(root: Path, *, checksums: bool = True) -> list[str]:
+    """What is wrong with the checkpoint at `root`, a line for each file; an empty list if it is whole.
+
+    Sizes are always compared; `checksums` reads every byte as well, several files at a time.
+    """
+    try:
+        expected = read_manifest(root)
+    except (OSError, ValueError) as error:
+        return [str(error)]
+    with ThreadPoolExecutor(READERS) as readers:
+        return [line for line in readers.map(lambda file: _file_damage(root, file, checksums), expected) if line]
+
+
+def _file_damage(root: Path, expected: SavedFile, checksums: bool) -> str:
+    path = root / expected.path
+    try:
+        size = path.stat().st_size
+        if size != expected.size_bytes:
+            return f"{expected.path} has {size} bytes instead of {expected.size_bytes}"
+        if checksums and describe(root, path) != expected:
+            return f"{expected.path} has another checksum than when it was written"
+    except OSError as error:
+        return f"{expected.path}: {error.strerror or error}"
+    return ""
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a text file and force it to disk. Raises OSError."""
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -1,13 +1,29 @@
-"""What the driver itself must remember to continue a run: everything that is not on the training ranks."""
+"""What the driver remembers to continue a run, and which parts of the recipe may change before it continues."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from megagrpo.errors import CheckpointError, Problem
+from megagrpo.errors import CheckpointError, Problem, RecipeError
+
+FIXED: Mapping[str, str] = {
+    "seed": "it seeds the order of the prompts and every sample",
+    "model.path": "the checkpoint holds another model's weights, and the reference policy is read from here",
+    "model.revision": "the checkpoint holds another model's weights, and the reference policy is read from here",
+    "model.tokenizer": "it would give the same prompts other tokens",
+    "model.chat_template": "it would give the same prompts other tokens",
+    "data": "the checkpoint's place in the data would mean other prompts",
+    "rollout.prompts_per_step": "steps already done are counted in it",
+    "rollout.samples_per_prompt": "episodes already done are counted in it",
+    "reward.functions": "metrics before and after would measure different things",
+    "train.lora": "the checkpoint holds these adapters, or a model without any",
+    "algorithm.advantage": "metrics before and after would measure different things",
+    "algorithm.reference.update_every_steps": "a checkpoint holds the reference policy only if it follows",
+}
+"""What must not change, and why. Everything else may: layout, learning rate, run length, devices, evaluation, …"""
 
 
 @dataclass(frozen=True)
@@ -21,7 +37,7 @@ class TrainerState:
     """Version of the weights that the engines hold after the last sync."""
 
     data_cursor: Mapping[str, Any]
-    """Where the prompts stand, as the data cursor describes itself."""
+    """The place in the prompts, as the data cursor describes it."""
 
     recipe: Mapping[str, Any]
     """The resolved recipe of the run, to be compared on resume (recipe_changes)."""
@@ -30,13 +46,13 @@ class TrainerState:
     """Responses generated for training so far."""
 
     kl_coefficient: float | None = None
-    """Weight of the KL penalty in the next step; None where there is no such penalty, as in fine-tuning."""
+    """Weight of the KL penalty in the next step; None without a penalty, as in fine-tuning."""
 
     evaluation: Mapping[str, float] | None = None
-    """Metrics of an evaluation of exactly these weights; None if they were not evaluated."""
+    """Metrics of an evaluation of these weights; None if they were not evaluated."""
 
     unlogged: Mapping[str, float] | None = None
-    """Metrics of this step that wait for its evaluation, before which the run was stopped; None if they are logged."""
+    """Metrics of this step, if the run stopped before the evaluation with which they are logged; None if logged."""
 
     best_evaluation: float | None = None
     """Best value so far of the metric that early stopping watches."""
@@ -45,7 +61,7 @@ class TrainerState:
     """Evaluations since that best value."""
 
     tracker_runs: Mapping[str, str] | None = None
-    """Run id of each tracker (mlflow, wandb), so that a resumed run goes on in the same one."""
+    """Run id of each tracker (mlflow, wandb), so that a resumed run continues in the same one."""
 
     def to_json(self) -> str:
         """Readable JSON. Raises TypeError or ValueError for what JSON cannot hold (NaN among them is allowed)."""
@@ -65,3 +81,60 @@ class TrainerState:
             keys = f"the keys {sorted(needed)}, and of others only {sorted(known - needed)}"
             raise CheckpointError(Problem(where, given=f"{given}", needed=keys))
         return cls(**values)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value that differs. `where` is a dotted key, with an index for lists: data.train[0].path."""
+
+    where: str
+    saved: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.where}: {_show(self.saved)} -> {_show(self.new)}"
+
+
+_ABSENT = object()
+
+
+def recipe_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """Every leaf that differs between two resolved recipes (as JSON values), in the order of the new one."""
+    return list(_differences("", dict(saved), dict(new)))
+
+
+def allow_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """The changes between two recipes. Raises RecipeError naming every change with which a run may not continue."""
+    changes = recipe_changes(saved, new)
+    problems = [
+        Problem(
+            change.where,
+            given=_show(change.new),
+            needed=f"{_show(change.saved)}, as in the run so far: {reason}",
+            fix="set it back, or give the recipe another name to start a new run",
+        )
+        for change in changes
+        if (reason := _reason(change.where)) is not None
+    ]
+    if problems:
+        raise RecipeError(problems)
+    return changes
+
+
+def _reason(where: str) -> str | None:
+    return next((why for key, why in FIXED.items() if where == key or where.startswith((f"{key}.", f"{key}["))), None)
+
+
+def _differences(where: str, saved: Any, new: Any) -> Iterator[Change]:
+    if isinstance(saved, dict) and isinstance(new, dict):
+        for key in (*new, *(key for key in saved if key not in new)):
+            yield from _differences(f"{where}.{key}" if where else key, saved.get(key, _ABSENT), new.get(key, _ABSENT))
+    elif isinstance(saved, list) and isinstance(new, list) and len(saved) == len(new):
+        for index, (a, b) in enumerate(zip(saved, new, strict=True)):
+            yield from _differences(f"{where}[{index}]", a, b)
+    elif saved != new:
+        yield Change(where, saved, new)
+
+
+def _show(value: Any) -> str:
+    return "not given" if value is _ABSENT else repr(value)

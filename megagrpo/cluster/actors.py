@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from megagrpo.algorithm.ragged import Ragged
     from megagrpo.batching.rank_batches import RankBatch
-    from megagrpo.checkpoint.integrity import SavedFile
+    from megagrpo.checkpoint.store import SavedFile
     from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss, TokenNumbers
     from megagrpo.weights.boxes import Box, Manifest
     from megagrpo.weights.executors.meeting import Meeting

@@ -26,7 +26,7 @@ from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.topology import Place
 
 if TYPE_CHECKING:
-    from megagrpo.checkpoint.integrity import SavedFile
+    from megagrpo.checkpoint.store import SavedFile
     from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss, TokenNumbers
     from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan

@@ -1,4 +1,4 @@
-"""Writes a Hugging Face model directory, a layer at a time: each tensor at its place in files laid out beforehand."""
+"""Writes a Hugging Face model directory, a layer at a time: each tensor at its place in files of their full size."""
 
 from __future__ import annotations
 
@@ -6,22 +6,41 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megagrpo.convert.job import Unit
-from megagrpo.convert.progress import Advance
-from megagrpo.convert.source import Source, pieces, whole
+from megagrpo.convert.job import Advance, Converted, Unit, convert
+from megagrpo.convert.source import Source, open_source, pieces, whole
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Tensor
-from megagrpo.weights.files.export import lay_out, write_all
+from megagrpo.weights.files.export import FILE_BYTES, lay_out, write_all
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import torch_dtype
 
 PIECE_BYTES = 8 * 1024**2
 """Read, cast and written at once."""
+
+
+def to_hugging_face(
+    path: Path,
+    output: Path,
+    *,
+    model: Path | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    file_bytes: int = FILE_BYTES,
+) -> Converted:
+    """A model directory for transformers and SGLang from the checkpoint at `path`.
+
+    `model`: a Hugging Face directory with the config, if the checkpoint has none. `dtype`: a Storage's; None keeps
+    that of each tensor. Raises: ModelError or CheckpointError; `output` is as it was then.
+    """
+    options = ["hugging face", dtype, file_bytes]
+    target_of = partial(HuggingFaceTarget, dtype=dtype, file_bytes=file_bytes)
+    return convert(open_source(path, model), output, overwrite, options, target_of)
 
 
 class HuggingFaceTarget:
@@ -65,7 +84,7 @@ class HuggingFaceTarget:
         return None
 
     def finish(self, directory: Path, written: Sequence[Any]) -> None:
-        """Nothing is left to do: the files were whole before their values came."""
+        """Nothing is left to do: the files had their headers and full sizes from the beginning."""
 
     @property
     def main_dtype(self) -> str:

@@ -1,4 +1,4 @@
-"""Work that is done in units, can be continued after a kill, and whose result appears all at once.
+"""A conversion: it is done in units, can be continued after a kill, and its result appears all at once.
 
 .NAME.partial/          beside the directory NAME that will be made
   journal               what is being made from what; then a line for each unit that is on disk
@@ -11,29 +11,50 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from megagrpo.checkpoint.integrity import sync_directories
-from megagrpo.convert.progress import Advance, bar
-from megagrpo.errors import CheckpointError, Problem
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from megagrpo.convert.source import CONFIG, Source, fingerprint
+from megagrpo.errors import CheckpointError, Problem
+from megagrpo.weights.files import publish, sync_directories
+
+FORMAT = 1
+"""The format of a conversion under way. A conversion that another version has begun is not continued."""
 CONTINUES = "what is done is kept: the same command again continues from there"
+
+Advance = Callable[[int], None]
+"""Adds so many bytes to those that are done."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was made. `left_out` are stored tensors of the source that are not of the model."""
+
+    directory: Path
+    tensors: int
+    bytes: int
+    left_out: tuple[str, ...]
+    continued: int
+    """Units (layers, mostly) that an earlier attempt had already done."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is done again as a whole if it was not finished."""
+    """A part of the work that is done again if it was not finished: a layer, or a tensor outside of layers."""
 
     name: str
     bytes: int
 
 
 class Target(Protocol):
-    """Something to be made in a directory. Its functions raise OSError if the disk does not take it."""
+    """What a conversion makes in a directory. Its functions raise OSError if the disk does not take it."""
 
     @property
     def units(self) -> Sequence[Unit]: ...
@@ -42,19 +63,49 @@ class Target(Protocol):
         """Makes what must be there before the first unit, in an empty directory."""
 
     def write(self, index: int, directory: Path, advance: Advance) -> Any:
-        """Writes unit `index` and forces it to disk. Returns what `finish` has to know of it, as JSON values."""
+        """Writes unit `index` and forces it to disk. Returns what `finish` needs to know about it, as JSON values."""
 
     def finish(self, directory: Path, written: Sequence[Any]) -> None:
         """Completes the directory; `written` is what `write` returned for each unit."""
 
 
-def run(target: Target, directory: Path, identity: str, overwrite: bool, title: str) -> int:
-    """Makes `directory`, and returns how many units an earlier attempt had done already.
+@torch.no_grad()
+def convert(
+    source: Source,
+    output: Path,
+    overwrite: bool,
+    options: list[str | int | None],
+    target_of: Callable[[Source], Target],
+) -> Converted:
+    """Makes `output` from all of `source`. `options` are what else decides its bytes.
 
-    An earlier attempt is continued if it had the same `identity`, and removed if not. What `directory` held before is
-    replaced at the very end, and only if `overwrite`.
+    Raises: ModelError or CheckpointError; `output` is as it was then.
+    """
+    target, output = target_of(source), output.absolute()
+    config = (source.model_directory / CONFIG).read_text(encoding="utf-8")
+    identity = json.dumps([FORMAT, options, fingerprint(source), config])
+    continued = _run(target, output, identity, overwrite, f"{source.directory.name} to {output.name}")
+    total = sum(unit.bytes for unit in target.units)
+    return Converted(output, len(source.tensors), total, source.left_out, continued)
 
-    Raises: CheckpointError if it exists, is being made by another process, or cannot be written.
+
+@contextmanager
+def bar(title: str, total_bytes: int, done_bytes: int = 0) -> Iterator[Advance]:
+    """Shows the progress of the block on standard error, if that is a terminal: bytes, speed and the time left."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total_bytes, completed=done_bytes)
+        yield lambda count: progress.advance(task, count)
+
+
+def _run(target: Target, directory: Path, identity: str, overwrite: bool, title: str) -> int:
+    """Makes `directory`, and returns the number of units that an earlier attempt had done already.
+
+    An earlier attempt with the same `identity` is continued, any other is removed. With `overwrite`, what `directory`
+    held before is replaced at the very end.
+
+    Raises: CheckpointError if it exists, if another process is making it, or if it cannot be written.
     """
     if directory.exists() and not overwrite:
         fix = "choose another place, or --overwrite to replace it"
@@ -69,7 +120,8 @@ def run(target: Target, directory: Path, identity: str, overwrite: bool, title: 
                 shutil.rmtree(output, ignore_errors=True)
                 output.mkdir()
                 target.begin(output)
-                _start(journal, identity)
+                journal.truncate(0)
+                _append(journal, identity)
             earlier = len(written)
             units = target.units
             done_bytes = sum(unit.bytes for unit in units[:earlier])
@@ -79,7 +131,7 @@ def run(target: Target, directory: Path, identity: str, overwrite: bool, title: 
                     _append(journal, written[-1])
             target.finish(output, written)
             _sync_files(output)
-            _publish(output, directory)
+            publish(output, directory)
         shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         given = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
@@ -100,18 +152,13 @@ def _locked(path: Path, directory: Path) -> Iterator[IO[str]]:
 
 
 def _entries(journal: IO[str], identity: str) -> list[Any]:
-    """What is recorded as done. A last line without its end was being written when the process died."""
+    """The units recorded as done. A last line without its end was being written when the process died."""
     journal.seek(0)
     lines = [line for line in journal.read().splitlines(keepends=True) if line.endswith("\n")]
     if not lines or json.loads(lines[0]) != identity:
         return []
     journal.truncate(len("".join(lines).encode("utf-8")))
     return [json.loads(line) for line in lines[1:]]
-
-
-def _start(journal: IO[str], identity: str) -> None:
-    journal.truncate(0)
-    _append(journal, identity)
 
 
 def _append(journal: IO[str], entry: Any) -> None:
@@ -129,13 +176,3 @@ def _sync_files(directory: Path) -> None:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     sync_directories(folders)
-
-
-def _publish(output: Path, directory: Path) -> None:
-    replaced = directory.with_name(f".{directory.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if directory.exists():
-        directory.rename(replaced)
-    output.rename(directory)
-    sync_directories([directory.parent])
-    shutil.rmtree(replaced, ignore_errors=True)

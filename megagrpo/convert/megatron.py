@@ -12,18 +12,17 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megagrpo.convert.job import Unit
-from megagrpo.convert.megatron_arguments import arguments
-from megagrpo.convert.opening import COMPANION_MODEL, TRACKER
-from megagrpo.convert.progress import Advance
-from megagrpo.convert.source import Source, pieces
-from megagrpo.convert.torch_writer import TorchFile, Written, write_metadata
+from megagrpo.convert.job import Advance, Converted, Unit, convert
+from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source, pieces
+from megagrpo.convert.torch_checkpoint import TorchFile, Written, write_metadata
 from megagrpo.weights.boxes import ITEM_BYTES, Placement
+from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention
 from megagrpo.weights.files.export import lay_out
 from megagrpo.weights.sides import torch_dist
 from megagrpo.weights.sides.torch_dist import Chunk
@@ -31,7 +30,7 @@ from megagrpo.weights.views import box_view, torch_dtype
 
 ITERATION = "iter_0000000"
 CHUNK_BYTES = 256 * 1024**2
-"""A larger parameter is stored in several chunks."""
+"""Larger parameters are stored in several chunks."""
 PIECE_BYTES = 8 * 1024**2
 """Read at once."""
 FORMAT = {
@@ -40,6 +39,14 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+
+
+def to_megatron(
+    path: Path, output: Path, *, model: Path | None = None, dtype: str | None = None, overwrite: bool = False
+) -> Converted:
+    """A torch_dist checkpoint for Megatron-LM from the checkpoint at `path`. Arguments as in to_hugging_face."""
+    target_of = partial(MegatronTarget, dtype=dtype)
+    return convert(open_source(path, model), output, overwrite, ["megatron", dtype], target_of)
 
 
 class MegatronTarget:
@@ -77,7 +84,7 @@ class MegatronTarget:
             entries += [file.add_object(key, None) for key in torch_dist.extra_states(self._manifest)]
         write_metadata(path, self._manifest.storages, entries)
         common = {
-            "args": Namespace(**arguments(self._source.architecture)),
+            "args": Namespace(**_arguments(self._source.architecture)),
             "checkpoint_version": 3.0,
             "iteration": 0,
             "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
@@ -143,3 +150,107 @@ def _rows(placement: Placement, axis: int, low: int, count: int) -> Iterator[Pla
         start[of_box] += first - placement.at[axis]
         shape[of_box] = end - first
         yield placement.part(replace(box, start=tuple(start), shape=tuple(shape)))
+
+
+def _arguments(arch: Architecture) -> dict[str, Any]:
+    """The arguments of Megatron-LM that describe the model, for --use-checkpoint-args, by its parser's names.
+
+    The number of rows of the embedding is left out: Megatron-LM pads it to its own layout and loads either size.
+    """
+    arguments = _dense(arch) | _rope(arch)
+    if arch.latent is not None:
+        arguments |= _latent(arch.latent)
+    if arch.experts is not None:
+        arguments |= _experts(arch.experts, arch.layers)
+    return arguments
+
+
+def _dense(arch: Architecture) -> dict[str, Any]:
+    return {
+        "num_layers": arch.layers,
+        "hidden_size": arch.hidden,
+        "ffn_hidden_size": arch.ffn,
+        "num_attention_heads": arch.heads,
+        "group_query_attention": arch.query_groups != arch.heads,
+        "num_query_groups": arch.query_groups,
+        "kv_channels": arch.head_dim,
+        "max_position_embeddings": arch.max_positions,
+        "normalization": "RMSNorm",
+        "norm_epsilon": arch.norm_epsilon,
+        "apply_layernorm_1p": False,
+        "apply_query_key_layer_scaling": False,
+        "swiglu": True,
+        "squared_relu": False,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm or arch.latent is not None,
+        "untie_embeddings_and_output_weights": not arch.tied_embeddings,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "world_size": 1,
+        "data_parallel_size": 1,
+        "ckpt_format": "torch_dist",
+        "no_save_optim": True,
+        "no_save_rng": True,
+    }
+
+
+def _rope(arch: Architecture) -> dict[str, Any]:
+    rope, yarn = arch.rope, arch.rope.yarn
+    arguments: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "use_rotary_position_embeddings": True,
+        "rotary_base": int(rope.theta),
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": rope.factor is not None,
+    }
+    if rope.factor is not None:
+        arguments["rope_scaling_factor"] = rope.factor
+    if yarn is not None:
+        arguments |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_max_positions,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale_all_dim,
+        }
+    return arguments
+
+
+def _latent(latent: LatentAttention) -> dict[str, Any]:
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": latent.plain_dim,
+        "qk_pos_emb_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+    }
+
+
+def _experts(experts: Experts, layers: int) -> dict[str, Any]:
+    dense = experts.dense_layers
+    arguments: dict[str, Any] = {
+        "num_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.normalize_top_k,
+        # With a list Megatron expects keys of its own for each layer, which the checkpoint has if layers differ.
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
+    }
+    if experts.shared_ffn:
+        arguments["moe_shared_expert_intermediate_size"] = experts.shared_ffn
+    if (router := experts.router) is not None:
+        arguments |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": router.scale,
+            "moe_router_num_groups": router.groups,
+            "moe_router_group_topk": router.groups_per_token,
+        }
+    return arguments

@@ -1,25 +1,82 @@
-"""A model with low-rank adapters added to its weights, as a Hugging Face directory: W + alpha / r B A."""
+"""A model with low-rank adapters added to its weights, as a Hugging Face directory: W + alpha / r B A.
+
+The adapters come from a PEFT directory, or from a training checkpoint of a run with train.lora.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
+from typing import Any
 
 import torch
 
-from megagrpo.convert.adapter import Adapter, open_adapter
-from megagrpo.convert.convert import Converted, convert_source
+from megagrpo.checkpoint.store import RANK
 from megagrpo.convert.hugging_face import HuggingFaceTarget
-from megagrpo.convert.opening import open_source
-from megagrpo.convert.source import Source
+from megagrpo.convert.job import Converted, convert
+from megagrpo.convert.source import MAIN_WEIGHTS, RegionReader, Source, open_source, trainer_state, training_checkpoint
+from megagrpo.convert.torch_checkpoint import TorchCheckpoint
+from megagrpo.errors import CheckpointError, ModelError, Problem
 from megagrpo.weights.boxes import Box
-from megagrpo.weights.files import adapters
-from megagrpo.weights.files.adapters import key_a, key_b
-from megagrpo.weights.files.export import FILE_BYTES
+from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.files.adapters import PREFIX, SUFFIX_A, SUFFIX_B, key_a, key_b, merged
+from megagrpo.weights.files.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FILE_BYTES
+from megagrpo.weights.files.loading import read_region
+from megagrpo.weights.sides.checkpoint import DTYPES, read_header
 from megagrpo.weights.views import torch_dtype
+
+PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""PEFT's init_lora_weights that leave W as it is. Others (pissa, olora, corda, loftq, lora_ga) change it first."""
+NEVER_SET = (
+    "use_dora",
+    "fan_in_fan_out",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+"""Fields of PEFT's LoraConfig with which the model is not W + s B A, or something besides its matrices is trained."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A's [r, in] and B's [out, r] by PEFT's names, and by matrix of the model the factor of B A."""
+
+    path: Path
+    files: tuple[Path, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    scales: Mapping[str, float]
+    read: RegionReader
+
+    def check(self, tensors: tuple[Tensor, ...]) -> None:
+        """Raises ModelError if a tensor of it belongs to no matrix of the model, or is not as large as that needs."""
+        shapes = {tensor.name: tensor.shape for tensor in tensors if len(tensor.shape) == 2}
+        needed: dict[str, tuple[int, ...]] = {}
+        for matrix, (out, inputs) in shapes.items():
+            if key_a(matrix) in self.shapes:
+                rank = self.shapes[key_a(matrix)][0]
+                needed |= {key_a(matrix): (rank, inputs), key_b(matrix): (out, rank)}
+        problems = []
+        for key in sorted(self.shapes.keys() | needed.keys()):
+            given = str(list(self.shapes[key])) if key in self.shapes else "no such tensor"
+            if key not in needed:
+                problems.append(Problem(f"{self.path}: {key}", given, "A and B of a matrix of the model, nothing else"))
+            elif needed[key] != self.shapes.get(key):
+                problems.append(Problem(f"{self.path}: {key}", given, str(list(needed[key]))))
+        if problems:
+            raise ModelError(problems)
 
 
 @dataclass(frozen=True)
@@ -37,7 +94,7 @@ class MergedSource(Source):
         rank = self.adapter.shapes[key_a(box.tensor)][0]
         a = self.adapter.read(key_a(box.tensor), (0, column), (rank, columns))
         b = self.adapter.read(key_b(box.tensor), (row, 0), (rows, rank))
-        return adapters.merged(weight, a, b, scale)
+        return merged(weight, a, b, scale)
 
 
 def merge_lora(
@@ -53,14 +110,12 @@ def merge_lora(
     """A Hugging Face model from the checkpoint at `path` and a PEFT adapter or training checkpoint of adapters.
 
     Sums are computed in float32 and rounded once, to `dtype` (None: that of each tensor). `model` as in
-    convert.to_hugging_face. Raises: ModelError or CheckpointError; `output` is as it was then.
+    to_hugging_face. Raises: ModelError or CheckpointError; `output` is as it was then.
     """
     adapter = open_adapter(adapter_path)
     source = merged_source(open_source(path, model), adapter, dtype)
     options = ["merged", dtype, file_bytes, str(adapter.path), json.dumps(dict(adapter.scales), sort_keys=True)]
-    return convert_source(
-        source, output, overwrite, options, partial(HuggingFaceTarget, dtype=dtype, file_bytes=file_bytes)
-    )
+    return convert(source, output, overwrite, options, partial(HuggingFaceTarget, dtype=dtype, file_bytes=file_bytes))
 
 
 def merged_source(source: Source, adapter: Adapter, dtype: str | None) -> MergedSource:
@@ -78,3 +133,148 @@ def _exact(source: Source, adapter: Adapter, dtype: str | None) -> Mapping[str, 
         return source.dtypes
     wide = {name: torch.promote_types(torch_dtype(source.dtypes[name]), torch_dtype(dtype)) for name in adapter.scales}
     return dict(source.dtypes) | {name: str(of_matrix).removeprefix("torch.") for name, of_matrix in wide.items()}
+
+
+def open_adapter(path: Path) -> Adapter:
+    """The adapters at `path`: a PEFT directory, or a run's checkpoints (the newest whole one), or one of these.
+
+    Raises: CheckpointError or ModelError.
+    """
+    path = path.absolute()
+    if (path / ADAPTER_CONFIG).is_file():
+        return _of_peft(path)
+    found = training_checkpoint(path)
+    if found is not None:
+        return _of_training(found)
+    given = "no such directory" if not path.is_dir() else "a directory with neither"
+    needed = f"a PEFT adapter ({ADAPTER_CONFIG}), or a training checkpoint of megagrpo (step_*)"
+    raise CheckpointError(Problem(str(path), given, needed))
+
+
+def _of_peft(path: Path) -> Adapter:
+    file = path / ADAPTER_WEIGHTS
+    if not file.is_file():
+        raise CheckpointError(Problem(str(file), "no such file", "adapters as safetensors"))
+    config = _config(path / ADAPTER_CONFIG)
+    entries = read_header(file)
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    problems = _method_problems(path / ADAPTER_CONFIG, config) + _scale_problems(path / ADAPTER_CONFIG, config)
+    problems += [
+        Problem(f"{file}: {name}", f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}")
+        for name, entry in entries.items()
+        if entry.dtype not in DTYPES
+    ]
+    problems += [
+        Problem(f"{file}: {name}", str(list(shape)), "[r, in], with r at least 1")
+        for name, shape in shapes.items()
+        if name.endswith(SUFFIX_A) and (len(shape) != 2 or shape[0] < 1)
+    ]
+    if problems:
+        raise ModelError(problems)
+    scales = {}
+    for module in _modules(shapes):
+        rank, alpha = shapes[PREFIX + module + SUFFIX_A][0], config["lora_alpha"]
+        for pattern, own in (config.get("alpha_pattern") or {}).items():  # PEFT takes the first that fits
+            if re.match(_of_modules(pattern), module):
+                alpha = own
+                break
+        scales[module + ".weight"] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+    def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+        return read_region(file, entries[name], start, shape)
+
+    return Adapter(path, (file, path / ADAPTER_CONFIG), shapes, scales, read)
+
+
+def _config(file: Path) -> dict[str, Any]:
+    fix = "write the adapter again, with PEFT's save_pretrained"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(Problem(str(file), str(error), "a JSON file in UTF-8", fix)) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(Problem(str(file), _shown(config), "a JSON object", fix))
+    return config
+
+
+def _method_problems(file: Path, config: Mapping[str, Any]) -> list[Problem]:
+    """What makes the model anything but W + s B A of the model that the adapter is added to."""
+    fix = "merge it with PEFT (merge_and_unload), if that can"
+    problems = [
+        Problem(f"{file}: {name}", _shown(config[name]), plain, fix)
+        for name, plain in (("peft_type", "LORA"), ("bias", "none"))
+        if config.get(name) not in (None, plain)
+    ]
+    problems += [
+        Problem(f"{file}: {name}", _shown(config[name]), "plain LoRA: false, null or left out", fix)
+        for name in NEVER_SET
+        if config.get(name)
+    ]
+    if config.get("init_lora_weights") not in PLAIN_INITIALIZATIONS:
+        needed = "an initialization that leaves the model's weights as they are: true, false, gaussian, eva, orthogonal"
+        fix = "have PEFT save it as plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
+        problems.append(Problem(f"{file}: init_lora_weights", _shown(config["init_lora_weights"]), needed, fix))
+    return problems
+
+
+def _scale_problems(file: Path, config: Mapping[str, Any]) -> list[Problem]:
+    problems = []
+    alphas = {"lora_alpha": config.get("lora_alpha")}
+    for name in ("alpha_pattern", "rank_pattern"):
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, dict):
+            needed = "a JSON object: a number by regular expression of modules"
+            problems.append(Problem(f"{file}: {name}", _shown(patterns), needed, "{} if all modules are alike"))
+            continue
+        for pattern in patterns:
+            try:
+                re.compile(_of_modules(pattern))
+            except re.error as error:
+                given, fix = f"{_shown(pattern)}: {error}", "correct it, as PEFT has to read it too"
+                problems.append(Problem(f"{file}: {name}", given, "a regular expression", fix))
+        if name == "alpha_pattern":
+            alphas |= {f"alpha_pattern, {pattern}": alpha for pattern, alpha in patterns.items()}
+    problems += [
+        Problem(f"{file}: {where}", _shown(alpha), "a number", "what the adapter was trained with")
+        for where, alpha in alphas.items()
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha)
+    ]
+    return problems
+
+
+def _shown(value: Any) -> str:
+    return shorten(json.dumps(value), 80, placeholder=" ...")
+
+
+def _of_modules(pattern: str) -> str:
+    """As PEFT does: the end of a module's name, from the beginning of one of its parts."""
+    return rf"(.*\.)?({pattern})$"
+
+
+def _of_training(path: Path) -> Adapter:
+    recipe = trainer_state(path).recipe
+    lora = recipe.get("train", {}).get("lora")
+    if lora is None:
+        fix = "megagrpo convert megatron-to-hf writes its weights"
+        raise CheckpointError(Problem(str(path), "a checkpoint of a run without train.lora", "one with adapters", fix))
+    stored = TorchCheckpoint(path / RANK)
+    prefix = MAIN_WEIGHTS + PREFIX
+    shapes = {
+        name.removeprefix(MAIN_WEIGHTS): storage.shape
+        for name, storage in stored.tensors.items()
+        if name.startswith(prefix)
+    }
+    scales = {module + ".weight": lora["alpha"] / lora["rank"] for module in _modules(shapes)}
+
+    def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+        values = stored.read(MAIN_WEIGHTS + name, start, shape)
+        stored.forget()
+        return values
+
+    return Adapter(path, tuple(stored.files), shapes, scales, read)
+
+
+def _modules(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Names of the linear layers that have both A and B."""
+    modules = [key.removeprefix(PREFIX).removesuffix(SUFFIX_A) for key in shapes if key.endswith(SUFFIX_A)]
+    return [module for module in modules if {PREFIX + module + SUFFIX_A, PREFIX + module + SUFFIX_B} <= shapes.keys()]

@@ -1,33 +1,45 @@
-"""Where a conversion reads: any checkpoint as boxes of its model's Hugging Face tensors, a part at a time."""
+"""Where a conversion reads: a checkpoint of any kind as boxes of its model's Hugging Face tensors, a part at a time."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from megagrpo.errors import ModelError, Problem
+from megagrpo.checkpoint.store import RANK, TRAINER, CheckpointStore, damage
+from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.convert.torch_checkpoint import METADATA, TorchCheckpoint
+from megagrpo.errors import CheckpointError, ModelError, Problem
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
 from megagrpo.weights.coverage import check_sources
-from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
-from megagrpo.weights.sides.torch_dist import common_dtype
+from megagrpo.weights.files.loading import ModelFiles
+from megagrpo.weights.sides import checkpoint, torch_dist
 from megagrpo.weights.views import box_view, torch_dtype
+
+CONFIG = "config.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+COMPANION_MODEL = "hugging_face"
+"""Beside a torch_dist checkpoint that was converted: the config and tokenizer of the model."""
+MAIN_WEIGHTS = "param."
+"""The prefix of the weights in a training checkpoint (megatron/state.py). Adam's moments are not converted."""
 
 Kind = Literal["hugging face", "torch_dist", "training checkpoint"]
 RegionReader = Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
-"""(storage, start, shape) to the values of that part of it. Raises CheckpointError."""
+"""(storage, start, shape) to the values of that part of the storage. Raises CheckpointError."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to read from. `model_directory` has the config.json that belongs to it, and the tokenizer."""
+    """A checkpoint to read from. `model_directory` has its config.json and tokenizer."""
 
     kind: Kind
     directory: Path
@@ -45,7 +57,7 @@ class Source:
         return tensors_of(self.architecture)
 
     def dtypes_as(self, dtype: str | None) -> dict[str, str]:
-        """Of each tensor in a model of `dtype`; None: as stored."""
+        """The dtype of each tensor in a model of `dtype`; None: as stored."""
         if dtype is None:
             return dict(self.dtypes)
         return {tensor.name: tensor.stored_as(dtype) for tensor in self.tensors}
@@ -70,19 +82,64 @@ class Source:
         return values
 
     def forget(self) -> None:
-        """Frees what was kept because neighbouring tensors lie in the same place."""
+        """Frees the stored chunks that were kept for the tensors read next."""
         self._forget()
 
 
-def make_source(
+def open_source(path: Path, model: Path | None = None, *, otherwise: Path | None = None) -> Source:
+    """The checkpoint at `path`, of any kind.
+
+    `model` is the Hugging Face directory with the config, for kinds that have none. By default it is the model that the
+    checkpoint was converted or trained from; if that is not there either, `otherwise`.
+
+    Raises: ModelError or CheckpointError if it is not a checkpoint, is not whole, or is of another model.
+    """
+    path = path.absolute()
+    if (path / METADATA).is_file():
+        return _torch_source(path, path.parent, model, otherwise)
+    training = training_checkpoint(path)
+    if training == path:
+        return _training_source(path, model, otherwise)
+    if (path / TRACKER).is_file():
+        return _torch_source(_latest_iteration(path), path, model, otherwise)
+    if (path / CONFIG).is_file():
+        return _hugging_face_source(path, model)
+    if training is not None:
+        return _training_source(training, model, otherwise)
+    given = "no such directory" if not path.is_dir() else "a directory with none of them"
+    needed = (
+        f"a Hugging Face model ({CONFIG}), a Megatron-LM torch_dist checkpoint ({TRACKER} or {METADATA}), "
+        "or a training checkpoint of megagrpo (step_*)"
+    )
+    raise CheckpointError(Problem(str(path), given, needed))
+
+
+def training_checkpoint(path: Path) -> Path | None:
+    """`path` if it is a training checkpoint of megagrpo, or the newest whole one in it; None for anything else."""
+    if (path / TRAINER).is_file() and (path / RANK).is_dir():
+        return path
+    if not any(path.glob("step_*")):
+        return None
+    latest = CheckpointStore(path, keep_last=1).latest_complete()
+    return latest.path if latest is not None else None
+
+
+def trainer_state(path: Path) -> TrainerState:
+    """What the driver saved in a training checkpoint. Raises CheckpointError if the checkpoint is not whole."""
+    if wrong := damage(path, checksums=False):
+        raise CheckpointError([Problem(str(path), line, "a whole checkpoint") for line in wrong])
+    return TrainerState.from_json((path / TRAINER).read_text(encoding="utf-8"), str(path / TRAINER))
+
+
+def _make_source(
     kind: Kind,
     directory: Path,
-    model_directory: Path,
+    model: Path,
     arch: Architecture,
     held: Sequence[tuple[Manifest, RegionReader]],
     left_out: Sequence[str],
     files: Sequence[Path],
-    forget: Callable[[], None],
+    forget: Callable[[], None] = lambda: None,
 ) -> Source:
     """Raises: ModelError for a dtype that is not known, WeightPlanError if parts of tensors are missing."""
     check_sources(tensors_of(arch), [manifest for manifest, _ in held])
@@ -92,17 +149,103 @@ def make_source(
         for placement in manifest.placements:
             placements[placement.box.tensor].append((placement, region))
             found[placement.box.tensor].add(manifest.storages[placement.storage].dtype)
-    if unknown := sorted({dtype for of_tensor in found.values() for dtype in of_tensor if dtype not in ITEM_BYTES}):
+    if unknown := sorted({dtype for in_tensor in found.values() for dtype in in_tensor if dtype not in ITEM_BYTES}):
         given = f"tensors in {', '.join(unknown)}"
         raise ModelError(Problem(str(directory), given, f"one of {', '.join(ITEM_BYTES)}"))
-    dtypes = {name: common_dtype(of_tensor) for name, of_tensor in found.items()}
-    return Source(
-        kind, directory, model_directory, arch, dtypes, tuple(sorted(left_out)), tuple(files), placements, forget
-    )
+    dtypes = {name: torch_dist.common_dtype(in_tensor) for name, in_tensor in found.items()}
+    return Source(kind, directory, model, arch, dtypes, tuple(sorted(left_out)), tuple(files), placements, forget)
+
+
+def _hugging_face_source(path: Path, model: Path | None) -> Source:
+    if model is not None and model.absolute() != path:
+        given = f"{model}, and {path} is a Hugging Face model itself"
+        raise ModelError(Problem("model", given, f"nothing: its own {CONFIG} is used", "leave it out"))
+    files = ModelFiles(path)
+    held = [(file, files.read) for file in files.manifests]
+    left_out = checkpoint.extra_tensors(path)
+    return _make_source("hugging face", path, path, read_architecture(path), held, left_out, files.paths)
+
+
+def _torch_source(path: Path, root: Path, model: Path | None, otherwise: Path | None) -> Source:
+    stored = TorchCheckpoint(path)
+    if any(key.startswith(MAIN_WEIGHTS) for key in stored.tensors):
+        if (path.parent / TRAINER).is_file():
+            return _training_source(path.parent, model, otherwise)
+        return _main_weights_source(path, stored, _model_of(path, model, otherwise))
+    directory = _model_of(path, model, root / COMPANION_MODEL, otherwise)
+    arch = read_architecture(directory)
+    manifest = torch_dist.stored_manifest(arch, stored.tensors, str(path))
+    known = torch_dist.other_names(arch)
+    left_out = [key for key in stored.tensors if key not in known]
+    held = [(manifest, stored.read)]
+    return _make_source("torch_dist", path, directory, arch, held, left_out, stored.files, stored.forget)
+
+
+def _training_source(path: Path, model: Path | None, otherwise: Path | None) -> Source:
+    recipe = trainer_state(path).recipe
+    if recipe.get("train", {}).get("lora") is not None:
+        fix = f"megagrpo convert merge-lora --adapter {path} --source MODEL --output DIR"
+        raise ModelError(Problem(str(path), "adapters (train.lora)", "weights of a whole model", fix))
+    trained_from = Path(str(recipe["model"]["path"])) if "model" in recipe else None
+    directory = _model_of(path, model, trained_from, otherwise)
+    return _main_weights_source(path, TorchCheckpoint(path / RANK), directory)
+
+
+def _main_weights_source(path: Path, stored: TorchCheckpoint, model: Path) -> Source:
+    arch = read_architecture(model)
+    tensors = tensors_of(arch)
+    problems, storages, placements = [], {}, []
+    for tensor in tensors:
+        found = stored.tensors.get(MAIN_WEIGHTS + tensor.name)
+        if found is not None and found.shape == tensor.shape:
+            storages[found.name] = found
+            box = whole(tensor)
+            placements.append(Placement(found.name, box.start, tuple(range(len(box.shape))), box))
+        elif found is not None or tensor.trained:
+            given = "no such tensor" if found is None else str(list(found.shape))
+            problems.append(Problem(f"{path}: {tensor.name}", given, f"{list(tensor.shape)} by {CONFIG}"))
+    if problems:
+        raise ModelError(problems)
+    held: list[tuple[Manifest, RegionReader]]
+    held = [(Manifest(str(path), storages, tuple(placements)), stored.read)]
+    paths = stored.files
+    if untrained := {tensor.name for tensor in tensors if MAIN_WEIGHTS + tensor.name not in storages}:
+        # Training does not change or save them: they are those of the model that it began with.
+        began = ModelFiles(model)
+        held += [(_only(untrained, file), began.read) for file in began.manifests]
+        paths += began.paths
+    names = {MAIN_WEIGHTS + tensor.name for tensor in tensors}
+    left_out = [key for key in stored.tensors if key.startswith(MAIN_WEIGHTS) and key not in names]
+    return _make_source("training checkpoint", path, model, arch, held, left_out, paths, stored.forget)
+
+
+def _only(tensors: set[str], file: Manifest) -> Manifest:
+    return replace(file, placements=tuple(held for held in file.placements if held.box.tensor in tensors))
+
+
+def _model_of(path: Path, model: Path | None, *defaults: Path | None) -> Path:
+    """`model`, or the first of the defaults that is a Hugging Face directory."""
+    for directory in defaults if model is None else (model,):
+        if directory is not None and (directory / CONFIG).is_file():
+            return directory.absolute()
+    given = "no model" if model is None else f"{model}, which has no {CONFIG}"
+    needed = f"the Hugging Face directory whose {CONFIG} and tokenizer belong to it"
+    raise ModelError(Problem(f"{path} has no config of its own", given, needed, "--model DIR"))
+
+
+def _latest_iteration(path: Path) -> Path:
+    text = (path / TRACKER).read_text(encoding="utf-8").strip()
+    if text != "release" and not re.fullmatch(r"\d+", text):
+        raise CheckpointError(Problem(str(path / TRACKER), text, "a number of an iteration, or release"))
+    found = path / (text if text == "release" else f"iter_{int(text):07d}")
+    if not (found / METADATA).is_file():
+        needed = f"a torch_dist checkpoint ({METADATA})"
+        raise CheckpointError(Problem(str(found), f"no {METADATA}", needed, "save with --ckpt-format torch_dist"))
+    return found
 
 
 def pieces(box: Box, item_bytes: int, limit_bytes: int) -> list[Box]:
-    """The box as runs of rows of at most `limit_bytes` each, or of one row where a row is longer."""
+    """The box as runs of rows of at most `limit_bytes` each, or of one row if a row is longer."""
     if not box.shape:
         return [box]
     step = max(1, limit_bytes // (math.prod(box.shape[1:]) * item_bytes))

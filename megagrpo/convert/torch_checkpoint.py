@@ -1,22 +1,34 @@
-"""Reads parts of tensors from the files of torch.distributed.checkpoint (.metadata and .distcp), in one process.
+"""Reads and writes the files of torch.distributed.checkpoint (.metadata and .distcp), in one process.
 
-Megatron's torch_dist is this format, and so are the tensors of our own checkpoints. Only what a part needs is read:
-the stored chunks that it meets, one after another.
+Megatron's torch_dist has this format, and so have the tensors in training checkpoints of megagrpo. To read a part of a
+tensor, only the stored chunks that it meets are read, one after another. A file is written tensor by tensor.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _create_file_view
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _create_file_view, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.weights.boxes import Storage
+from megagrpo.weights.views import torch_dtype
 
 METADATA = ".metadata"
 KNOWN = {
@@ -34,7 +46,7 @@ KNOWN = {
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
 }
-"""All that a list of contents is made of."""
+"""The classes and functions that a list of contents (.metadata) is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +152,9 @@ class TorchCheckpoint:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes nothing but what is KNOWN, so that a file from elsewhere cannot run code.
+    """Makes only what is KNOWN, so that a file from elsewhere cannot run code.
 
-    What Megatron adds, its save plans, is not needed here.
+    Megatron's save plans, which it adds to the list, become _Unknown: they are not needed.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -179,3 +191,101 @@ def _read_metadata(path: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise CheckpointError(Problem(str(path), type(metadata).__name__, "a file of torch.distributed.checkpoint"))
     return metadata
+
+
+@dataclass(frozen=True)
+class Written:
+    """A part of a tensor, or a whole object (no `start`), in a file."""
+
+    key: str
+    start: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Written:
+        start = None if values["start"] is None else tuple(values["start"])
+        return cls(**(dict(values) | {"start": start, "shape": tuple(values["shape"])}))
+
+
+class TorchFile:
+    """One .distcp file being written. Use it in a `with` block; it is on disk when the block ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> TorchFile:
+        self._stream = _Stream(self._path.open("wb"))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._stream.file.flush()
+                os.fsync(self._stream.file.fileno())
+        finally:
+            self._stream.file.close()
+
+    def add(self, key: str, start: tuple[int, ...], values: torch.Tensor) -> Written:
+        """Appends a part of a tensor, contiguous and alone in its memory. Raises OSError."""
+        offset = self._stream.file.tell()
+        try:
+            torch.save(values, self._stream)
+        except RuntimeError:
+            if self._stream.failure is not None:  # torch's own error does not say why
+                raise self._stream.failure from None
+            raise
+        length = self._stream.file.tell() - offset
+        return Written(key, start, tuple(values.shape), self._path.name, offset, length)
+
+    def add_object(self, key: str, value: Any) -> Written:
+        """Appends an object as Megatron stores its ShardedObjects. Raises OSError."""
+        buffer = io.BytesIO()
+        torch.save([value], buffer)
+        offset = self._stream.file.tell()
+        self._stream.file.write(buffer.getvalue())
+        return Written(key, None, (), self._path.name, offset, self._stream.file.tell() - offset)
+
+
+class _Stream(io.RawIOBase):
+    """The file, which keeps the error that torch.save hides."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.failure: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+def write_metadata(directory: Path, tensors: Mapping[str, Storage], written: Iterable[Written]) -> None:
+    """The list of contents, .metadata, of all that was written into the directory. Raises OSError."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for part in written:
+        place = _StorageInfo(part.file, part.offset, part.length)
+        if part.start is None:
+            described[part.key] = BytesStorageMetadata()
+            places[MetadataIndex(part.key)] = place
+            continue
+        start = torch.Size(part.start)
+        places[MetadataIndex(part.key, start, len(chunks[part.key]))] = place
+        chunks[part.key].append(ChunkStorageMetadata(start, torch.Size(part.shape)))
+    for key, of_tensor in chunks.items():
+        properties = TensorProperties(dtype=torch_dtype(tensors[key].dtype))
+        described[key] = TensorStorageMetadata(properties, torch.Size(tensors[key].shape), of_tensor)
+    with (directory / METADATA).open("wb") as file:
+        pickle.dump(Metadata(described, None, places), file)

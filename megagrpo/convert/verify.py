@@ -8,16 +8,15 @@ from pathlib import Path
 
 import torch
 
-from megagrpo.convert.opening import CONFIG, open_source
-from megagrpo.convert.progress import Advance, bar
-from megagrpo.convert.source import Source, pieces, whole
+from megagrpo.convert.job import Advance, bar
+from megagrpo.convert.source import CONFIG, Source, open_source, pieces, whole
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.digest import BITS
 from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.views import torch_dtype
 
 PIECE_BYTES = 4 * 1024**2
-"""Of one side, compared at once."""
+"""Bytes of each checkpoint that are compared at once."""
 
 
 @dataclass(frozen=True)

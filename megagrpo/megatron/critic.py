@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megagrpo.algorithm.value_loss import ValueLoss, explained_variance, value_loss
-from megagrpo.checkpoint.integrity import SavedFile
+from megagrpo.checkpoint.store import SavedFile
 from megagrpo.errors import CheckpointError, Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron.batch import Minibatch, PackedTensors, ResponseTokens

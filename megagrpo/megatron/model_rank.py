@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megagrpo.batching.rank_batches import RankBatch
-from megagrpo.checkpoint.integrity import SavedFile
+from megagrpo.checkpoint.store import SavedFile
 from megagrpo.layout.parallel import RankCoordinates, rank_grid
 from megagrpo.megatron import process
 from megagrpo.megatron.batch import Minibatch, pack, response_tokens

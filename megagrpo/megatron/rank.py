@@ -19,7 +19,7 @@ from megagrpo.algorithm.kl import kl_estimate
 from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grpo_objective
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch
-from megagrpo.checkpoint.integrity import SavedFile
+from megagrpo.checkpoint.store import SavedFile
 from megagrpo.errors import Problem, RankError
 from megagrpo.megatron.batch import InferenceBatch, Minibatch, ResponseTokens, inference_batch, of_tokens, prepare
 from megagrpo.megatron.critic import Critic, stored_values

@@ -41,13 +41,14 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megagrpo.checkpoint.integrity import SavedFile, describe, sync_directories
 from megagrpo.checkpoint.state_boxes import BoxInRange, boxes_in_range, fills_in_range
+from megagrpo.checkpoint.store import SavedFile, describe
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.model import named_tensors, unwrapped
 from megagrpo.weights.boxes import Manifest, Placement
 from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.files import sync_directories
 
 FORMAT = 1
 REFERENCE = "reference"

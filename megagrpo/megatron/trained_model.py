@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megagrpo.checkpoint.integrity import SavedFile
+from megagrpo.checkpoint.store import SavedFile
 from megagrpo.errors import Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron import state

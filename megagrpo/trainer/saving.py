@@ -8,9 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megagrpo.checkpoint.recipe_changes import allow_changes
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
-from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.checkpoint.trainer_state import TrainerState, allow_changes
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.errors import MegagrpoError, Problem, RecipeError
 from megagrpo.preflight.preflight import Preflight

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 
-from megagrpo.checkpoint.integrity import SavedFile
+from megagrpo.checkpoint.store import SavedFile
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import model, process, state
 from megagrpo.megatron.config import transformer_config

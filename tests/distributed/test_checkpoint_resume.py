@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megagrpo.checkpoint.integrity import describe
+from megagrpo.checkpoint.store import describe
 from tests.rank_group import run_ranks
 from tests.tiny_models import make_model
 

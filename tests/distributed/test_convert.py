@@ -10,7 +10,8 @@ import torch
 
 from megagrpo.checkpoint.store import CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.convert.convert import to_hugging_face, to_megatron
+from megagrpo.convert.hugging_face import to_hugging_face
+from megagrpo.convert.megatron import to_megatron
 from megagrpo.convert.verify import verify
 from megagrpo.layout.parallel import ParallelLayout
 from tests.distributed.test_parity_logits import MICROBATCHES, SEQUENCES, assemble

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence
-from megagrpo.checkpoint.integrity import describe
+from megagrpo.checkpoint.store import describe
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megagrpo.batching.rank_batches import RankBatch
-from megagrpo.convert.convert import to_hugging_face
+from megagrpo.convert.hugging_face import to_hugging_face
 from megagrpo.convert.merge_lora import merge_lora
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe

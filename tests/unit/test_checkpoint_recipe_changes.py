@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megagrpo.checkpoint.recipe_changes import FIXED, allow_changes, recipe_changes
+from megagrpo.checkpoint.trainer_state import FIXED, allow_changes, recipe_changes
 from megagrpo.errors import RecipeError
 from megagrpo.recipe.schema import Recipe
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.checkpoint.integrity import MANIFEST, SavedFile, describe
-from megagrpo.checkpoint.store import CheckpointStore
+from megagrpo.checkpoint.store import MANIFEST, CheckpointStore, SavedFile, describe
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import CheckpointError
 

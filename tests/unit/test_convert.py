@@ -17,11 +17,10 @@ from safetensors.torch import save_file
 
 from megagrpo.convert import hugging_face, megatron
 from megagrpo.convert import verify as compare
-from megagrpo.convert.convert import to_hugging_face, to_megatron
-from megagrpo.convert.opening import open_source
-from megagrpo.convert.source import whole
-from megagrpo.convert.torch_checkpoint import TorchCheckpoint
-from megagrpo.convert.torch_writer import TorchFile, write_metadata
+from megagrpo.convert.hugging_face import to_hugging_face
+from megagrpo.convert.megatron import to_megatron
+from megagrpo.convert.source import open_source, whole
+from megagrpo.convert.torch_checkpoint import TorchCheckpoint, TorchFile, write_metadata
 from megagrpo.errors import CheckpointError, ModelError
 from megagrpo.weights.boxes import Box, Storage
 from tests.safetensors_files import assert_same_files, saved

@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from megagrpo import cli
-from megagrpo.checkpoint.integrity import describe
-from megagrpo.checkpoint.store import CheckpointStore
+from megagrpo.checkpoint.store import CheckpointStore, describe
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.convert.convert import to_megatron
-from megagrpo.convert.torch_writer import TorchFile, write_metadata
+from megagrpo.convert.megatron import to_megatron
+from megagrpo.convert.torch_checkpoint import TorchFile, write_metadata
 from megagrpo.weights.boxes import Storage
 from tests.peft_files import write_peft
 from tests.safetensors_files import assert_same_files, saved

@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 
 from megagrpo.convert import job
-from megagrpo.convert.convert import Converted, to_hugging_face, to_megatron
+from megagrpo.convert.hugging_face import to_hugging_face
+from megagrpo.convert.job import Converted
+from megagrpo.convert.megatron import to_megatron
 from megagrpo.convert.verify import verify
 from megagrpo.errors import CheckpointError
 from megagrpo.weights.families import read_architecture
@@ -35,7 +37,8 @@ CONVERSIONS: dict[str, Callable[[Path, Path], Converted]] = {
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from megagrpo.convert.convert import to_hugging_face, to_megatron
+from megagrpo.convert.hugging_face import to_hugging_face
+from megagrpo.convert.megatron import to_megatron
 from megagrpo.convert.verify import verify
 
 def peak():

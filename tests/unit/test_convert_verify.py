@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from megagrpo import cli
-from megagrpo.convert.convert import to_hugging_face, to_megatron
+from megagrpo.convert.hugging_face import to_hugging_face
+from megagrpo.convert.megatron import to_megatron
 from megagrpo.convert.verify import verify
 from megagrpo.errors import ModelError
 from tests.safetensors_files import saved

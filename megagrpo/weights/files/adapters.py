@@ -1,8 +1,8 @@
 """Low-rank adapters (arXiv:2106.09685) in checkpoint coordinates: the tensors of a PEFT checkpoint, and who holds what.
 
-Every adapted matrix W [out, in] of the Hugging Face model has its own A [r, in] and B [out, r], and is
-W + alpha / r B A with them. Where a rank fuses matrices into one linear layer, it stacks their A's and cuts their B's
-as it cuts the matrices: what it holds of the adapters follows from what it holds of the model.
+Every adapted matrix W [out, in] of the Hugging Face model has its own A [r, in] and B [out, r]; the adapted model has
+W + alpha / r B A in its place. Where a rank fuses matrices into one linear layer, it stacks their A's, and cuts their
+B's as it cuts the matrices. What a rank holds of the adapters follows from what it holds of the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FUSED: tuple[tuple[Role, ...], ...] = (
     ("expert_gate", "expert_up"),
     ("expert_down",),
 )
-"""What Megatron has in one linear layer, in its order."""
+"""The matrices that Megatron fuses into one linear layer, in its order."""
 
 TARGETS: Mapping[Role, str] = {
     "q": "q_proj",
@@ -40,7 +40,7 @@ TARGETS: Mapping[Role, str] = {
     "expert_up": "up_proj",
     "expert_down": "down_proj",
 }
-"""Names in recipes, whatever a family calls these matrices."""
+"""The names of these matrices in recipes, for every family."""
 
 PREFIX, SUFFIX_A, SUFFIX_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
@@ -71,7 +71,7 @@ def adapter_tensors(matrices: Sequence[Tensor], rank: int) -> tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Run:
-    """Rows of a rank's linear layer that belong to one matrix: its `part`-th, or None where that has no adapter."""
+    """Rows of a rank's linear layer that belong to one matrix: the `part`-th adapted one, None if it has no adapter."""
 
     at: int
     count: int
@@ -82,8 +82,9 @@ class Run:
 class AdaptedLinear:
     """A linear layer of one rank, with the adapters of the matrices fused in it.
 
-    `weight` is its storage in the rank's manifest; `a` [parts x r, in here] and `b` [out here, r] are those of the
-    adapters. Rows of `b` without an adapter are zeros. The rank has columns column .. column + columns of the matrices.
+    `weight` is its storage in the rank's manifest; `a` [parts x r, columns] and `b` [rows on this rank, r] are the
+    storages of the adapters. Rows of `b` without an adapter are zeros. The rank holds columns
+    column .. column + columns of the matrices.
     """
 
     weight: str
@@ -104,7 +105,7 @@ class AdaptedLinear:
 def adapted_linears(arch: Architecture, base: Manifest, targets: Collection[str]) -> tuple[AdaptedLinear, ...]:
     """The linear layers in a Megatron rank's manifest that have adapters.
 
-    Each tensor rank has the A's of all matrices of a fused layer, also where it has no row of one of them.
+    Each tensor rank has the A's of all matrices of a fused layer, even of one that it has no row of.
     """
     tensors = {tensor.name: tensor for tensor in tensors_of(arch)}
     siblings = {(t.role, t.layer, t.expert): t for t in tensors.values()}
@@ -149,9 +150,9 @@ def adapter_manifest(base: Manifest, linears: Sequence[AdaptedLinear], rank: int
 
 
 def initial_a(matrix: str, rank: int, inputs: int, seed: int) -> torch.Tensor:
-    """The whole A [rank, inputs] of a matrix before training, float32: as PEFT's, uniform within 1 / sqrt(inputs).
+    """The whole A [rank, inputs] of a matrix before training, float32: uniform within 1 / sqrt(inputs), as in PEFT.
 
-    A function of the name and the seed alone, so that every layout begins with the same numbers.
+    It depends on the name and the seed only, so that every layout begins with the same numbers.
     """
     digest = hashlib.blake2b(f"{seed} {matrix}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -159,7 +160,11 @@ def initial_a(matrix: str, rank: int, inputs: int, seed: int) -> torch.Tensor:
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """weight + scale B A for a block of a matrix, computed in float32 at least and rounded once to weight's dtype."""
+    """weight + scale B A for a block of a matrix: computed in float32 or wider, then rounded once to weight's dtype.
+
+    Two blocks that overlap may differ in the last bit of float32: kernels for B A sum in an order that depends on the
+    machine and on the size of the block.
+    """
     exact = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(exact) + scale * (b.to(exact) @ a.to(exact))).to(weight.dtype)
 

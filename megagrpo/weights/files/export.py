@@ -1,7 +1,7 @@
 """Local tensors of many ranks into Hugging Face safetensors files, without gathering anything.
 
-One process lays out the files at their full size; then every rank writes its boxes at their places; then one process
-makes the directory appear under its name. All need the same file system.
+One process lays out the files at their full size. Then every rank writes its boxes at their places. Then one process
+gives the directory its name. All processes need the same file system.
 
     export = begin_export(directory, model_directory, arch, dtype)      # one process
     plan = make_plan(rank_manifests, export.files)                      # anywhere
@@ -24,6 +24,7 @@ import torch
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.weights.boxes import ITEM_BYTES, Manifest, Placement
 from megagrpo.weights.families.architecture import Architecture, Tensor
+from megagrpo.weights.files import publish
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import box_view, stored_tensors, torch_dtype
@@ -55,7 +56,7 @@ def begin_export(
 ) -> Export:
     """Makes the files at their full size, and copies the model's config, tokenizer and generation config beside them.
 
-    What a broken-off export to the same place left behind is removed. `dtype` is a Storage's name, such as bfloat16.
+    Removes what an interrupted export to the same place left behind. `dtype` is a Storage's, such as bfloat16.
 
     Raises: CheckpointError if the directory cannot be written.
     """
@@ -66,7 +67,7 @@ def begin_export(
 def begin_adapter_export(
     directory: str | Path, tensors: Sequence[Tensor], config: Mapping[str, Any], dtype: str
 ) -> Export:
-    """The same for a PEFT directory with these tensors of adapters and this config (weights/files/adapters.py).
+    """Makes a PEFT directory with these tensors of adapters and this config (weights/files/adapters.py).
 
     Raises: CheckpointError if the directory cannot be written.
     """
@@ -80,7 +81,7 @@ def begin_adapter_export(
 
 
 def _begin(directory: str | Path, files: tuple[Manifest, ...], make: Callable[[Path], None]) -> Export:
-    """`make` gets an empty directory and puts the files into it without their values."""
+    """`make` puts the files, without their values, into the empty directory that it is given."""
     directory = Path(directory).absolute()
     export = Export(directory, directory.with_name(f".{directory.name}.partial"), files)
     try:
@@ -93,9 +94,9 @@ def _begin(directory: str | Path, files: tuple[Manifest, ...], make: Callable[[P
 
 
 def lay_out(directory: Path, files: tuple[Manifest, ...], model_directory: Path, dtype: str) -> None:
-    """Makes the files in `directory` at their full size without their values, with all that belongs beside them.
+    """Makes the files in `directory` at their full size without their values, and the model's other files.
 
-    `dtype` is what config.json shall say. Raises OSError.
+    `dtype` goes into config.json. Raises OSError.
     """
     for pattern in COMPANIONS:
         for companion in model_directory.glob(pattern):
@@ -144,15 +145,9 @@ def write_part(export: Export, plan: WeightPlan, source: int, tensors: Mapping[s
 
 
 def finish_export(export: Export) -> None:
-    """Gives the directory its name, in place of an earlier export there. Call it when every rank has written."""
-    replaced = export.directory.with_name(f".{export.directory.name}.replaced")
+    """Gives the directory its name, in place of an earlier export. Call it when every rank has written."""
     try:
-        shutil.rmtree(replaced, ignore_errors=True)
-        if export.directory.exists():
-            export.directory.rename(replaced)
-        export.partial.rename(export.directory)
-        _sync_directory(export.directory.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        publish(export.partial, export.directory)
     except OSError as error:
         raise CheckpointError(_problem(export.directory, error)) from error
 
@@ -189,21 +184,13 @@ def _index(files: tuple[Manifest, ...]) -> dict[str, Any]:
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The config of the model in `dtype`, not quantized. transformers 4 calls it torch_dtype, transformers 5 dtype."""
+    """The config of the unquantized model in `dtype`, a key that transformers 4 calls torch_dtype."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     return plain | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _problem(path: Path, error: OSError) -> Problem:

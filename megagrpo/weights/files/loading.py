@@ -1,25 +1,69 @@
-"""Hugging Face safetensors files into the local tensors of a rank: only the bytes that the rank owns are read."""
+"""Hugging Face safetensors files into the local tensors of a rank: only the bytes that the rank owns are read.
+
+Files are read by their bytes. The safetensors library maps them into memory instead, and pages that were read once then
+count as the process's own.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from megagrpo.errors import ModelError, WeightPlanError
-from megagrpo.weights.boxes import Fill, Manifest, Placement
+from megagrpo.errors import CheckpointError, ModelError, Problem, WeightPlanError
+from megagrpo.weights.boxes import Fill, Manifest
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.files import fp8_blocks
-from megagrpo.weights.files.fp8_blocks import SCALE_SUFFIX
 from megagrpo.weights.plan import make_plan
-from megagrpo.weights.sides import checkpoint
-from megagrpo.weights.views import box_view, fill_padding, stored_tensors
+from megagrpo.weights.sides.checkpoint import (
+    DTYPES,
+    FP8,
+    FP8_BLOCK,
+    SCALE_SUFFIX,
+    Entry,
+    manifests,
+    read_header,
+    scale_shape,
+    weight_files,
+)
+from megagrpo.weights.views import box_view, fill_padding, stored_tensors, torch_dtype
+
+
+class ModelFiles:
+    """The weights of a model directory: what each file holds, and the values of any part of a tensor."""
+
+    def __init__(self, directory: str | Path, arch: Architecture | None = None) -> None:
+        """`arch`: what to look for, by default what config.json describes.
+
+        Raises: ModelError listing everything that is missing, has another shape or cannot be read.
+        """
+        directory = Path(directory)
+        self.manifests: tuple[Manifest, ...] = manifests(directory, arch)
+        self.paths = weight_files(directory)
+        self._entries = {name: (path, entry) for path in self.paths for name, entry in read_header(path).items()}
+
+    def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """Elements start[i] .. start[i] + shape[i] of a stored tensor; fp8 as the bfloat16 that it stands for.
+
+        Raises: CheckpointError if the file cannot be read.
+        """
+        values = read_region(*self._entries[name], start, shape)
+        if values.dtype != torch.float8_e4m3fn:
+            return values
+        first = tuple(low // FP8_BLOCK for low in start)
+        last = scale_shape(tuple(low + size for low, size in zip(start, shape, strict=True)))
+        covering = tuple(end - begin for begin, end in zip(first, last, strict=True))
+        scales = read_region(*self._entries[name + SCALE_SUFFIX], first, covering)
+        # Rounded to bfloat16 once, as the conversion published with DeepSeek-V3 does.
+        wide = values.float()
+        for axis, (low, size) in enumerate(zip(start, shape, strict=True)):
+            block_of_element = torch.arange(low, low + size) // FP8_BLOCK - low // FP8_BLOCK
+            scales = scales.index_select(axis, block_of_element)
+        return (wide * scales).bfloat16()
 
 
 @torch.no_grad()
@@ -31,35 +75,26 @@ def load_files(
 ) -> None:
     """Fills `tensors` (by storage name, as in the manifest) from the model in `directory`, cast to their dtype.
 
-    `arch` is what the manifest is of, if not what config.json describes: a critic starts from a language model, or from
-    one with a value head. Optional tensors (Tensor.optional) that the files lack become zeros. Weights in fp8 with
-    scales are read as the bfloat16 that they stand for.
+    `arch` is the architecture of the manifest where config.json describes another one: a critic starts from a language
+    model, or from a model with a value head. Optional tensors (Tensor.optional) that the files lack become zeros.
 
     Raises: ModelError listing everything that is missing or has another shape; nothing has been written then.
+    CheckpointError if a file cannot be read.
     """
-    directory = Path(directory)
     storages = stored_tensors(manifest, tensors)
-    files = checkpoint.manifests(directory, arch)
+    files = ModelFiles(directory, arch)
     if arch is not None:
-        manifest = _without_missing(manifest, arch, files)
+        manifest = _without_missing(manifest, arch, files.manifests)
     try:
-        plan = make_plan(files, [manifest])
+        plan = make_plan(files.manifests, [manifest])
     except WeightPlanError as error:
         raise ModelError(error.problems) from error
-    scales = _Scales(directory)
-    for index, file in enumerate(files):
-        transfers = plan.between(index, 0)
-        if not transfers:
-            continue
-        with safe_open(directory / file.holder, framework="pt") as opened:
-            for transfer in transfers:
-                come = transfer.source_placement
-                part = _region(opened, come.storage, come.at, come.local_shape)
-                if part.dtype == torch.float8_e4m3fn:
-                    part = fp8_blocks.dequantized(part, come.at, scales.of(come, opened, file.holder))
-                read = part if None not in come.axes else part.reshape(come.box.shape)
-                into = transfer.destination_placement
-                box_view(storages[into.storage], into).copy_(read)
+    for index in range(len(files.manifests)):
+        for transfer in plan.between(index, 0):
+            come, into = transfer.source_placement, transfer.destination_placement
+            part = files.read(come.storage, come.at, come.local_shape)
+            values = part.reshape(come.box.shape) if None in come.axes else part
+            box_view(storages[into.storage], into).copy_(values)
     fill_padding(manifest, storages)
 
 
@@ -75,28 +110,38 @@ def _without_missing(manifest: Manifest, arch: Architecture, files: Sequence[Man
     )
 
 
-def _region(opened: Any, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    region: torch.Tensor = opened.get_slice(name)[
-        tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))
-    ]
-    return region
+def read_region(path: Path, entry: Entry, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    dtype = torch.float8_e4m3fn if entry.dtype == FP8 else torch_dtype(DTYPES[entry.dtype])
+    values = torch.empty(shape, dtype=dtype)
+    data = memoryview(values.view(-1).view(torch.uint8).numpy())
+    try:
+        with path.open("rb", buffering=0) as file:
+            _read_bytes(file.fileno(), entry.begin, entry.shape, values.itemsize, start, shape, data)
+    except OSError as error:
+        raise CheckpointError(Problem(str(path), error.strerror or str(error), "a file that can be read")) from error
+    return values
 
 
-class _Scales:
-    """The scales of weights in fp8. They may lie in another file than the weight."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    @cached_property
-    def _files(self) -> dict[str, tuple[Path, checkpoint.Entry]]:
-        return checkpoint.fp8_scales(self._directory)
-
-    def of(self, part: Placement, opened: Any, holder: str) -> torch.Tensor:
-        """Those that a part of a weight in the file `opened` needs."""
-        path, _ = self._files[part.storage]
-        name, region = part.storage + SCALE_SUFFIX, fp8_blocks.scale_region(part.at, part.local_shape)
-        if path.name == holder:
-            return _region(opened, name, *region)
-        with safe_open(path, framework="pt") as other:
-            return _region(other, name, *region)
+def _read_bytes(
+    descriptor: int,
+    begin: int,
+    stored: tuple[int, ...],
+    item_bytes: int,
+    start: tuple[int, ...],
+    shape: tuple[int, ...],
+    into: memoryview,
+) -> None:
+    """Reads a region of the row-major tensor of shape `stored` at byte `begin`: at once if it is one run of bytes."""
+    row_bytes = math.prod(stored[1:]) * item_bytes
+    if shape[1:] == stored[1:]:
+        offset = begin + (start[0] * row_bytes if start else 0)
+        while into:
+            count = os.preadv(descriptor, [into], offset)
+            if not count:
+                raise OSError(f"it ends before byte {offset + len(into)}")
+            into, offset = into[count:], offset + count
+        return
+    each = len(into) // shape[0]
+    for row in range(shape[0]):
+        at = begin + (start[0] + row) * row_bytes
+        _read_bytes(descriptor, at, stored[1:], item_bytes, start[1:], shape[1:], into[row * each : (row + 1) * each])

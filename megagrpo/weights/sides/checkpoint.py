@@ -1,4 +1,4 @@
-"""The safetensors files of a model directory: which tensors they hold, read from their headers only."""
+"""The safetensors files of a model directory, described by their headers, without torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
-from megagrpo.weights.files import fp8_blocks
-from megagrpo.weights.files.fp8_blocks import SCALE_SUFFIX
 from megagrpo.weights.sides import transformers
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FP8 = "F8_E4M3"
+FP8_BLOCK = 128
+SCALE_SUFFIX = "_scale_inv"
+"""A weight in fp8 has a factor for each block of 128 x 128, float32, in a tensor of its name with this suffix."""
+FP8_STANDS_FOR = "bfloat16"
 VALUE_BIAS = "score.bias"
 LARGEST_HEADER_BYTES = 100_000_000
 
@@ -38,9 +40,9 @@ class Entry:
 def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[Manifest, ...]:
     """One manifest per safetensors file of the model; the holder is the file's name.
 
-    `arch` is what to look for in the files: by default what config.json describes. A critic's may be others' backbone.
-    Experts may be stored one by one, or stacked as transformers 5 holds them. Weights in fp8 with scales have the dtype
-    of what they stand for (fp8_blocks.py). Tensors that are not of the model are left out: see `extra_tensors`.
+    `arch` is what to look for in the files: by default what config.json describes. Experts may be stored one by one, or
+    stacked as transformers 5 holds them. Weights in fp8 with scales are described as the bfloat16 that they stand for.
+    Tensors that are not of the model are left out: see `extra_tensors`.
 
     Raises: ModelError listing every missing tensor, wrong shape, unknown dtype and unreadable file.
     """
@@ -64,7 +66,7 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
             if problem is not None:
                 problems.append(Problem(f"{path.name}: {name}", *problem))
             else:
-                dtype = fp8_blocks.DTYPE if entry.dtype == FP8 else DTYPES[entry.dtype]
+                dtype = FP8_STANDS_FOR if entry.dtype == FP8 else DTYPES[entry.dtype]
                 storages[name] = Storage(name, entry.shape, dtype)
                 placements += parts[name]
         found.append(Manifest(path.name, storages, tuple(placements)))
@@ -79,7 +81,7 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
 
 
 def extra_tensors(directory: str | Path) -> list[str]:
-    """Names in the model's files that no side holds: layers that predict further tokens, for one.
+    """Names in the model's files that no side holds, for example layers that predict further tokens.
 
     Raises: ModelError as `manifests` does for the files and the config.
     """
@@ -89,18 +91,13 @@ def extra_tensors(directory: str | Path) -> list[str]:
     return sorted(name for name in names if name not in parts and name.removesuffix(SCALE_SUFFIX) not in parts)
 
 
-def fp8_scales(directory: str | Path) -> dict[str, tuple[Path, Entry]]:
-    """For each weight in fp8, the file and the entry of its scales. Empty for other checkpoints."""
-    return {
-        name.removesuffix(SCALE_SUFFIX): (path, entry)
-        for path in weight_files(Path(directory))
-        for name, entry in read_header(path).items()
-        if name.endswith(SCALE_SUFFIX)
-    }
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the factors of a matrix in fp8."""
+    return tuple(-(-size // FP8_BLOCK) for size in shape)
 
 
 def _known(arch: Architecture) -> tuple[dict[str, list[Placement]], dict[str, tuple[int, ...]]]:
-    """By name that a file may have for it: what lies in a tensor of the model, and its shape."""
+    """By every name that a file may use: the parts of the model in that tensor, and its shape."""
     stacked = transformers.manifest(arch, "float32")
     parts: dict[str, list[Placement]] = {name: [] for name in stacked.storages}
     for placement in stacked.placements:
@@ -113,12 +110,12 @@ def _known(arch: Architecture) -> tuple[dict[str, list[Placement]], dict[str, tu
 
 
 def _entry_problem(entry: Entry, shape: tuple[int, ...], scale: Entry | None) -> tuple[str, str] | None:
-    """What is wrong with a tensor of the model, and what is needed. `scale` belongs to it if it is in fp8."""
+    """What is wrong with a tensor of the model, and what is needed. `scale` is its factors if it is in fp8."""
     if entry.shape != shape:
         return str(list(entry.shape)), f"{list(shape)} by config.json"
     if entry.dtype != FP8:
         return None if entry.dtype in DTYPES else (f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}")
-    wanted = list(fp8_blocks.scale_shape(shape))
+    wanted = list(scale_shape(shape))
     if scale is None or len(shape) != 2:
         return "a tensor in fp8 without scales", f"a matrix with {SCALE_SUFFIX} F32 {wanted}"
     if scale.dtype != "F32" or list(scale.shape) != wanted:
@@ -157,12 +154,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     begin = 8 + length
     try:
         entries = {
-            name: Entry(
-                entry["dtype"],
-                tuple(entry["shape"]),
-                begin + entry["data_offsets"][0],
-                begin + entry["data_offsets"][1],
-            )
+            name: Entry(entry["dtype"], tuple(entry["shape"]), *(begin + entry["data_offsets"][i] for i in (0, 1)))
             for name, entry in header.items()
             if name != "__metadata__"
         }
@@ -170,11 +162,8 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise ModelError(Problem(str(path), f"a header without {error}", "a safetensors file")) from error
     needed = max((entry.end for entry in entries.values()), default=0)
     if size < needed:
-        raise ModelError(
-            Problem(
-                str(path), f"{size} bytes", f"{needed} bytes, by its header", "copy the file again: it is cut short"
-            )
-        )
+        fix = "copy the file again: it is cut short"
+        raise ModelError(Problem(str(path), f"{size} bytes", f"{needed} bytes, by its header", fix))
     return entries
 
 
@@ -191,7 +180,7 @@ def _json(path: Path, text: bytes) -> dict[str, Any]:
 def new_files(arch: Architecture, dtype: str | Mapping[str, str], file_bytes: int) -> tuple[Manifest, ...]:
     """The files of a checkpoint to be written: the tensors in model order, in files of at most `file_bytes` each.
 
-    `dtype` is that of the model, or says it for each tensor. A tensor larger than `file_bytes` has a file of its own.
+    `dtype` is that of the model, or one for each tensor. A tensor larger than `file_bytes` has a file of its own.
     One file is called model.safetensors, several are numbered.
     """
     dtypes = {
@@ -207,23 +196,20 @@ def new_files(arch: Architecture, dtype: str | Mapping[str, str], file_bytes: in
             size = 0
         groups[-1].append(tensor)
         size += tensor_bytes
-    names = (
-        [SINGLE]
-        if len(groups) == 1
-        else [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
-    )
+    names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    names = [SINGLE] if len(groups) == 1 else names
     return tuple(new_file(name, group, dtypes) for name, group in zip(names, groups, strict=True))
 
 
 def new_file(name: str, tensors: Sequence[Tensor], dtype: str | Mapping[str, str]) -> Manifest:
-    """A file of whole tensors, to be written. `dtype` is that of all, or says it for each tensor."""
+    """A file of whole tensors, to be written. `dtype` is one for all, or one for each tensor."""
     dtypes = dict.fromkeys((tensor.name for tensor in tensors), dtype) if isinstance(dtype, str) else dtype
     storages = {tensor.name: Storage(tensor.name, tensor.shape, dtypes[tensor.name]) for tensor in tensors}
     return Manifest(name, storages, tuple(_whole(tensor) for tensor in tensors))
 
 
 def header_of(file: Manifest) -> tuple[bytes, dict[str, Entry]]:
-    """The header of a new file with these storages one after another, and where each of them lies in it."""
+    """The header of a new file with these storages one after another, and the place of each in the file."""
     names = {torch_name: name for name, torch_name in DTYPES.items()}
     offset = 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
