@@ -45,7 +45,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample to generate. `seed` is a hash of recipe seed, step, prompt id and sample index: rollout/seeds.py."""
+    """One sample to generate. `seed` is a hash of recipe seed, step, prompt id and index (rollout/requests.py)."""
 
     prompt_id: str
     index: int

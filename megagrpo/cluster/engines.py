@@ -1,22 +1,25 @@
-"""The engine that a recipe asks for, made in the process that holds it or speaks to its server: the engine's actor.
+"""The engine that a recipe asks for, in the process that holds it or speaks to its server: the engine's actor.
 
 Each kind is imported where it is made: an import takes seconds, and must follow prepare_process.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import ray
 
 from megagrpo.cluster.actors import prepare_process
-from megagrpo.cluster.engine_spec import EngineSpec
 from megagrpo.errors import MegagrpoError
 from megagrpo.recipe.defaults import dtype_name, run_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.rollout.engine import Engine
+from megagrpo.rollout.engine import Engine, MemoryTag
 from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
+from megagrpo.types import Request, Sample
+from megagrpo.weights.boxes import Manifest
 
 if TYPE_CHECKING:
     from megagrpo.rollout.sglang.client import Endpoint
@@ -28,16 +31,43 @@ if TYPE_CHECKING:
     from megagrpo.weights.plan import WeightPlan
 
 
+@dataclass(frozen=True)
+class EngineSpec:
+    """What engine `index` of a recipe is made from: all that travels from the driver to the engine's process.
+
+    `gpus` are its devices as its node counts them, none on CPUs. `api_key` is that of an external server.
+    """
+
+    recipe: Recipe
+    index: int
+    model_directory: str
+    tokenizer_directory: str
+    device: str
+    gpus: tuple[int, ...]
+    api_key: str | None = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return f"engine {self.index}"
+
+    @property
+    def threads(self) -> int:
+        """This engine's share of this node's cores, as if all engines of the run were on this node."""
+        return max(1, (os.cpu_count() or 1) // self.recipe.rollout.engines)
+
+
 @ray.remote(max_restarts=0)
 class EngineActor:
-    """One engine in its own process, or the process that speaks to its server."""
+    """The methods of Engine (rollout/engine.py), called from the driver. `update` is three of them in one."""
+
+    engine: Engine
 
     def start(self, spec: EngineSpec) -> None:
         prepare_process(spec.device)
         self.engine = make_engine(spec)
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.engine, method)(*arguments)
+    def manifests(self) -> list[Manifest]:
+        return self.engine.manifests()
 
     def connect(
         self, plan: WeightPlan, destinations: Sequence[int], way: Way, meeting: Meeting, bucket_bytes: int
@@ -45,10 +75,28 @@ class EngineActor:
         self.engine.connect(plan, destinations, way, meeting, bucket_bytes)
 
     def update(self, version: int) -> Sequence[Mapping[str, int]]:
-        """Receives a whole update; the digests of what arrived, by engine rank. Uncommitted until the driver agrees."""
+        """Receives a whole update and returns, by engine rank, the digests of what arrived.
+
+        The driver compares them before it calls commit_update.
+        """
         self.engine.begin_update(version)
         self.engine.receive(version)
         return self.engine.end_update(version)
+
+    def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
+        return self.engine.bucket_digests(tensor, destinations)
+
+    def commit_update(self, version: int) -> None:
+        self.engine.commit_update(version)
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        return self.engine.generate(requests)
+
+    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        self.engine.release_memory(tags)
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 def make_engine(spec: EngineSpec) -> Engine:
@@ -111,7 +159,7 @@ def _sglang(spec: EngineSpec) -> SglangEngine:
 
 
 def longest_response(recipe: Recipe) -> int:
-    """Of training rollouts and evaluations."""
+    """Most tokens of a response, in training rollouts and evaluations."""
     return max(recipe.rollout.response_tokens_max, recipe.eval.response_tokens_max or 0)
 
 

@@ -5,30 +5,35 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
-from megagrpo.cluster.engine_spec import EngineSpec
-from megagrpo.cluster.engines import EngineActor
+from megagrpo.cluster.engines import EngineActor, EngineSpec
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import call_all, settle, wait_for
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import Recipe
-from megagrpo.rollout.generate import evaluation_sampling, greedy_sampling, groups_of, requests_for, rollout_sampling
-from megagrpo.rollout.spread import assign
+from megagrpo.rollout.engine import MemoryTag
+from megagrpo.rollout.requests import (
+    assign,
+    evaluation_sampling,
+    greedy_sampling,
+    groups_of,
+    requests_for,
+    rollout_sampling,
+)
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.topology import Place
 
-if TYPE_CHECKING:
-    from megagrpo.rollout.sglang.engine import MemoryTag
-
 END_SECONDS = 30.0
-CLOSE_SECONDS = 5.0  # for an engine that is to be killed and may not answer: its server's files should go with it
-# After rollout.timeout_seconds an engine aborts what runs, for which it gives its server 30 s, and its samples still
-# have to come here. Declared dead earlier, it would lose all of them to a few that are long.
+CLOSE_SECONDS = 5.0
+"""For an engine that may not answer any more to close its server, with its files, before it is killed."""
+
 ABORT_MARGIN_SECONDS = 60.0
+"""After rollout.timeout_seconds an engine aborts what runs, for which it gives its server 30 s, and its samples still
+have to travel. If it counted as dead earlier, all of them would be lost to a few that are long."""
 
 
 class Rollouts:
@@ -41,11 +46,11 @@ class Rollouts:
         self.actors: dict[str, Any] = {}
         self._starting = self._start(self._index)
         self.bring_back: Callable[[Sequence[str]], None] | None = None
-        """Restarts engines with the weights that the others have. Set by whoever has these weights."""
+        """Restarts engines with the weights that the others have. Set by the weight sync."""
 
     @property
     def external(self) -> bool:
-        """Whether somebody else runs the engines."""
+        """Whether the engines are servers that other programs run."""
         return self._recipe.rollout.engine == "external"
 
     def wait_until_ready(self) -> None:
@@ -68,10 +73,10 @@ class Rollouts:
 
     def manifests(self) -> dict[str, list[Manifest]]:
         """What the ranks of each engine hold."""
-        return self._call("manifests")
+        return self._on_all("manifests", lambda actor: actor.manifests.remote())
 
     def places(self) -> tuple[Place, ...]:
-        """Of every rank of every engine, in the order of `manifests`."""
+        """Node and device of every rank of every engine, in the order of `manifests`."""
         found: list[Place] = []
         for name, manifests in self.manifests().items():
             own = self._runtime.places_of_engine(self._index[name])
@@ -100,35 +105,26 @@ class Rollouts:
         return groups_of(prompts, self._samples(requests), per_prompt)
 
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
-        """Gives the engines' memory to training on the same devices; whether they can. The next weights take theirs
-        back, and without them the engines do not generate; the cache comes back with the next requests."""
+        """Gives the engines' memory to training on the same devices, and returns whether they can:
+        Engine.release_memory says when they take it back."""
         memory_saver = (self._recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
         can = self._recipe.rollout.engine == "sglang" and self._recipe.cluster.placement == "colocated" and memory_saver
         if can and self.actors:
-            self._call("release_memory", tags)
+            self._on_all("release_memory", lambda actor: actor.release_memory.remote(tags))
         return bool(can and self.actors)
 
     def close(self) -> None:
-        """Ends the engines, and the servers that they started. One that is still starting is hardly waited for."""
+        """Ends the engines, and the servers that they started. Those that are still starting are hardly waited for."""
         _, starting = ray.wait(list(self._starting.values()), num_returns=len(self._starting), timeout=0)
         self._end([name for name, start in self._starting.items() if start in starting and name in self.actors])
-        settle(
-            {name: actor.call.remote("close") for name, actor in self.actors.items()},
-            doing="ending",
-            timeout_seconds=END_SECONDS,
-            error=EngineError,
-            at_first_failure=lambda text: None,
-            grace_seconds=0.0,
-            watch=None,
-        )
-        for actor in self.actors.values():
-            ray.kill(actor)
+        self._end(list(self.actors), END_SECONDS)
 
-    def _end(self, engines: Sequence[str]) -> None:
+    def _end(self, engines: Sequence[str], patience_seconds: float = CLOSE_SECONDS) -> None:
+        """Asks these engines to close, and kills them."""
         ended = [self.actors.pop(name) for name in engines]
         if not ended:
             return
-        ray.wait([actor.call.remote("close") for actor in ended], num_returns=len(ended), timeout=CLOSE_SECONDS)
+        ray.wait([actor.close.remote() for actor in ended], num_returns=len(ended), timeout=patience_seconds)
         for actor in ended:
             ray.kill(actor)
 
@@ -157,10 +153,7 @@ class Rollouts:
         longest = self._recipe.rollout.timeout_seconds + ABORT_MARGIN_SECONDS
         for attempt in range(2):
             answers, failed = settle(
-                {
-                    name: self.actors[name].call.remote("generate", [requests[i] for i in share])
-                    for name, share in left.items()
-                },
+                {name: self.actors[name].generate.remote([requests[i] for i in share]) for name, share in left.items()},
                 doing="rollout",
                 timeout_seconds=longest,
                 error=EngineError,
@@ -198,11 +191,11 @@ class Rollouts:
             api_key=os.environ.get(self._recipe.rollout.api_key_variable or ""),
         )
 
-    def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
+    def _on_all(self, doing: str, method: Callable[[Any], Any]) -> dict[str, Any]:
         return call_all(
             self.actors,
-            lambda actor: actor.call.remote(method, *arguments),
-            doing=method,
+            method,
+            doing=doing,
             timeout_seconds=self._recipe.cluster.start_timeout_seconds,
             error=EngineError,
             watch=self._runtime.watch,

@@ -169,7 +169,7 @@ class WeightSync:
             else:
                 verified.append(name)
         _, uncommitted = settle(
-            {name: actors[name].call.remote("commit_update", version) for name in verified},
+            {name: actors[name].commit_update.remote(version) for name in verified},
             doing=f"weight sync: commit of version {version}",
             timeout_seconds=self._recipe.weights.timeout_seconds,
             error=EngineError,
@@ -203,7 +203,7 @@ class WeightSync:
     def _bucket_problems(self, engine: str, tensor: str, active: Sequence[int]) -> list[Problem]:
         ranks = self._policy.actors
         asked = {name: actor.bucket_digests.remote(tensor, active) for name, actor in ranks.items()}
-        asked[engine] = self._rollouts.actors[engine].call.remote("bucket_digests", tensor, active)
+        asked[engine] = self._rollouts.actors[engine].bucket_digests.remote(tensor, active)
         answers, failed = settle(
             asked,
             doing=f"looking for the bucket of {tensor}",

@@ -1,4 +1,7 @@
-"""One batch from prompts to responses: each prompt is read once, its samples are decoded together, ended rows leave."""
+"""One batch from prompts to responses: each prompt is read once, its samples are decoded together, ended rows leave.
+
+Keys and values lie in storage that grows in steps, with one row per prompt and then one per sample.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from megagrpo.rollout.kv_cache import GrowingCache
-from megagrpo.rollout.sampling import draw
-from megagrpo.rollout.seeds import uniforms
+from megagrpo.rollout.sampling import draw, uniforms
 from megagrpo.types import SamplingParams
 
+GROWTH_TOKENS = 32  # smallest step by which the cache grows; larger ones are half of what is in use
 COMPACT_BELOW = 0.75  # ended rows are dropped once fewer than this share of the batch still runs
 
 
@@ -37,8 +40,8 @@ def decode(
     """Samples one response per row; row i continues prompts[prompt_of_row[i]] with the random numbers of seeds[i].
 
     `model` is a causal language model of transformers, in eval mode, whose layers all have full attention. Prompts
-    (distinct, at least one token each) are padded on the left, so that all rows write the same column of the cache;
-    padding is masked, and positions count from each prompt's first token. To be called without gradients.
+    (distinct, at least one token each) are padded on the left, so that all rows write the same column of the cache.
+    Padding is masked, and positions count from each prompt's first token. To be called without gradients.
     """
     device = model.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -72,7 +75,7 @@ def _prefill(model: Any, cache: GrowingCache, prompts: Sequence[Sequence[int]], 
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
     padding = width - lengths
     column = torch.arange(width, device=model.device)
-    # A padded query sees itself only: with nothing to see, its softmax would be 0/0 and spread.
+    # A padded query sees itself only: the softmax over nothing would be 0/0, and NaN would spread.
     visible = (column[:, None] >= column) & (column >= padding[:, None, None]) | (column[:, None] == column)
     return model(
         input_ids=ids,
@@ -114,7 +117,7 @@ class _Batch:
 
 
 class _Record:
-    """Tokens of all rows, on the host. A batch slot whose row has ended goes on until it is dropped, unrecorded."""
+    """Tokens of all rows, on the host. A slot whose row has ended goes on, unrecorded, until it is dropped."""
 
     def __init__(self, rows: int, max_tokens: int) -> None:
         self.tokens = np.zeros((rows, max_tokens), dtype=np.int32)
@@ -143,3 +146,83 @@ class _Record:
                 self.tokens, self.logprobs, self.lengths, self.stopped, strict=True
             )
         ]
+
+
+class GrowingLayer(CacheLayerMixin):
+    """One layer's keys and values, [rows, key-value heads, capacity, head size]; the first `length` tokens are in use.
+
+    transformers' own dynamic layer copies everything at every token; its static one attends to its whole capacity.
+    """
+
+    is_sliding = False
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        # No copy yet: a prompt is expanded to its samples, in storage of their own, before it grows.
+        self.keys, self.values = key_states, value_states
+        self.length = key_states.shape[2]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends [rows, heads, tokens, head size] and returns all in use."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            return key_states, value_states
+        end = self.length + key_states.shape[2]
+        if end > self.keys.shape[2]:
+            self._move(None, capacity=min(end + max(GROWTH_TOKENS, end // 2), self.limit))
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Makes row i what rows[i] was: expands a prompt to its samples, or drops rows that ended."""
+        self._move(rows, capacity=min(max(self.keys.shape[2], self.length + GROWTH_TOKENS), self.limit))
+
+    def _move(self, rows: torch.Tensor | None, capacity: int) -> None:
+        self.keys = self._moved(self.keys, rows, capacity)
+        self.values = self._moved(self.values, rows, capacity)
+
+    def _moved(self, old: torch.Tensor, rows: torch.Tensor | None, capacity: int) -> torch.Tensor:
+        used = old[:, :, : self.length]
+        new = old.new_empty((len(old) if rows is None else len(rows), old.shape[1], capacity, old.shape[3]))
+        if rows is None:
+            new[:, :, : self.length] = used
+        else:
+            torch.index_select(used, 0, rows, out=new[:, :, : self.length])
+        return new
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1  # transformers' word for no limit
+
+
+class GrowingCache(Cache):
+    """One GrowingLayer for each layer of a model. No row will ever hold more than `limit` tokens."""
+
+    def __init__(self, layers: int, limit: int) -> None:
+        self.growing = [GrowingLayer(limit) for _ in range(layers)]
+        super().__init__(layers=list(self.growing))
+
+    @property
+    def length(self) -> int:
+        """Columns in use, the same in every layer."""
+        return self.growing[0].length
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        for layer in self.growing:
+            layer.select_rows(rows)

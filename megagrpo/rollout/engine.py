@@ -1,11 +1,11 @@
-"""What the trainer asks of anything that generates. Knows neither Ray nor HTTP."""
+"""What the trainer asks of an engine, in any process and by any protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.types import Request, Sample
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from megagrpo.weights.executors.ways import Way
     from megagrpo.weights.plan import WeightPlan
 
+MemoryTag = Literal["weights", "kv_cache"]
+
 
 class Engine(Protocol):
-    """One holder of the policy that samples from it, on one or several engine ranks.
+    """Holds the policy on one or several engine ranks, and samples from it.
 
-    Weights come in four steps, and no token is sampled between the first and the last:
+    An update of the weights has four steps, and no token is sampled between the first and the last:
 
         engine.begin_update(version)
         engine.receive(version)                 # while the training ranks send
@@ -37,7 +39,7 @@ class Engine(Protocol):
     def connect(
         self, plan: WeightPlan, destinations: Sequence[int], way: Way, meeting: Meeting, bucket_bytes: int
     ) -> None:
-        """Opens the receiving end of every engine rank; `destinations` are the plan's indices of them, in rank order.
+        """Opens the receiving end of every engine rank; `destinations` are their indices in the plan, in rank order.
 
         Called once, and again with another plan or after a restart. Raises WeightSyncError if the engine does not hold
         what its manifests say.
@@ -45,20 +47,22 @@ class Engine(Protocol):
         ...
 
     def begin_update(self, version: int) -> None:
-        """Pauses generation and opens an update. Also how an update that failed is begun again, from its start."""
+        """Pauses generation and opens an update. An update that failed is begun again in the same way."""
         ...
 
     def receive(self, version: int) -> None:
-        """Writes the weights in place as they arrive. Raises WeightSyncError if they do not."""
+        """Writes the weights in place as they arrive. Raises WeightSyncError if some do not arrive."""
         ...
 
     def end_update(self, version: int) -> list[Mapping[str, int]]:
-        """Closes the transfer and returns, by engine rank, the digest of what lies there of every checkpoint tensor."""
+        """Closes the transfer and returns, by engine rank, the digest of what it holds of every checkpoint tensor."""
         ...
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
-        """After end_update of a sync to these destinations of the plan, to find the bucket of a wrong tensor: by engine
-        rank, "sent" and "arrived" digests by bucket. Empty where weights did not come in buckets of exact shards."""
+        """By engine rank, the "sent" and "arrived" digests of one tensor's buckets, to find the bucket that is wrong.
+
+        Called after end_update of a sync to these destinations of the plan. Empty if weights do not come in buckets.
+        """
         ...
 
     def commit_update(self, version: int) -> None:
@@ -67,6 +71,12 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         """One sample for each request, in the same order."""
+        ...
+
+    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Gives device memory to others, if the engine can; nothing may run. Without "weights" it holds no policy, and
+        an update, which takes their memory back, must follow before it generates. The cache's memory comes back with
+        the next requests."""
         ...
 
     def close(self) -> None:
@@ -84,8 +94,8 @@ class EngineState(Enum):
     """An update is open: its weights are a mixture of two versions until end_update."""
 
     UNVERIFIED = "holding unverified weights"
-    """Nobody has compared its weights' digests: an update has ended, or the weights were never ours or are gone.
-    commit_update says that those of an update agree, begin_update starts over."""
+    """Its weights' digests are not compared: an update has ended, or the weights never came from this run, or are gone.
+    commit_update follows if the digests of an update agree, begin_update if not."""
 
     CLOSED = "closed"
     """Its weights are freed. Nothing but close is possible."""
@@ -93,7 +103,7 @@ class EngineState(Enum):
 
 @dataclass
 class UpdateProtocol:
-    """The order in which an engine may be called, apart from what it does. Every engine owns one.
+    """The order in which an engine's methods may be called. Every engine owns one.
 
     `version` is the newest committed weight version; `incoming` the one being received or awaiting its commit.
     """
@@ -127,7 +137,7 @@ class UpdateProtocol:
         self.state, self.version, self.incoming = EngineState.SERVING, version, None
 
     def lose_weights(self) -> None:
-        """What it holds is not, or no longer, the version that it last committed."""
+        """The engine's weights are not, or no longer, the version that it last committed."""
         self._require(self.state is not EngineState.CLOSED, "lose_weights", "an engine that is not closed")
         self.state, self.incoming = EngineState.UNVERIFIED, None
 

@@ -1,9 +1,10 @@
-"""One token for each row of logits: temperature, top-k, top-p, and the logprob that training will compare with."""
+"""One token for each row of logits: seeds, temperature, top-k, top-p, and the logprob that training compares with."""
 
 from __future__ import annotations
 
 import torch
 
+from megagrpo.splitmix64 import GAMMA, mixed, shifted
 from megagrpo.types import SamplingParams
 
 
@@ -48,3 +49,14 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulated weight exceeds the uniform share of the total; never one of weight 0."""
     cumulated = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)[:, 0]
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """One uniform number in [0, 1) for each (seed, position): the same in any batch, order, engine or restart.
+
+    `seeds` and `positions` are int64 of one shape, as is the float64 result. It is SplitMix64, started at the mixed
+    seed and jumped to the position. 52 of its bits are kept: `u * total < total` then holds in float64 for any total,
+    so that some token is always drawn.
+    """
+    state = mixed(seeds) + (positions + 1) * GAMMA
+    return shifted(mixed(state), 12).to(torch.float64) * 2.0**-52

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import EngineError, ModelError, Problem
 from megagrpo.rollout.decoding import Response, decode
-from megagrpo.rollout.engine import UpdateProtocol, check_prompts
+from megagrpo.rollout.engine import MemoryTag, UpdateProtocol, check_prompts
 from megagrpo.tokenizer import load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
@@ -105,6 +105,9 @@ class TransformersEngine:
                 responses |= zip(batch, self._decode([requests[i] for i in batch]), strict=True)
         return self._samples(requests, [responses[i] for i in range(len(requests))])
 
+    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Releases nothing: its memory is that of this process."""
+
     def close(self) -> None:
         self._protocol.close()
         self._disconnect()
@@ -159,8 +162,8 @@ class TransformersEngine:
 
 
 def _batches(requests: Sequence[Request], at_once: int) -> Iterator[list[int]]:
-    """Indices of requests to decode together: of one set of sampling parameters, equal prompts side by side, and
-    prompts of like length, so that little is padded."""
+    """Indices of requests to decode together. They have the same sampling parameters; equal prompts are side by side,
+    and prompts are ordered by length, so that little is padded."""
     by_sampling: dict[SamplingParams, dict[tuple[int, ...], list[int]]] = {}
     for index, request in enumerate(requests):
         by_sampling.setdefault(request.sampling, {}).setdefault(request.tokens, []).append(index)

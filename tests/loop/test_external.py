@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megagrpo.errors import Problem
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.rollout.sglang.client import Endpoint, SglangClient, new_request_id
-from megagrpo.rollout.sglang.samples import read_sample
+from megagrpo.rollout.sglang.client import Endpoint, SglangClient, new_request_id, read_sample
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.types import Sample, SamplingParams
 from tests.loop import small_run

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
-from megagrpo.rollout.sglang.engine import Pause, SglangEngine
+from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.types import SamplingParams
 from megagrpo.weights.executors.meeting import MeetingHost
@@ -97,10 +97,15 @@ class Served:
             assert time.monotonic() < deadline, self.server.log_end()
             time.sleep(0.01)
 
-    def pause(self, mode: Pause) -> None:
-        """Behind the engine's back: what it sends from now on waits in the server."""
+    def pause_in_place(self) -> None:
+        """Pauses without telling the engine: what it sends from now on waits in the server."""
         with self.client() as client:
-            client.post("/pause_generation", {"mode": mode})
+            client.post("/pause_generation", {"mode": "in_place"})
+
+    def abort_all(self) -> None:
+        """Ends the requests in the server, which are answered with the tokens that they have."""
+        with self.client() as client:
+            client.post("/abort_request", {"abort_all": True})
 
     @contextmanager
     def client(self) -> Iterator[SglangClient]:

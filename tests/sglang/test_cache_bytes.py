@@ -15,8 +15,8 @@ from megagrpo.weights.families import read_architecture
 TOKENS = 64
 POOLS = """
 import json, sys
-from megagrpo.rollout.sglang import cpu_shim
-cpu_shim.install()
+from megagrpo.rollout.sglang.launch import fill_gaps_on_cpus
+fill_gaps_on_cpus()
 import numpy as np, torch
 from sglang.srt.mem_cache import memory_pool
 found = []

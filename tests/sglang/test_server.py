@@ -14,8 +14,7 @@ import pytest
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.engine import SglangEngine
-from megagrpo.rollout.sglang.processes import SHARED_MEMORY, members, note_leftovers, shared_files
-from megagrpo.rollout.sglang.server import Server
+from megagrpo.rollout.sglang.server import SHARED_MEMORY, Server, members, note_leftovers, shared_files
 from megagrpo.types import SamplingParams
 from tests.rollout_engines import model_directory, request
 from tests.sglang.servers import START_SECONDS, WAIT_SECONDS, Served, settings, start_server
@@ -61,8 +60,7 @@ def test_a_server_that_is_killed_is_named_with_its_log_and_nothing_of_it_stays(t
     try:
         server.wait_until_ready(START_SECONDS)
         engine = SglangEngine(server, **(settings(directory, EngineLayoutConfig()) | {"name": "engine 7"}))
-        (sample,) = engine.generate([request([5, 6], SamplingParams(3))])
-        assert len(sample.tokens)
+        assert len(engine.generate([request([5, 6], SamplingParams(3))])[0].tokens)
         group = server._process.pid
         processes, files = members(group), shared_files(members(group))
         assert len(processes) > 2
@@ -90,9 +88,9 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     started = f"""
 import os, signal, time
 from pathlib import Path
-from megagrpo.recipe.schema import EngineLayout
+from megagrpo.recipe.schema import EngineLayoutConfig
 from tests.sglang.servers import start_server
-server = start_server(Path({str(directory)!r}), EngineLayout(), Path({str(tmp_path / "log")!r}))
+server = start_server(Path({str(directory)!r}), EngineLayoutConfig(), Path({str(tmp_path / "log")!r}))
 print(server._process.pid, server._directory, flush=True)
 time.sleep(600)
 """

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from megagrpo.errors import MegagrpoError, WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.rollout.sglang.engine import SglangEngine
-from megagrpo.rollout.sglang.processes import members
+from megagrpo.rollout.sglang.server import members
 from megagrpo.types import Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.executors.flow import FlowSender
@@ -222,7 +222,7 @@ def test_ten_syncs_while_it_generates(policy: Policy, family: str, weights: Weig
             policy.served.wait_for_batches(3)
             policy.sync(version, directories[version])
             check_holds(policy.engine, directories[version])
-        policy.engine.abort()
+        policy.served.abort_all()
         samples = generating.result(WAIT_SECONDS)
     assert len({version for sample in samples for version in sample.versions.tolist()}) >= 3
     mixed = [i for i, sample in enumerate(samples) if len(set(sample.versions.tolist())) > 1]

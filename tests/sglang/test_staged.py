@@ -16,7 +16,7 @@ from megagrpo.errors import MegagrpoError, Problem, WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.engine import SglangEngine
-from megagrpo.rollout.sglang.processes import kill_group
+from megagrpo.rollout.sglang.server import kill_group
 from megagrpo.types import SamplingParams
 from megagrpo.weights.executors.disk import DiskFiles
 from megagrpo.weights.executors.meeting import MeetingHost

@@ -11,7 +11,7 @@ import pytest
 
 from megagrpo.errors import EngineError, WeightSyncError
 from megagrpo.rollout.sglang.engine import Pause
-from megagrpo.rollout.sglang.processes import members
+from megagrpo.rollout.sglang.server import members
 from megagrpo.types import Request, Sample, SamplingParams
 from tests.rollout_engines import model_directory, request
 from tests.sglang.expected import logprobs_of
@@ -58,7 +58,7 @@ def test_running_samples_go_on_with_new_weights_after_a_retraction(
         served.wait_for_batches(5)
         trainer.sync(1, directories[1])
         served.wait_for_batches(20)
-        engine.abort()
+        served.abort_all()
         samples = future.result(WAIT_SECONDS)
     assert {version for sample in samples for version in sample.versions} == {0, 1}
     assert any(len(set(sample.versions)) == 2 for sample in samples)
@@ -66,25 +66,6 @@ def test_running_samples_go_on_with_new_weights_after_a_retraction(
         assert (np.diff(sample.versions) >= 0).all()
         for version, directory in directories.items():
             assert difference(directory, one, sample)[sample.versions == version].max(initial=0) < 1e-5
-
-
-def test_running_samples_are_returned_as_they_are_when_updates_abort(
-    tied_server: Served, new_weights: Callable[[str], Path], pool: ThreadPoolExecutor
-) -> None:
-    running = [request(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(AT_ONCE)]
-    with tied_server.trained(pause="abort") as (engine, trainer):
-        future = pool.submit(engine.generate, [*running, *OTHERS])
-        tied_server.wait_for_requests(AT_ONCE)
-        tied_server.wait_for_batches(5)
-        trainer.sync(1, new_weights("qwen2_tied"))
-        samples = future.result(WAIT_SECONDS)
-    for sample in samples[:AT_ONCE]:
-        assert sample.finish == "abort"
-        assert len(sample.tokens)
-        assert (sample.versions == 0).all()
-    for sample in samples[AT_ONCE:]:
-        assert sample.finish != "abort"
-        assert (sample.versions == 1).all()
 
 
 def test_samples_that_begin_after_an_update_in_place_are_wholly_of_the_new_weights(
@@ -113,9 +94,9 @@ def test_a_sample_that_waited_in_the_server_during_an_update_in_place_is_wholly_
     new, one = new_weights("qwen2_tied"), request((*range(5, 45),), SamplingParams(max_tokens=8), seed=3)
     with tied_server.trained(pause="in_place") as (engine, trainer):
         engine.generate([one])  # the server keeps the prompt's keys and values
-        tied_server.pause("in_place")
+        tied_server.pause_in_place()
         future = pool.submit(engine.generate, [one])
-        while engine._client.run(engine._traffic.count()) == 0:
+        while engine._client.run(engine._gate.count()) == 0:
             time.sleep(0.01)
         time.sleep(0.3)  # it is on the way to the server, which does not count it before it goes on
         trainer.sync(1, new)
@@ -124,11 +105,11 @@ def test_a_sample_that_waited_in_the_server_during_an_update_in_place_is_wholly_
     assert difference(new, one, sample).max() < 1e-5
 
 
-@pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
 def test_no_token_is_sampled_while_an_update_is_open(
     pause: Pause, tied_server: Served, pool: ThreadPoolExecutor
 ) -> None:
-    asked = [request(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(AT_ONCE + 4)]
+    asked = [request(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(AT_ONCE)]
     with tied_server.trained(pause=pause) as (engine, trainer):
         future = pool.submit(engine.generate, asked)
         tied_server.wait_for_requests(AT_ONCE)
@@ -146,7 +127,7 @@ def test_no_token_is_sampled_while_an_update_is_open(
         assert tied_server.batches() == before
         engine.commit_update(1)
         tied_server.wait_for_batches(1)
-        engine.abort()
+        tied_server.abort_all()
         future.result(WAIT_SECONDS)
 
 

@@ -19,11 +19,11 @@ class Actors:
     """Engines or ranks by name, what was asked of them and done to them. What is not `ready` never answers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str, ready: tuple[str, ...]) -> None:
-        self.by_name = {name: SimpleNamespace(call=self._method(name)) for name in names}
+        self.by_name = {name: SimpleNamespace(close=self._method(name)) for name in names}
         self.asked: list[str] = []
         self.waited = 0.0
         self.killed: list[str] = []
-        monkeypatch.setattr(ray, "kill", lambda actor: self.killed.append(actor.call.name))
+        monkeypatch.setattr(ray, "kill", lambda actor: self.killed.append(actor.close.name))
 
         def wait(answers: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
             done = [answer for answer in answers if answer in ready]
@@ -35,8 +35,8 @@ class Actors:
         monkeypatch.setattr(ray, "get", lambda answer, timeout: None)
 
     def _method(self, name: str) -> Any:
-        def remote(method: str) -> str:
-            self.asked.append(f"{method} {name}")
+        def remote() -> str:
+            self.asked.append(f"close {name}")
             return self.asked[-1]
 
         return SimpleNamespace(remote=remote, name=name)

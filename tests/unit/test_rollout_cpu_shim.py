@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.rollout.sglang.cpu_shim import murmur_hash32
+from megagrpo.rollout.sglang.launch import murmur_hash32
 
 WORD = (1 << 32) - 1
 

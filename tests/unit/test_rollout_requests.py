@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.errors import EngineError
-from megagrpo.rollout.generate import groups_of, requests_for
-from megagrpo.rollout.spread import assign
+from megagrpo.rollout.requests import assign, groups_of, requests_for
 from megagrpo.types import Prompt, Request, Sample, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=4)

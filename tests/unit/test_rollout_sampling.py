@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.rollout.sampling import draw, truncate
-from megagrpo.rollout.seeds import sample_seed, uniforms
+from megagrpo.rollout.requests import sample_seed
+from megagrpo.rollout.sampling import draw, truncate, uniforms
 from megagrpo.types import SamplingParams
 
 DRAWS = 40_000

@@ -114,7 +114,7 @@ def rollout_seconds(engine: Engine, recipe: Recipe, lengths: Lengths, prompts: i
     rollout = recipe.rollout
     devices = plan_devices(recipe, "cuda").bundles_of_engine
     blocks = len(set(devices)) if devices[0] else rollout.engines
-    own_prompts = ceil(prompts / blocks)  # all samples of a prompt are on one engine (rollout/spread.py)
+    own_prompts = ceil(prompts / blocks)  # all samples of a prompt are on one engine (rollout/requests.py)
     greedy = 1 if recipe.algorithm.advantage.name == "remax" else 0
     responses = float(own_prompts * (rollout.samples_per_prompt + greedy))
 

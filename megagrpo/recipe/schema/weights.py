@@ -22,9 +22,9 @@ class WeightsConfig(Section):
     """For transfer: disk. A directory that training ranks and engines both reach; the default is weights/ in the run's
     directory."""
 
-    pause: Literal["abort", "retract", "in_place"] = "retract"
-    """What an engine does with requests that still run when an update begins: abort returns them as they are, retract
-    computes their keys and values again with the new weights, in_place goes on with those of the old weights."""
+    pause: Literal["retract", "in_place"] = "retract"
+    """What an engine does with requests that still run when an update begins: retract computes their keys and values
+    again with the new weights, in_place goes on with those of the old weights."""
 
     timeout_seconds: PositiveFloat = 600.0
     """Longest wait for one sync, and for anyone in it."""

@@ -6,15 +6,17 @@ import asyncio
 import json
 import threading
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
+import numpy as np
 
-from megagrpo.errors import EngineError, Problem
-from megagrpo.types import Request
+from megagrpo.errors import EngineError, MegagrpoError, Problem
+from megagrpo.types import FinishReason, Request, Sample
 
 CONNECT_ATTEMPTS = 3
 CONNECT_PAUSE_SECONDS = 0.5
@@ -22,6 +24,7 @@ ABORT_SECONDS = 30.0  # an aborted request is answered at the next token; this i
 ABORT_AGAIN_SECONDS = 5.0  # an abort that comes before its request does nothing
 CLOSE_SECONDS = 5.0
 LONGEST_MESSAGE = 500
+FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 Result = TypeVar("Result")
 
 
@@ -59,21 +62,21 @@ class SglangClient:
     def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """One control request. Raises EngineError if the server refuses it, dies, or does not answer in time.
 
-        It is sent again only if no connection came about: then the server has not seen it.
+        It is sent again only if no connection was made: then the server has not seen it.
         """
         return self.run(self.post_async(path, body, self._timeout))
 
     def get(self, path: str) -> Mapping[str, Any]:
-        """What the server says of itself. Raises EngineError likewise."""
+        """A control request that asks the server about itself. Raises EngineError likewise."""
         return self.run(self._answer("GET", path, None, self._timeout))
 
     async def post_async(self, path: str, body: Mapping[str, Any], timeout_seconds: float) -> Mapping[str, Any]:
         return await self._answer("POST", path, body, timeout_seconds)
 
     async def generate(self, request: Request, rid: str, timeout_seconds: float) -> Mapping[str, Any]:
-        """The server's answer to one request for one sample. Past the time limit it is aborted and what there is comes.
+        """The server's answer to one request for one sample. Past the time limit it is aborted, with the tokens so far.
 
-        Raises BrokenConnection if the request may be sent again: a server that lives has dropped it.
+        Raises BrokenConnection if the request may be sent again: a server that still runs has dropped it.
         """
         answer = asyncio.ensure_future(self._answer("POST", "/generate", generate_body(request, rid), None))
         try:
@@ -91,8 +94,8 @@ class SglangClient:
             answer.cancel()
 
     async def abort(self, rid: str) -> None:
-        """The request of this id answers soon, with the tokens that it has. Ids are of one length: SGLang takes a
-        prefix of an id for the id."""
+        """The request of this id is answered soon, with the tokens that it has. All ids have one length, because SGLang
+        takes a prefix of an id for the id."""
         await self.post_async("/abort_request", {"rid": rid}, self._timeout)
 
     def close(self) -> None:
@@ -105,7 +108,7 @@ class SglangClient:
             self._loop.close()
 
     async def _open_session(self) -> aiohttp.ClientSession:
-        # A new connection for each request: on a kept one, that the server has closed reads like a server that died.
+        # A new connection for each request: one that is kept may have been closed by the server, as if it had died.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         return aiohttp.ClientSession(
             headers=self._headers, connector=connector, timeout=aiohttp.ClientTimeout(total=None)
@@ -163,8 +166,8 @@ def new_request_id() -> str:
 
 
 def generate_body(request: Request, rid: str) -> dict[str, Any]:
-    """SGLang's /generate for one sample. Samples of one prompt are asked for one by one: with n > 1, all would have
-    the seed of the first, could not be aborted alone, and would be answered together."""
+    """The body of SGLang's /generate for one sample. With n > 1, all samples of a prompt would have the seed of the
+    first, could not be aborted alone, and would be answered together."""
     sampling = request.sampling
     return {
         "rid": rid,
@@ -179,3 +182,126 @@ def generate_body(request: Request, rid: str) -> dict[str, Any]:
             "sampling_seed": request.seed,
         },
     }
+
+
+def read_sample(
+    request: Request, answer: Mapping[str, Any], text_of: Callable[[np.ndarray, FinishReason], str], engine: str
+) -> Sample:
+    """The sample in an answer of /generate (SGLang 0.5.23).
+
+    Raises EngineError if tokens, logprobs and weight versions do not belong together.
+    """
+    meta = answer["meta_info"]
+    tokens = np.array(answer["output_ids"], dtype=np.int32)
+    entries = meta.get("output_token_logprobs") or []
+    logprobs = np.array([entry[0] for entry in entries], dtype=np.float32)
+    finish = FINISHES.get((meta.get("finish_reason") or {}).get("type", ""))
+    versions = _versions(meta, len(tokens))
+    agree = [entry[1] for entry in entries] == tokens.tolist() and np.isfinite(logprobs).all()
+    if finish is None or versions is None or not agree:
+        raise EngineError(
+            Problem(
+                f"{engine}: an answer for prompt {request.prompt_id}",
+                given=f"{len(tokens)} tokens, {len(logprobs)} logprobs of them (or some that are not finite), "
+                f"finish_reason {meta.get('finish_reason')}, weight_versions {meta.get('weight_versions')}",
+                needed="a finite logprob for each token, a known end, and a weight version of this run for each token",
+            )
+        )
+    text = text_of(tokens, finish)
+    return Sample(request.prompt_id, request.index, tokens, logprobs, versions, finish, text)
+
+
+def aborted_sample(request: Request) -> Sample:
+    """The sample of a request whose time was up before it was sent."""
+    nothing = np.zeros(0, dtype=np.int32)
+    return Sample(request.prompt_id, request.index, nothing, nothing.astype(np.float32), nothing, "abort", "")
+
+
+def _versions(meta: Mapping[str, Any], count: int) -> np.ndarray | None:
+    """The version of each token, int32 [count], or None if one is missing or is not a number."""
+    spans = meta.get("weight_versions")
+    if spans is None:
+        spans = [{"version": meta.get("weight_version"), "start": 0, "end": count}]
+    versions = np.full(count, -1, dtype=np.int32)
+    for span in spans:
+        if span["end"] > span["start"]:
+            if not str(span["version"]).isdecimal():
+                return None
+            versions[span["start"] : span["end"]] = int(span["version"])
+    return None if (versions < 0).any() else versions
+
+
+class RequestGate:
+    """At most `at_once` requests of an engine are on the way. None is sent while held, because a weight update is open.
+
+    Lives on the event loop of the client.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._turns = asyncio.Semaphore(at_once)
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._running = 0
+        self._holds = 0
+        self._failure: MegagrpoError | None = None
+
+    @asynccontextmanager
+    async def turn(self, deadline: float) -> AsyncIterator[bool]:
+        """Waits for this request's turn. False: `deadline`, on the loop's clock, came first.
+
+        Raises what `fail` was called with.
+        """
+        if not await _in_time(self._turns.acquire(), deadline):
+            yield False
+            return
+        try:
+            may_run = await _in_time(self._open.wait(), deadline)
+            if self._failure is not None:
+                raise self._failure
+            yield may_run
+        finally:
+            self._turns.release()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    async def count(self) -> int:
+        return self._running
+
+    async def hold(self) -> None:
+        self._holds += 1
+        self._open.clear()
+
+    async def release(self) -> None:
+        self._open.set()
+
+    async def drained(self) -> bool:
+        """Returns once nothing is on the way. False if `hold` was called again meanwhile, for another update."""
+        held = self._holds
+        await self._idle.wait()
+        return held == self._holds
+
+    async def fail(self, error: MegagrpoError) -> None:
+        """Every request that waits for a turn, now or later, gets this error."""
+        self._failure = error
+        self._open.set()
+
+
+async def _in_time(waiting: Awaitable[object], deadline: float) -> bool:
+    """Whether what is waited for came before the deadline."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            await waiting
+    except TimeoutError:
+        return False
+    return True

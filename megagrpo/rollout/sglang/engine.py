@@ -1,22 +1,27 @@
-"""One SGLang server as an engine: samples by HTTP, weight updates while it is paused. Ours or somebody else's."""
+"""One SGLang server as an engine: samples by HTTP, weight updates while it is paused. The server is one that megagrpo
+started, or an external one."""
 
 from __future__ import annotations
 
 import asyncio
-import queue
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.rollout.engine import UpdateProtocol, check_prompts
-from megagrpo.rollout.sglang.client import BrokenConnection, Endpoint, SglangClient, new_request_id
-from megagrpo.rollout.sglang.samples import aborted_sample, read_sample
+from megagrpo.rollout.engine import MemoryTag, UpdateProtocol, check_prompts
+from megagrpo.rollout.sglang.client import (
+    BrokenConnection,
+    Endpoint,
+    RequestGate,
+    SglangClient,
+    aborted_sample,
+    new_request_id,
+    read_sample,
+)
 from megagrpo.rollout.sglang.server import Server
-from megagrpo.rollout.sglang.traffic import Traffic
 from megagrpo.rollout.sglang.weights import ServerWeights
 from megagrpo.tokenizer import load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample
@@ -27,21 +32,20 @@ from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import sglang as sglang_side
 
-Pause = Literal["abort", "retract", "in_place"]
-MemoryTag = Literal["weights", "kv_cache"]
+Pause = Literal["retract", "in_place"]
 NOTHING_OPEN = "no weight-update session is open"  # how SGLang refuses /end_weight_update
 
 
 class SglangEngine:
-    """Implements Engine (rollout/engine.py) over a Server of ours, which `close` ends, or somebody else's Endpoint.
+    """Implements Engine (rollout/engine.py) over a Server, which `close` ends, or the Endpoint of an external one.
 
     `model_directory` holds the model's config.json as this process sees it; `engine` is this engine's number. At most
-    `requests_at_once` requests are on the way. What still runs or waits `timeout_seconds` after `generate` was called
-    is aborted with the tokens that it has. `control_timeout_seconds` limits every other request to the server. `pause`
-    is what becomes of running requests when an update begins (weights.pause in the recipe).
+    `requests_at_once` requests are on the way. A request that runs or waits `timeout_seconds` after `generate` was
+    called is aborted with the tokens that it has. `control_timeout_seconds` limits every other request to the server.
+    `pause` is what becomes of running requests when an update begins (weights.pause in the recipe).
 
-    The weights of a server that is not ours are unknown until the first update. Raises EngineError if a server is not
-    as `layout` and `dtype` say, ModelError if SGLang cannot hold the model so, or if there is no tokenizer.
+    The weights of an external server are unknown until the first update. Raises EngineError if a server's layout or
+    dtype is another, ModelError if SGLang cannot hold the model so, or if there is no tokenizer.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class SglangEngine:
         self._pause, self._timeout, self._control_timeout = pause, timeout_seconds, control_timeout_seconds
         endpoint = Endpoint(server.url, server.api_key)
         self._client = SglangClient(endpoint, failure=self._failure, timeout_seconds=control_timeout_seconds)
-        self._traffic = Traffic(requests_at_once)
+        self._gate = RequestGate(requests_at_once)
         self._paused = self._update_open = False
         self._released: set[MemoryTag] = set()
         try:
@@ -88,90 +92,56 @@ class SglangEngine:
     # --- samples ------------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        found = dict(self.generate_stream(requests))
-        return [found[i] for i in range(len(requests))]
+        """One sample for each request. If one fails, the others are aborted.
 
-    def generate_stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Sample]]:
-        """Index and sample of each request as it finishes. Requests that still run when the caller stops are aborted.
-
-        An update may begin meanwhile, in another thread: what is not sent yet then waits for its end, and what runs is
-        paused as the recipe says.
+        An update may begin meanwhile, in another thread. Requests that are not sent yet then wait for its end, and
+        those that run are paused as the recipe says.
         """
         self._protocol.check_serving()
         check_prompts(requests, self._protocol.name)
-        self.resume_memory(["kv_cache"])
-        return self._stream(requests)
+        self._resume_memory(["kv_cache"])
+        return self._client.run(self._generate_all(requests))
 
-    def _stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Sample]]:
-        finished: queue.SimpleQueue[tuple[int, Sample] | BaseException] = queue.SimpleQueue()
-        work = self._client.start(self._generate_all(requests, finished))
-
-        def report(done: Future[None]) -> None:
-            finished.put(CancelledError() if done.cancelled() else done.exception() or EOFError())
-
-        work.add_done_callback(report)
-        try:
-            for _ in requests:
-                outcome = finished.get()
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                yield outcome
-        finally:
-            work.cancel()
-
-    def abort(self) -> None:
-        """Ends all requests of this engine: they are answered soon, with the tokens that they have, as aborted."""
-        self._client.run(self._abort())
-
-    async def _generate_all(
-        self, requests: Sequence[Request], finished: queue.SimpleQueue[tuple[int, Sample] | BaseException]
-    ) -> None:
+    async def _generate_all(self, requests: Sequence[Request]) -> list[Sample]:
         deadline = asyncio.get_running_loop().time() + self._timeout
-
-        async def one(index: int) -> None:
-            finished.put((index, await self._generate_one(requests[index], deadline)))
-
-        tasks = [asyncio.ensure_future(one(index)) for index in range(len(requests))]
+        tasks = [asyncio.ensure_future(self._generate_one(request, deadline)) for request in requests]
         try:
-            await asyncio.gather(*tasks)
+            return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
 
     async def _generate_one(self, request: Request, deadline: float) -> Sample:
         while True:
-            async with self._traffic.turn(deadline) as wanted:
+            async with self._gate.turn(deadline) as wanted:
                 if not wanted:
                     return aborted_sample(request)
                 sent_to = self._protocol.version
                 try:
                     answer = await self._send(request, deadline)
                 except BrokenConnection:
-                    # Its seed is the same, and a server that lives has dropped the first.
+                    # The seed is the same, and a server that still runs has dropped the first request.
                     answer = await self._send(request, deadline)
             sample = read_sample(request, answer, self._text, self._protocol.name)
             if not self._began_in_an_update(sample, sent_to):
                 return sample
 
     def _began_in_an_update(self, sample: Sample, sent_to: int) -> bool:
-        """Whether it was sent to one version and is marked as wholly of later ones. It waited in the server while
-        weights were written in place, and used a prompt's keys and values of the old ones: sample it anew."""
+        """Whether a sample must be generated again: its request was sent to one version, and all its tokens are of
+        later ones. It waited in the server while weights were written in place, and used keys and values of its prompt
+        that the old weights had made."""
         return self._pause == "in_place" and sample.finish != "abort" and bool((sample.versions > sent_to).all())
 
     async def _send(self, request: Request, deadline: float) -> Mapping[str, Any]:
         rid = new_request_id()
         left = max(0.0, deadline - asyncio.get_running_loop().time())
-        with self._traffic.running(rid):
+        with self._gate.running():
             try:
                 return await self._client.generate(request, rid, left)
             except asyncio.CancelledError:
-                # SGLang notices only later that nobody listens, and would go on sampling until then.
+                # SGLang notices a closed connection late, and would go on sampling until then.
                 self._client.start(self._client.abort(rid))
                 raise
-
-    async def _abort(self) -> None:
-        for rid in self._traffic.give_up():
-            await self._client.abort(rid)
 
     def _text(self, tokens: np.ndarray, finish: FinishReason) -> str:
         return response_texts(self._tokenizer, [(tokens, finish)])[0]
@@ -192,11 +162,11 @@ class SglangEngine:
 
     def begin_update(self, version: int) -> None:
         self._protocol.begin(version)
-        self._client.run(self._traffic.hold())
+        self._client.run(self._gate.hold())
         if not self._paused:
             self._client.post("/pause_generation", {"mode": self._pause})
             self._paused = True
-        self.resume_memory(["weights"])
+        self._resume_memory(["weights"])
         self._open_update()
 
     def receive(self, version: int) -> None:
@@ -224,11 +194,11 @@ class SglangEngine:
         self._continue()
         self._protocol.commit(version)
         if self._pause == "in_place":
-            # Requests that run keep what they computed with the old weights, and the cache cannot be flushed around
-            # them: the next ones wait until they have ended and it has been.
+            # Running requests keep the keys and values of the old weights, and the cache can only be flushed once they
+            # have ended. New requests wait until it has been.
             self._client.start(self._flush_when_drained())
         else:
-            self._client.run(self._traffic.release())
+            self._client.run(self._gate.release())
 
     def _open_update(self) -> None:
         if not self._update_open:
@@ -240,9 +210,9 @@ class SglangEngine:
         self._update_open = False
 
     def _end_left_over_update(self) -> None:
-        """Who spoke to this server before us may have died in an update, and SGLang begins none while one is open.
+        """Ends an update of an earlier run that died in it: SGLang begins none while one is open.
 
-        If it was left paused it stays so until our first commit: its weights may be a mixture.
+        A server that is paused stays so until the first commit, because its weights may be a mixture of two versions.
         """
         try:
             self._end_update()
@@ -255,29 +225,23 @@ class SglangEngine:
         self._paused = False
 
     async def _flush_when_drained(self) -> None:
-        if not await self._traffic.drained():
+        if not await self._gate.drained():
             return
         try:
             await self._client.post_async("/flush_cache", {}, self._control_timeout)
         except MegagrpoError as error:
-            await self._traffic.fail(error)
+            await self._gate.fail(error)
         else:
-            await self._traffic.release()
+            await self._gate.release()
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    @property
-    def can_release_memory(self) -> bool:
-        """Whether the server was started with enable_memory_saver. Without it, SGLang only pretends, or ends."""
-        return bool(self._info.get("enable_memory_saver"))
-
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """Gives device memory to others, where the server can; nothing may run. Without "weights" it has no policy: an
-        update must follow before it generates, and takes them back; the cache comes back with the next requests."""
+        # Without enable_memory_saver, SGLang only pretends to, or ends.
         wanted = [tag for tag in tags if tag not in self._released]
-        if not self.can_release_memory or not wanted:
+        if not self._info.get("enable_memory_saver") or not wanted:
             return
-        if count := self._client.run(self._traffic.count()):
+        if count := self._client.run(self._gate.count()):
             where = f"{self._protocol.name}: release_memory"
             raise EngineError(Problem(where, given=f"{count} requests that run", needed="an engine that is idle"))
         self._client.post("/release_memory_occupation", {"tags": wanted})
@@ -285,8 +249,8 @@ class SglangEngine:
         if "weights" in wanted:
             self._protocol.lose_weights()
 
-    def resume_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """Takes back what was released, where the server can. Weights come back with what an update brings."""
+    def _resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Takes back what was released. Weights come back with what an update brings."""
         wanted = [tag for tag in tags if tag in self._released]
         if wanted:
             self._client.post("/resume_memory_occupation", {"tags": wanted})
@@ -315,7 +279,7 @@ class SglangEngine:
             )
 
     def _failure(self, asked: str, given: str) -> Problem:
-        """What a request to the server came to, with the end of its log if it is ours."""
+        """The problem of a request that failed, with the end of the server's log if megagrpo started it."""
         what = f"{asked} failed"
         if self._server is not None:
             return self._server.problem(what, given)

@@ -3,13 +3,18 @@
     python launch.py < settings         settings: JSON, {"owner": pid, "directory": ..., "arguments": {...}}
 
 The arguments, the API key among them, come on standard input so that `ps` does not show them. SGLang spawns its
-processes anew, and each runs this module's top level again: what must hold in all of them stands there. On CPUs they
-are forked from this process instead, which has it all.
+processes anew, and each runs this module's top level again, so what must hold in all of them stands there. On CPUs they
+are forked from this process instead, and inherit it.
+
+SGLang 0.5 lacks some things on a machine without GPUs and without its own CPU kernels. This module puts plain PyTorch
+in their place: two modules that SGLang imports there and never uses; sampling by seed, which it has for GPU attention
+only and which needs a hash; and rest while it is paused. Nothing here changes how a model computes.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -24,11 +29,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 DEVICE_VARIABLE = "MEGAGRPO_SGLANG_DEVICE"
 OWNER_CHECK_SECONDS = 0.5
 PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 PACKAGE = Path(__file__).resolve().parents[2]
+WORD = 0xFFFFFFFF
 
 
 class MegagrpoFinder(importlib.abc.MetaPathFinder):
@@ -44,26 +54,28 @@ class MegagrpoFinder(importlib.abc.MetaPathFinder):
         )
 
 
+def on_cpus() -> bool:
+    return os.environ.get(DEVICE_VARIABLE) == "cpu"
+
+
 def prepare_process() -> None:
     # A script's own directory comes first on the path: its `server` and `engine` would hide other modules.
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]
     sys.meta_path.insert(0, MegagrpoFinder())
-    if os.environ.get(DEVICE_VARIABLE) == "cpu":
-        from megagrpo.rollout.sglang import cpu_shim
-
-        cpu_shim.install()
+    if on_cpus():
+        fill_gaps_on_cpus()
 
 
 def end_with_parent() -> None:
     """Ends this process when its parent is killed. SGLang asks for the same, but only once it is imported."""
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() == 1:  # it was killed before we asked
+    if os.getppid() == 1:  # the parent was killed before prctl
         os._exit(1)
 
 
 def fork_processes() -> None:
-    """Where SGLang spawns a process, this one is forked: each would import SGLang anew, for ten seconds of a core.
+    """Forks this process where SGLang would spawn one, which takes ten seconds of a core to import SGLang again.
 
     For CPUs only: CUDA does not survive a fork.
     """
@@ -74,7 +86,7 @@ def fork_processes() -> None:
 
 def end_with(owner: int, directory: str) -> None:
     """Ends every process of this server once the process that started it is gone, however it ended."""
-    from megagrpo.rollout.sglang.processes import kill_group, members, remove, shared_files
+    from megagrpo.rollout.sglang.server import kill_group, members, remove, shared_files
 
     while os.getppid() == owner:
         time.sleep(OWNER_CHECK_SECONDS)
@@ -96,12 +108,108 @@ def main() -> None:
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    if os.environ.get(DEVICE_VARIABLE) == "cpu":
-        from megagrpo.rollout.sglang import cpu_shim
-
+    if on_cpus():
         fork_processes()
-        cpu_shim.rest_while_paused()
+        rest_while_paused()
     run_server(ServerArgs(**settings["arguments"]))
+
+
+# --- what SGLang lacks on CPUs ----------------------------------------------------------------------------------------
+
+
+def fill_gaps_on_cpus() -> None:
+    """To be called in every process of the server, before SGLang is imported."""
+    # SGLang takes its rotary embedding from vllm where it knows no platform, and then computes it natively. Its package
+    # is left out, so that vllm still counts as not installed.
+    _stand_in("vllm._custom_ops", "rotary_embedding")
+    if importlib.util.find_spec("torchvision") is None:
+        _import_without_torchvision()
+    _sample_by_seed()
+
+
+def _import_without_torchvision() -> None:
+    """SGLang's configurations of image models import torchvision, which does not load beside a CPU build of torch."""
+    from transformers.utils import is_torchvision_available
+
+    is_torchvision_available()  # transformers remembers the answer, no, and never meets the stand-ins
+    package = _stand_in("torchvision")
+    transforms = _stand_in("torchvision.transforms", "InterpolationMode")
+    functional = _stand_in("torchvision.transforms.functional", "InterpolationMode")
+    package.__dict__["transforms"], transforms.__dict__["functional"] = transforms, functional
+    importlib.import_module("sglang.srt.configs")
+
+    del sys.modules["torchvision"]
+
+
+def _stand_in(name: str, *members: str) -> ModuleType:
+    """A module whose members cannot be used."""
+    module = ModuleType(name)
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise NotImplementedError(f"{name} is not installed: this server runs on CPUs, without images")
+
+    module.__dict__.update(dict.fromkeys(members, refuse))
+    return sys.modules.setdefault(name, module)
+
+
+def _sample_by_seed() -> None:
+    """Lets `enable_deterministic_inference` run with torch's own attention, for the sake of its seeds."""
+    import sglang.kernels.ops.sampling.murmur_hash as sampling_hash
+    import sglang.srt.arg_groups.choices as choices
+    import sglang.srt.batch_invariant_ops as batch_invariant_ops
+
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *arguments, **options: None  # Triton kernels
+    sampling_hash.murmur_hash32 = murmur_hash32
+
+
+def rest_while_paused() -> None:
+    """Lets a paused scheduler sleep until it is asked for something, as an idle one does: it would take a core, which
+    training ranks need to send weights. To be called once the scheduler may be imported."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record = Scheduler._record_scheduler_state_for_paused_engine
+
+    def record_and_rest(scheduler: Any) -> None:
+        record(scheduler)
+        scheduler.maybe_sleep_on_idle()
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_and_rest
+
+
+def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 x86_32 (Appleby) of (64-bit seed, position, column): int64 [seeds, columns], values below 2**32.
+
+    The same function as SGLang's GPU kernel of this name, in integer arithmetic that does not overflow int64.
+    """
+    import torch
+
+    seed = seeds.view(torch.int64).view(-1, 1)
+    words = (
+        seed & WORD,
+        (seed >> 32) & WORD,
+        positions.to(torch.int64).view(-1, 1) & WORD,
+        columns.to(torch.int64).view(1, -1) & WORD,
+    )
+    state = torch.zeros_like(seed)
+    for word in words:
+        mixed = _multiply(_rotate(_multiply(word, 0xCC9E2D51), 15), 0x1B873593)
+        state = (_multiply(_rotate(state ^ mixed, 13), 5) + 0xE6546B64) & WORD
+    state = state ^ 16  # the length in bytes
+    state = _multiply(state ^ (state >> 16), 0x85EBCA6B)
+    state = _multiply(state ^ (state >> 13), 0xC2B2AE35)
+    return state ^ (state >> 16)
+
+
+def _rotate(word: torch.Tensor, left: int) -> torch.Tensor:
+    return ((word << left) | (word >> (32 - left))) & WORD
+
+
+def _multiply(word: torch.Tensor, factor: int) -> torch.Tensor:
+    """word × factor mod 2**32, in two halves."""
+    low, high = word & 0xFFFF, word >> 16
+    return (low * factor + (((high * factor) & 0xFFFF) << 16)) & WORD
 
 
 if __name__ == "__mp_main__":

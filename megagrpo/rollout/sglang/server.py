@@ -1,4 +1,6 @@
-"""One SGLang server of our own: started in a process group, waited for until it generates, ended with all of it."""
+"""One SGLang server that megagrpo starts: in a process group of its own, waited for until it generates, ended with all
+that belongs to it. Linux. launch.py imports this module in SGLang's environment: standard library only, and errors.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +8,21 @@ import json
 import os
 import secrets
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.ports import free_port
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE
-from megagrpo.rollout.sglang.processes import (
-    kill_group,
-    members,
-    note_leftovers,
-    remove,
-    remove_leftovers,
-    shared_files,
-)
 
 LAUNCH = Path(__file__).with_name("launch.py")
 POLL_SECONDS = 0.25
@@ -34,14 +30,16 @@ HEALTH_SECONDS = 60.0  # one /health generates a token, which on a busy machine 
 END_SECONDS = 10.0
 LOG_LINES_QUOTED = 25
 LOG_BYTES_READ = 1 << 16
+SHARED_MEMORY = "/dev/shm/"
+SGLANGS_OWN = ("sgl_", "sglang_", "sem.mp-")  # not the files in which weights travel: the sender removes them
 
 
 class Server:
     """A started server. `wait_until_ready` before use, `close` at the end; it also ends when this process does.
 
     `arguments` are fields of SGLang's ServerArgs (see arguments.py); host, port and API key are added here. `python` is
-    the interpreter of an environment with SGLang. `log` gets all output of the server. `environment` is added to ours.
-    What an earlier server with this log left behind on this machine, killed together with its owner, is removed first.
+    the interpreter of an environment with SGLang. `log` gets all output of the server. `environment` is added to this
+    process's. If an earlier server with this log was killed together with its owner, what it left is removed first.
 
     Raises EngineError if the interpreter cannot be started.
     """
@@ -99,7 +97,7 @@ class Server:
         self._note_leftovers()
 
     def wait_until_ready(self, timeout_seconds: float) -> None:
-        """Returns once the server has generated a token. Raises EngineError, with the log's end, if it does not."""
+        """Returns once the server has generated a token. Raises EngineError with the end of the log if it does not."""
         deadline = time.monotonic() + timeout_seconds
         listening = False
         while True:
@@ -123,7 +121,7 @@ class Server:
             time.sleep(POLL_SECONDS)
 
     def check_running(self) -> None:
-        """Raises EngineError, with the log's end, if the server has ended."""
+        """Raises EngineError with the end of the log if the server has ended."""
         if (code := self._process.poll()) is not None:
             raise EngineError(self.problem("the server has ended", given=f"exit status {code}"))
 
@@ -139,7 +137,7 @@ class Server:
                 end = log.read()
         except OSError as error:
             return f"nothing that can be read: {error}"
-        # What is read may begin within a line that holds the key: only whole lines are shown.
+        # The first line may be the end of one that holds the key, and is left out.
         whole = end if len(end) < LOG_BYTES_READ else end.partition(b"\n")[2]
         lines = whole.decode(errors="replace").replace(self.api_key, "***").splitlines()
         shown = [line for line in lines if line.strip() and "server_args=" not in line]
@@ -170,3 +168,81 @@ class Server:
                 return bool(response.status == 200)
         except OSError:  # refused, reset, timed out, or an HTTP status that says not yet
             return False
+
+
+# --- processes, and what they leave behind when they are killed ------------------------------------------------------
+
+
+def members(group: int) -> list[int]:
+    """Running processes of a process group, zombies left out."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        state, process_group = fields[0], int(fields[2])
+        if process_group == group and state not in "ZX":
+            found.append(int(entry))
+    return found
+
+
+def shared_files(processes: Iterable[int]) -> set[Path]:
+    """Shared memory and semaphores of SGLang that the processes have mapped. A killed process does not remove them.
+
+    Found by inode, because a semaphore is mapped under another name than that of its file.
+    """
+    mapped = set()
+    for process in processes:
+        try:
+            lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        mapped |= {int(line.split()[4]) for line in lines if SHARED_MEMORY in line}
+    with os.scandir(SHARED_MEMORY) as entries:
+        return {Path(entry) for entry in entries if entry.name.startswith(SGLANGS_OWN) and entry.inode() in mapped}
+
+
+def remove(files: Iterable[Path]) -> None:
+    for path in files:
+        path.unlink(missing_ok=True)
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL to every member. SGLang's graceful end waits for requests that are not needed any more."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def note_leftovers(note: Path, group: int, directory: str, files: Iterable[Path]) -> None:
+    """Writes down what a server keeps outside its log's directory, so that the next server with this log can remove it
+    if the owner was killed.
+
+    The note names the machine: several may share the note's directory, but not memory and temporary files.
+    """
+    content = {
+        "host": socket.gethostname(),
+        "group": group,
+        "directory": directory,
+        "files": sorted(map(str, files)),
+    }
+    part = note.with_name(f"{note.name}.part")
+    part.write_text(json.dumps(content))
+    part.replace(note)
+
+
+def remove_leftovers(note: Path) -> None:
+    """Removes what the server of this note left on this machine, unless some of its processes still run."""
+    try:
+        left = json.loads(note.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return
+    if left["host"] != socket.gethostname() or members(left["group"]):
+        return
+    remove(Path(file) for file in left["files"])
+    shutil.rmtree(left["directory"], ignore_errors=True)
+    note.unlink(missing_ok=True)

@@ -1,15 +1,17 @@
-"""From prompts to requests and from samples back to groups. Pure; everything is in the order of the prompts."""
+"""From prompts to requests, each for one engine, and from samples back to groups, in the order of the prompts."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.schema import Recipe
-from megagrpo.rollout.seeds import sample_seed
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
+
+SEED_BITS = 63  # a seed fits a signed 64-bit integer, which torch and most engines want
 
 
 def rollout_sampling(recipe: Recipe) -> SamplingParams:
@@ -52,7 +54,7 @@ def requests_for(
 ) -> list[Request]:
     """`samples_per_prompt` requests for each prompt, side by side, counted from `first_index`.
 
-    A prompt that occurs again in one step goes on counting its samples, so that they are other samples.
+    The samples of a prompt that occurs again in a step are counted on, so that they are other samples.
     """
     requests = []
     asked: Counter[str] = Counter()
@@ -65,10 +67,32 @@ def requests_for(
     return requests
 
 
+def sample_seed(recipe_seed: int, step: int, prompt_id: str, index: int) -> int:
+    """Seed of sample `index` of a prompt in a step, in [0, 2**63): BLAKE2b of the four, the same on every machine."""
+    digest = hashlib.blake2b(f"{recipe_seed}/{step}/{index}/{prompt_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
+
+
+def assign(requests: Sequence[Request], engines: int) -> list[list[int]]:
+    """Indices of the requests for each engine, in their order.
+
+    All requests with one prompt go to one engine, which reads the prompt once for all of them. Prompts go to the
+    engine with the fewest requests so far, those with most samples first: no engine gets more than the smallest share
+    plus the samples of one prompt.
+    """
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        by_prompt.setdefault(request.tokens, []).append(index)
+    of_engine: list[list[int]] = [[] for _ in range(engines)]
+    for indices in sorted(by_prompt.values(), key=len, reverse=True):
+        min(of_engine, key=len).extend(indices)
+    return [sorted(indices) for indices in of_engine]
+
+
 def groups_of(prompts: Sequence[Prompt], samples: Sequence[Sample], samples_per_prompt: int) -> list[Group]:
     """The groups of `prompts`, from the samples of `requests_for(prompts, …)` in the same order.
 
-    Raises EngineError if the samples are not those that were asked for.
+    Raises EngineError if they are samples of other prompts.
     """
     got = [sample.prompt_id for sample in samples]
     if got != [prompt.id for prompt in prompts for _ in range(samples_per_prompt)]:
