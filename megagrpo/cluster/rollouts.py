@@ -105,8 +105,8 @@ class Rollouts:
         return groups_of(prompts, self._samples(requests), per_prompt)
 
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
-        """Gives the engines' memory to training on the same devices, and returns whether they can:
-        Engine.release_memory says when they take it back."""
+        """Gives the engines' memory to training on the same devices (Engine.release_memory); whether they
+        can."""
         memory_saver = (self._recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
         can = self._recipe.rollout.engine == "sglang" and self._recipe.cluster.placement == "colocated" and memory_saver
         if can and self.actors:
