@@ -116,7 +116,7 @@ def plan(asked: argparse.Namespace) -> int:
 
 
 def report(asked: argparse.Namespace) -> int:
-    from megagrpo.report.report import report as report_of
+    from megagrpo.report import report as report_of
 
     print(report_of(asked.directory, asked.steps))
     return 0

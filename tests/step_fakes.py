@@ -16,13 +16,15 @@ import numpy as np
 
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.batching.work import TOKENS
+from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.data.cursor import Cursor
 from megagrpo.recipe.overrides import apply_overrides
 from megagrpo.recipe.places import Places
 from megagrpo.recipe.schema import Recipe
-from megagrpo.trainer.clock import PhaseClock
-from megagrpo.trainer.run import Run
+from megagrpo.trainer.run import PhaseClock, Run
+from megagrpo.trainer.run_loop import Progress, first_progress, run_steps
 from megagrpo.trainer.stopping import Stopping
+from megagrpo.trainer.train import GrpoTraining
 from megagrpo.types import Group, Prompt, Sample, Score
 from tests.tiny_run import recipe
 
@@ -47,6 +49,9 @@ class FakeRollouts:
     def generate_with_greedy(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Group], list[Group]]:
         greedy = [Group(prompt, (_sample(prompt, self._per_prompt),)) for prompt in prompts]
         return self.generate(prompts, step), greedy
+
+    def generate_for_evaluation(self, prompts: Sequence[Prompt]) -> list[Group]:
+        return self.generate(prompts, 0)
 
     def release_memory(self) -> None:
         pass
@@ -76,6 +81,8 @@ class FakeScorer:
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         return [replace(group, scores=tuple(self._of(group))) for group in groups]
+
+    score_unshaped = score
 
     def _of(self, group: Group) -> Iterator[Score]:
         prompt = number(group.prompt)
@@ -175,3 +182,15 @@ def make_run(
         TOKENS,
         Stopping(),
     )
+
+
+def run_loop(run: Any, tracker: Any, state: TrainerState | None = None) -> Progress:
+    """The real run loop over a fake run with one held-out prompt, continued from a checkpoint's state if given."""
+    if state:
+        run.cursor.restore(state.data_cursor)
+    held_out = [Prompt("p0", (1, 2), "sums", "2")]
+    training = GrpoTraining(run, held_out, tracker, SimpleNamespace(decode=lambda tokens: ""))  # type: ignore[arg-type]
+    setup: Any = SimpleNamespace(held_out=held_out, tracker=tracker, store=None)
+    for name in ("recipe", "cursor", "total_steps", "stopping", "clock"):
+        setattr(setup, name, getattr(run, name))
+    return run_steps(setup, training, first_progress(run.recipe, run.cursor, state))

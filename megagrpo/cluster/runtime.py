@@ -1,25 +1,26 @@
-"""The Ray cluster of a run: joined or started here, with one placement group for all its devices."""
+"""The Ray cluster of a run: joined or started here, its devices reserved, its files seen by every node."""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from megagrpo.cluster.nodes import NodeWatch, node_names
-from megagrpo.cluster.placement import nodes_of_devices
-from megagrpo.cluster.waiting import SLICE_SECONDS, wait_for
-from megagrpo.errors import Problem, RankError
-from megagrpo.recipe.defaults import DevicePlan, plan_devices
+from megagrpo.cluster.waiting import SLICE_SECONDS, NodeWatch, node_names, wait_for
+from megagrpo.errors import PreflightError, Problem, RankError
+from megagrpo.recipe.defaults import DevicePlan, checkpoint_directory, plan_devices, run_directory
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.topology import Place
 
@@ -27,6 +28,8 @@ NODE_LABEL = "ray.io/node-id"
 LOOK_SECONDS = 1.0
 RESERVE_SECONDS = 30.0
 """For Ray to reserve devices that were free just before."""
+APPEAR_SECONDS = 10.0
+"""For a new file to appear on another node: network file systems remember for a while that it was not there."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Runtime:
         return self._start(actor_class, self.devices.bundle_of_rank[rank], self.devices.rank_share)
 
     def start_engine(self, actor_class: Any, engine: int) -> Any:
-        """Handle of a new actor on the first device of an engine; anywhere, for one that somebody else runs."""
+        """Handle of a new actor on the first device of an engine; on any node for an external engine."""
         bundles = self.devices.bundles_of_engine[engine]
         if not bundles:
             return actor_class.options(num_cpus=0).remote()
@@ -59,7 +62,7 @@ class Runtime:
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether ranks and engines are on the same GPUs, and take turns with their memory."""
+        """Whether ranks and engines use the same GPUs and take turns with their memory."""
         of_ranks = set(self.devices.bundle_of_rank)
         return self.devices.resource == "GPU" and any(of_ranks & set(own) for own in self.devices.bundles_of_engine)
 
@@ -67,23 +70,23 @@ class Runtime:
         return self.places[self.devices.bundle_of_rank[rank]]
 
     def places_of_engine(self, engine: int) -> tuple[Place, ...]:
-        """Of each of its ranks. Empty for an engine that somebody else runs."""
+        """Place of each rank of an engine; none for an external engine."""
         return tuple(self.places[bundle] for bundle in self.devices.bundles_of_engine[engine])
 
 
 def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None) -> Runtime:
     """Joins `cluster.address` (or RAY_ADDRESS), or starts Ray on this machine, and reserves the run's devices.
 
-    `check_stop` is called a few times a second in every wait for actors; what it raises ends the wait. Ray is left
-    again, or ended, if anything is raised here.
-    Raises RankError if there is no such cluster, or if the devices cannot be had in `cluster.start_timeout_seconds`.
+    `check_stop` is called a few times a second in every wait for actors; what it raises ends the wait. If anything is
+    raised here, Ray is left again, or ended if it was started here.
+    Raises RankError if there is no such cluster, or if the devices are not free in `cluster.start_timeout_seconds`.
     """
     address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     with ExitStack() as undoing:
         undoing.callback(ray.shutdown)
         if address == "local":
             device = _local_device(recipe)
-            # No more than the run reserves: Ray starts a worker for each before anyone asks for it.
+            # As many CPUs as the run reserves: Ray starts a worker for each before any is asked for.
             _connect(address, {"num_cpus": plan_devices(recipe, device).bundles, "include_dashboard": False})
         else:
             _connect(address, {})
@@ -117,7 +120,7 @@ def _reserve(
             group = placement_group([dict(bundle) for _ in nodes], strategy="PACK", bundle_label_selector=selectors)
             if _is_ready(group, watch):
                 return group, nodes
-            remove_placement_group(group)  # somebody else was faster
+            remove_placement_group(group)  # another job was faster
         if time.monotonic() > deadline:
             break
         watch.check()
@@ -136,7 +139,7 @@ def _reserve(
 
 
 def _is_ready(group: PlacementGroup, watch: NodeWatch) -> bool:
-    """Whether the group is there within a time in which it would be if its devices were still free."""
+    """Whether the devices were still free: the group is then there within RESERVE_SECONDS."""
     ready, deadline = group.ready(), time.monotonic() + RESERVE_SECONDS
     while time.monotonic() < deadline:
         watch.check()
@@ -146,7 +149,7 @@ def _is_ready(group: PlacementGroup, watch: NodeWatch) -> bool:
 
 
 def _gpus(group: PlacementGroup, nodes: Sequence[str], timeout_seconds: float, watch: NodeWatch) -> dict[int, int]:
-    """The GPU of each bundle, as its node counts them. nodes: names of their nodes. Raises RankError, naming nodes."""
+    """By bundle, the index of its GPU on its node. nodes: the bundles' nodes, which a RankError names."""
 
     @ray.remote(num_gpus=1, num_cpus=0, max_retries=0)
     def gpu() -> int:
@@ -167,12 +170,44 @@ def _gpus(group: PlacementGroup, nodes: Sequence[str], timeout_seconds: float, w
     return {index: found[name] for index, name in enumerate(names)}
 
 
+def nodes_of_devices(devices: DevicePlan, tensor: int, free: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Node of every device, on as few nodes as possible; None if there is no room.
+
+    An engine is never split. A group of `tensor` ranks is split only if there is no room otherwise.
+    free: free devices of each node; nodes with equally many are filled in this order.
+    """
+    whole_groups = tuple(tuple(range(first, first + tensor)) for first in range(0, len(devices.bundle_of_rank), tensor))
+    engines = devices.bundles_of_engine
+    for unsplit in ((*engines, *whole_groups), engines):
+        if found := _fill(_blocks(devices.bundles, unsplit), free):
+            return found
+    return None
+
+
+def _blocks(devices: int, unsplit: tuple[tuple[int, ...], ...]) -> list[int]:
+    """Sizes of the smallest blocks of neighbouring devices that split none of `unsplit`, which are such blocks too."""
+    inner = {device for block in unsplit for device in block[1:]}
+    ends = [device for device in range(devices) if device not in inner]
+    return [after - before for before, after in pairwise([*ends, devices])]
+
+
+def _fill(blocks: list[int], free: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Blocks in their order, node after node, the largest node first; None if some are left over."""
+    nodes: list[str] = []
+    left = list(reversed(blocks))
+    for node, room in sorted(free.items(), key=lambda item: -item[1]):
+        while left and left[-1] <= room:
+            nodes += [node] * left[-1]
+            room -= left.pop()
+    return None if left else tuple(nodes)
+
+
 def _connect(address: str, settings: dict[str, Any]) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     local = address == "local"
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **settings)
-    except Exception as error:  # what Ray raises of a node that is late, of a wrong token, and of much else
+    except Exception as error:  # Ray raises many types: a late node, a wrong token, ...
         raise RankError(
             Problem(
                 where="cluster: Ray does not start" if local else "cluster: Ray cannot be reached",
@@ -194,7 +229,7 @@ def _local_device(recipe: AnyRecipe) -> str:
 
 
 def _device_of(resources: Mapping[str, float], recipe: AnyRecipe) -> str:
-    """On a cluster that was joined: GPUs wherever it has any. The driver's own machine may have none."""
+    """The device on a cluster that was joined: GPUs if it has any, even if the driver's machine has none."""
     if recipe.cluster.device != "auto":
         return recipe.cluster.device
     return "cuda" if resources.get("GPU", 0) > 0 else "cpu"
@@ -204,3 +239,57 @@ def stop(runtime: Runtime) -> None:
     """Gives the devices back; ends Ray if it was started here."""
     remove_placement_group(runtime.group)
     ray.shutdown()
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def missing_files(paths: Sequence[str]) -> list[str]:
+    """The paths that do not exist on this node."""
+    deadline = time.monotonic() + APPEAR_SECONDS
+    while (found := [path for path in paths if not Path(path).exists()]) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return found
+
+
+def check_files(runtime: Runtime, recipe: AnyRecipe, read: Sequence[Path]) -> None:
+    """Checks that every other node of the run sees the directories that it writes to, and those that it reads.
+
+    The former must be the very same as here. Raises PreflightError, naming nodes and directories; RankError or
+    NodeLostError, naming nodes, if there is no answer.
+    """
+    others = {place.node for place in runtime.places} - {ray.get_runtime_context().get_node_id()}
+    if not others:
+        return
+    names, written = node_names(), (run_directory(recipe), checkpoint_directory(recipe))
+    probes = {directory.absolute() / f".seen_by_every_node_{secrets.token_hex(4)}": directory for directory in written}
+    directories = {str(path): path for path in read} | {str(probe): path for probe, path in probes.items()}
+    try:
+        for probe in probes:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+        answers = wait_for(
+            {
+                names[node]: missing_files.options(
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+                ).remote(list(directories))
+                for node in sorted(others)
+            },
+            doing="looking for the run's files",
+            timeout_seconds=recipe.cluster.start_timeout_seconds,
+            error=RankError,
+            watch=runtime.watch,
+        )
+    finally:
+        for probe in probes:
+            probe.unlink(missing_ok=True)
+    problems = [
+        Problem(
+            where=f"node {name}",
+            given=f"{directories[path]}, which is not there" + (" as it is here" if Path(path) in probes else ""),
+            needed="the run's directories shared between all nodes, and the model at the same path",
+            fix="a shared file system: set track.directory, checkpoint.directory and model.path to places on it",
+        )
+        for name, paths in answers.items()
+        for path in paths
+    ]
+    if problems:
+        raise PreflightError(problems)

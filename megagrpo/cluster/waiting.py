@@ -1,7 +1,7 @@
-"""Waiting for Ray actors: always with a deadline, and an error that names who was waited for.
+"""Waiting for Ray actors: with a deadline, and an error that names the actors that did not answer.
 
-Every wait also ends when the run loses a node, and where that is allowed when it is told to stop: `watch` raises then.
-Only what is closed is waited for without one.
+A wait also ends when the run loses a node, and when the run is told to stop where a stop is allowed: `watch` raises
+then. Only the waits that close a run have no watch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import (
+    ActorUnavailableError,
     GetTimeoutError,
     NodeDiedError,
     RayActorError,
@@ -21,11 +22,63 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from megagrpo.cluster.nodes import NodeWatch
-from megagrpo.errors import MegagrpoError, Problem
+from megagrpo.errors import MegagrpoError, NodeLostError, Problem
 
+CHECK_SECONDS = 1.0
+"""Between two looks at Ray's list of nodes."""
+DEATH_SECONDS = 2.0
+"""From an actor's death until Ray knows that its node died."""
+SILENCE_SECONDS = 40.0
+"""From an actor out of reach until Ray calls its node dead: several answers of the node must be missing."""
 SLICE_SECONDS = 0.2
-"""Of a wait, between two looks at its watch."""
+"""Part of a wait between two looks at its watch."""
+
+
+def node_names() -> dict[str, str]:
+    """Name and address of every living node, by Ray's id."""
+    return {node["NodeID"]: _name(node) for node in ray.nodes() if node["Alive"]}
+
+
+class NodeWatch:
+    """Ends waits for actors: when the run loses a node, or when `check_stop` raises."""
+
+    def __init__(self, names: Mapping[str, str], check_stop: Callable[[], None] = lambda: None) -> None:
+        """names: of the nodes that the run needs, by Ray's id. check_stop: raises to end a wait."""
+        self._names, self._check_stop = dict(names), check_stop
+        self._next_look = 0.0
+
+    def check(self) -> None:
+        """Called a few times a second. Raises NodeLostError, naming nodes, or what check_stop raises."""
+        self._check_stop()
+        if time.monotonic() >= self._next_look:
+            self._look()
+            self._next_look = time.monotonic() + CHECK_SECONDS
+
+    def after_failure(self, failure: RayError) -> None:
+        """Raises NodeLostError if an actor or a task failed because its node died, which Ray may notice late."""
+        limit = SILENCE_SECONDS if isinstance(failure, ActorUnavailableError) else DEATH_SECONDS
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            self._check_stop()
+            self._look()
+            time.sleep(0.1)
+
+    def _look(self) -> None:
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if lost := [name for node, name in self._names.items() if node not in living]:
+            raise NodeLostError(
+                Problem(
+                    where=f"node {name}",
+                    given="Ray has lost it: it is down, or cannot be reached",
+                    needed="every node that the run started on, until its end",
+                    fix="start the same command again: it continues from the newest checkpoint",
+                )
+                for name in lost
+            )
+
+
+def _name(node: Mapping[str, str]) -> str:
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
 def wait_for(
@@ -38,8 +91,8 @@ def wait_for(
 ) -> dict[str, Any]:
     """Results by name, once all are there.
 
-    Fails as soon as one of them does, not only at the deadline: a dead rank leaves its peers hanging in a collective.
-    Errors of ours that an actor raised are raised as they are; others become `error`, naming the actor.
+    Fails as soon as one actor does, before the deadline: a dead rank leaves its peers hanging in a collective.
+    A MegagrpoError that an actor raised is raised as it is; any other becomes `error`, naming the actor.
     """
     done: dict[str, Any] = {}
     for name, answer in _as_they_come(results, doing, timeout_seconds, error, watch):
@@ -59,10 +112,10 @@ def settle(
     grace_seconds: float,
     watch: NodeWatch | None,
 ) -> tuple[dict[str, Any], dict[str, MegagrpoError]]:
-    """What everyone answered: results, and errors, by name. Raises nothing but what `watch` raises.
+    """The answers of all actors: results, and errors, by name. Raises only what `watch` raises.
 
-    After the first failure `at_first_failure` is called with its text, to release those who wait for the one that
-    failed; the others then have `grace_seconds` to answer, and who has not is an error too.
+    After the first failure `at_first_failure` is called with its text, to release the actors that wait for the failed
+    one. The others then have `grace_seconds` to answer; a missing answer is an error too.
     """
     done: dict[str, Any] = {}
     failed: dict[str, MegagrpoError] = {}
@@ -91,7 +144,7 @@ def _as_they_come(
     error: type[MegagrpoError],
     watch: NodeWatch | None,
 ) -> Iterator[tuple[str, Any]]:
-    """(name, answer or error), one after another. At the deadline, an error for each that is missing."""
+    """(name, answer or error), one after another. At the deadline, an error for each missing answer."""
     deadline = time.monotonic() + timeout_seconds
     names = {ref: name for name, ref in results.items()}
     while names:
@@ -125,7 +178,7 @@ def _late(
 
 
 def _answer(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[MegagrpoError], watch: NodeWatch | None) -> Any:
-    """What the actor returned, or the error that it is."""
+    """What the actor returned, or the error that it raised or died with."""
     try:
         return ray.get(ref, timeout=60.0)
     except RayTaskError as failure:

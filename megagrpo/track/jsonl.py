@@ -1,4 +1,4 @@
-"""JSON lines in the run's directory: metrics.jsonl, one line per step, and rollouts.jsonl, whole samples."""
+"""JSON lines in the run's directory: metrics.jsonl (a line per step), rollouts.jsonl (samples) and mismatch.jsonl."""
 
 from __future__ import annotations
 
@@ -6,18 +6,57 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from megagrpo.track.sink import RunStart, Status
 from megagrpo.types import Group
 
+MISMATCH_FILE = "mismatch.jsonl"
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """One token that the trainer and an engine saw differently. Logprobs are in nats."""
+
+    prompt_id: str
+    sample: int  # index among the samples of the prompt
+    position: int  # in the response, from 0
+    token: int
+    before: str  # the text that it follows
+    text: str
+    after: str
+    train_logprob: float
+    rollout_logprob: float
+    weight_version: int  # of the weights that sampled it
+
+    @property
+    def difference(self) -> float:
+        return abs(self.train_logprob - self.rollout_logprob)
+
+
+@dataclass(frozen=True)
+class MismatchRecord:
+    """One line of mismatch.jsonl. The figures are those of algorithm.mismatch.Mismatch."""
+
+    step: int
+    tokens: int
+    mean: float
+    p99: float
+    max: float
+    k1: float
+    k3: float
+    ratio_mean: float
+    effective_share: float
+    worst: tuple[WorstToken, ...]  # largest difference first
+
 
 class StepLines:
     """A file of JSON objects that each have a `step`, flushed line by line.
 
-    Opened after step `resumed_step`, it loses the lines of later steps, which will be made again, and a last line that
-    was cut off; also that step's, if it is `unlogged`. Opened for a run that starts (0), it is empty.
+    A run that starts (resumed_step 0) empties it. A run that continues after `resumed_step` removes the lines of later
+    steps, which it will write again, and a last line that was cut off; if `unlogged`, also that step's line.
     """
 
     def __init__(self, path: Path, resumed_step: int, unlogged: bool = False) -> None:
@@ -63,8 +102,21 @@ class RolloutTraces:
         self._lines.close()
 
 
+class MismatchTraces:
+    """mismatch.jsonl: per step, how far the trainer's logprobs of sampled tokens were from the engines', and where."""
+
+    def __init__(self, run: RunStart) -> None:
+        self._lines = StepLines(run.directory / MISMATCH_FILE, run.resumed_step)
+
+    def write(self, record: MismatchRecord) -> None:
+        self._lines.append(_finite_values(asdict(record)))
+
+    def close(self) -> None:
+        self._lines.close()
+
+
 def finite(value: float) -> float | None:
-    """JSON has no NaN and no infinity: None stands for them."""
+    """None for NaN and infinity, which JSON has not."""
     return float(value) if math.isfinite(value) else None
 
 
@@ -106,3 +158,11 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
             if at <= step:
                 kept.append(line if line.endswith("\n") else line + "\n")
     return kept
+
+
+def _finite_values(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite_values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite_values(item) for item in value]
+    return finite(value) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""What every tracker is told, and in which words."""
+"""What every tracker is told, and the two that are a few calls: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.recipe.schema import AnyRecipe, WandBConfig
 
 Status = Literal["finished", "failed", "interrupted"]
-"""How a run ended: by itself, by an error, or by a signal or Ctrl-C."""
+"""How a run ended: at its end, with an error, or by a signal or Ctrl-C."""
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """A run that starts, or continues after `resumed_step` (0 for one that starts).
+    """A run that starts (resumed_step 0), or continues after `resumed_step`.
 
-    `unlogged`: stopped before that step was evaluated, it will log it now.
+    unlogged: the run was stopped before that step was evaluated, and logs it now.
     """
 
     recipe: AnyRecipe
     directory: Path
     total_steps: int
     resumed_step: int = 0
-    run_ids: Mapping[str, str] = field(default_factory=dict)  # what each tracker called this run before
+    run_ids: Mapping[str, str] = field(default_factory=dict)  # by tracker, the id that it gave this run before
     unlogged: bool = False
 
 
 class Sink(Protocol):
-    """One place where metrics go. Calls come in this order, from one thread."""
+    """One place that metrics go to. One thread calls the methods, in this order."""
 
     def start(self, run: RunStart) -> None: ...
 
@@ -39,8 +39,54 @@ class Sink(Protocol):
 
 
 class SinkWithRun(Sink, Protocol):
-    """A tracker that names runs itself."""
+    """A tracker that gives runs ids of its own."""
 
     @property
     def run_id(self) -> str | None:
-        """Its name for this one; None if it has not answered."""
+        """Its id of this run; None if it has not answered yet."""
+
+
+class TensorBoardTracker:
+    """TensorBoard event files in the run's directory. Needs megagrpo[tensorboard]."""
+
+    def start(self, run: RunStart) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides the points that a resumed run will make again.
+        purge = run.resumed_step + 1 if run.resumed_step else None
+        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self, status: Status) -> None:
+        self._writer.close()
+
+
+class WandBTracker:
+    """Weights & Biases. Needs megagrpo[wandb]. wandb logs in a process of its own, so that no step waits for it."""
+
+    def __init__(self, settings: WandBConfig) -> None:
+        self._settings = settings
+        self.run_id: str | None = None
+
+    def start(self, run: RunStart) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=self._settings.project,
+            entity=self._settings.entity,
+            name=run.recipe.name,
+            id=run.run_ids.get("wandb"),
+            resume="allow",
+            dir=str(run.directory),
+            config=run.recipe.model_dump(mode="json"),
+        )
+        self.run_id = self._run.id
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self, status: Status) -> None:
+        self._run.finish(exit_code=0 if status == "finished" else 1)

@@ -1,36 +1,50 @@
-"""All trackers of a run as one: what the trainer talks to."""
+"""All trackers of a run as one object, and the record of what the run was started with."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.load import dump
 from megagrpo.recipe.schema import AnyRecipe
-from megagrpo.track import environment
 from megagrpo.track.console import make_console
-from megagrpo.track.jsonl import JsonlMetrics, RolloutTraces
+from megagrpo.track.jsonl import JsonlMetrics, MismatchRecord, MismatchTraces, RolloutTraces
 from megagrpo.track.metrics import UndocumentedMetric, undocumented
-from megagrpo.track.mismatch import MismatchRecord, MismatchTraces
 from megagrpo.track.mlflow import MLflowTracker, tracking_uri
-from megagrpo.track.sink import RunStart, Sink, SinkWithRun, Status
+from megagrpo.track.sink import RunStart, Sink, SinkWithRun, Status, TensorBoardTracker, WandBTracker
 from megagrpo.types import Group
+
+LIBRARIES = (
+    "megagrpo", "torch", "megatron-core", "ray", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow",
+    "pydantic", "mlflow", "math-verify", "sglang", "transformer-engine", "apex", "flash-attn",
+)  # fmt: skip
+GIT_TIMEOUT_SECONDS = 10.0
 
 
 class Tracker:
-    """Leaving it as a context finishes all trackers, with the status that the exception tells."""
+    """A context: leaving it finishes all trackers, with a status that says whether an exception ended the run."""
 
     def __init__(self, recipe: AnyRecipe, total_steps: int) -> None:
         self._recipe = recipe
         self._total_steps = total_steps
         self._console = make_console(recipe.track.console, sys.stdout)
         self._with_run = _sinks_with_run(recipe, self.say)
-        # The console is last: it shows a step once everything else has it.
-        self._sinks: list[Sink] = [JsonlMetrics(), *_other_sinks(recipe), *self._with_run.values(), self._console]
+        own_files = [TensorBoardTracker()] if recipe.track.tensorboard else []
+        # The console is last: it shows a step once all other trackers have it.
+        self._sinks: list[Sink] = [JsonlMetrics(), *own_files, *self._with_run.values(), self._console]
         self._traces: RolloutTraces | None = None
         self._mismatches: MismatchTraces | None = None
         self._undocumented: set[str] = set()
@@ -38,13 +52,13 @@ class Tracker:
     def start(self, resumed_step: int = 0, run_ids: Mapping[str, str] | None = None, *, unlogged: bool = False) -> None:
         """Writes recipe.yaml and environment.json to the run's directory and starts every tracker.
 
-        `resumed_step` is the last step that the run keeps (0 for a new run); `run_ids` is what `run_ids` was then.
-        `unlogged`: the metrics of that step are still to come.
+        resumed_step: the last step that the run keeps (0 for a new run). run_ids: what `run_ids` was after that step.
+        unlogged: the metrics of that step are still to come.
         """
         directory = run_directory(self._recipe)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "recipe.yaml").write_text(dump(self._recipe), encoding="utf-8")
-        described = json.dumps(environment.describe(), indent=2) + "\n"
+        described = json.dumps(environment(), indent=2) + "\n"
         (directory / "environment.json").write_text(described, encoding="utf-8")
         run = RunStart(self._recipe, directory, self._total_steps, resumed_step, run_ids or {}, unlogged)
         self._traces = RolloutTraces(run)
@@ -54,7 +68,7 @@ class Tracker:
 
     @property
     def run_ids(self) -> dict[str, str]:
-        """By tracker, the id to continue this run under. A tracker that has not answered yet has none."""
+        """By tracker, the id with which it continues this run. A tracker that has not answered yet is missing."""
         return {name: sink.run_id for name, sink in self._with_run.items() if sink.run_id is not None}
 
     def say(self, line: str) -> None:
@@ -81,7 +95,7 @@ class Tracker:
             self._mismatches.write(record)
 
     def finish(self, status: Status) -> None:
-        """Ends every tracker and says where everything is. Does nothing if it was not started, or a second time."""
+        """Ends every tracker and prints where everything is. Does nothing before `start`, or a second time."""
         if self._traces is None or self._mismatches is None:
             return
         self._traces.close()
@@ -111,15 +125,47 @@ def _sinks_with_run(recipe: AnyRecipe, say: Callable[[str], None]) -> dict[str, 
     if recipe.track.mlflow:
         sinks["mlflow"] = MLflowTracker(recipe.track.mlflow, say)
     if recipe.track.wandb:
-        from megagrpo.track.wandb import WandBTracker
-
         sinks["wandb"] = WandBTracker(recipe.track.wandb)
     return sinks
 
 
-def _other_sinks(recipe: AnyRecipe) -> list[Sink]:
-    if not recipe.track.tensorboard:
-        return []
-    from megagrpo.track.tensorboard import TensorBoardTracker
+def environment() -> dict[str, Any]:
+    """What a run was started with, for environment.json. Missing libraries and a missing checkout (`git`) are null."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join(sys.argv),
+        "directory": os.getcwd(),
+        "git": _git(Path(__file__).resolve().parents[2]),
+        "python": platform.python_version(),
+        "libraries": {name: _version(name) for name in LIBRARIES},
+        "host": {
+            "name": socket.gethostname(),
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+        },
+    }
 
-    return [TensorBoardTracker()]
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(checkout: Path) -> dict[str, Any] | None:
+    if not (checkout / ".git").exists():
+        return None
+    commit = _git_output(checkout, "rev-parse", "HEAD")
+    changes = _git_output(checkout, "status", "--porcelain", "--untracked-files=no")
+    return None if commit is None else {"commit": commit, "modified": changes != ""}
+
+
+def _git_output(checkout: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(checkout), *arguments], capture_output=True, text=True, timeout=GIT_TIMEOUT_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

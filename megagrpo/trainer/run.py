@@ -1,7 +1,10 @@
-"""What the parts of a step have in common."""
+"""What the stages of a step work with, and the clock of their phases."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megagrpo.batching.work import Work
@@ -11,14 +14,34 @@ from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
-from megagrpo.trainer.clock import PhaseClock
 from megagrpo.trainer.stopping import Stopping
 from megagrpo.types import Prompt
 
 
+class PhaseClock:
+    """Adds up wall-clock seconds by phase name until `take` empties it."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """Metrics `seconds/<phase>` since the last call."""
+        taken = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds = {}
+        return taken
+
+
 @dataclass(frozen=True)
 class Run:
-    """Everything a step works with."""
+    """A run of GRPO or PPO whose processes have started. Stages get it whole; it holds no result of a stage."""
 
     recipe: Recipe
     total_steps: int
@@ -28,6 +51,5 @@ class Run:
     policy: Policy
     weights: WeightSync
     clock: PhaseClock
-    work: Work
-    """Of the policy, by which data ranks are balanced."""
+    work: Work  # the policy's; data ranks get equal parts of it
     stopping: Stopping

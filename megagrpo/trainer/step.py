@@ -1,107 +1,313 @@
-"""One step of GRPO or PPO, from prompts to a new weight version (DeepSeekMath, arXiv:2402.03300, algorithm 1)."""
+"""The stages of a step, from prompts to a new weight version (DeepSeekMath, arXiv:2402.03300, algorithm 1).
+
+    sample -> score -> advantages and load_batch -> train -> sync
+
+A stage takes the run and what earlier stages returned. It doesn't know when it runs or what runs beside it: schedule.py
+decides that. Rows are the samples of a step's groups, group by group.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.algorithm.advantage import Advantages, compute_advantages, groups_with_signal, is_by_group
+from megagrpo.algorithm.advantage import (
+    AdvantageInputs,
+    Advantages,
+    compute_advantages,
+    groups_that_teach,
+    groups_with_signal,
+    is_by_group,
+)
 from megagrpo.algorithm.kl_coefficient import next_coefficient
 from megagrpo.algorithm.learning_rate import learning_rate
-from megagrpo.algorithm.mismatch import Mismatch
-from megagrpo.batching.rank_batches import RankBatch
-from megagrpo.recipe.passes import kl_in_reward, policy_learns, reads_batch
-from megagrpo.recipe.schema import Recipe
-from megagrpo.trainer.batch import load_batch, with_kl_and_values
+from megagrpo.algorithm.ragged import ragged_zeros
+from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
+from megagrpo.errors import EngineError, Problem
+from megagrpo.recipe.passes import kl_in_reward, needs_old_logprobs, policy_learns, reads_batch
+from megagrpo.recipe.schema import DynamicSamplingConfig, Recipe
 from megagrpo.trainer.run import Run
-from megagrpo.trainer.sampling import sample_step
-from megagrpo.trainer.sequences import advantage_inputs, trainable_rows
-from megagrpo.trainer.step_metrics import (
-    batch_metrics,
-    critic_metrics,
-    rollout_metrics,
-    sampling_metrics,
-    update_metrics,
-)
-from megagrpo.types import Group
+from megagrpo.types import Group, Prompt, Sample
+
+if TYPE_CHECKING:
+    from megagrpo.rank_results import CriticMetrics, StepMetrics
+
+# --- sample and score -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a step leaves behind: for the trackers, and for the next step."""
+class Sampled:
+    """A step's groups with their scores."""
 
-    metrics: dict[str, float]
-    groups: Sequence[Group]
-    """Those that the step could train on: rows of `mismatch` are their samples."""
-
-    sampled: Sequence[Group]
-    """All that were sampled, `groups` among them."""
-
-    mismatch: Mismatch | None
-    """None: the policy was not trained."""
-
-    kl_coefficient: float
-    """Of the next step."""
+    groups: list[Group]  # those that the step may train on, in the order of their prompts
+    all: list[Group]  # everything that was sampled, `groups` included
+    rounds: int = 1  # how often prompts were sampled
+    left_over: int = 0  # groups with signal that the last round brought beyond those wanted
+    # float64 [groups], for remax: score of the greedy response to each prompt of `groups`, NaN where its reward failed
+    baselines: np.ndarray | None = None
 
 
-def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
-    """Runs step `step` (the first is 1). The weight version afterwards is `step`, unless the run is told to stop.
+def sample(run: Run, step: int) -> Sampled:
+    """Responses to the next prompts, scored: in several rounds with dynamic sampling, with greedy ones for remax."""
+    recipe = run.recipe
+    if recipe.rollout.dynamic_sampling:
+        return _in_rounds(run, step, recipe.rollout.dynamic_sampling)
+    prompts = run.cursor.next(recipe.rollout.prompts_per_step)
+    if recipe.algorithm.advantage.name == "remax":
+        return _with_baselines(run, prompts, step)
+    groups = score(run, generate(run, prompts, step))
+    return Sampled(groups, groups)
 
-    Raises StopRequested if it is told so before everything is scored: the training ranks are as if it never began.
+
+def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
+    """A group of responses to each prompt. Raises EngineError if other weights than the policy's sampled a token."""
+    with run.clock.phase("rollout"):
+        groups = run.rollouts.generate(prompts, step)
+        require_version(groups, run.weights.version)
+    return groups
+
+
+def score(run: Run, groups: Sequence[Group]) -> list[Group]:
+    """The same groups with a score for each sample."""
+    with run.clock.phase("reward"):
+        return run.scorer.score(groups)
+
+
+def require_version(groups: Sequence[Group], version: int) -> None:
+    """Raises EngineError unless every token was sampled by the weights of `version`."""
+    for group in groups:
+        for sample in group.samples:
+            if (sample.versions != version).any():
+                raise EngineError(
+                    Problem(
+                        where=f"sample {sample.index} of prompt {sample.prompt_id}",
+                        given=f"tokens sampled by weight versions {sorted(set(sample.versions.tolist()))}",
+                        needed=f"version {version}, the policy's",
+                    )
+                )
+
+
+def prompts_of_round(wanted: int, useful: int, sampled: int) -> int:
+    """How many prompts to sample next, at most `wanted`: enough to bring the missing groups with signal if they stay as
+    frequent as so far.
+
+    wanted: groups of a step; useful: groups with signal so far, among `sampled` groups.
     """
-    recipe, algorithm, clock = run.recipe, run.recipe.algorithm, run.clock
+    return wanted if useful == 0 else min(wanted, -(-(wanted - useful) * sampled // useful))
 
-    sampled = sample_step(run, step)
+
+def with_signal(groups: Sequence[Group], recipe: Recipe) -> list[Group]:
+    """The groups that teach something, as `groups_that_teach` says."""
+    return [groups[i] for i in groups_that_teach(advantage_inputs(recipe, groups), recipe.algorithm.advantage)]
+
+
+def solved_prompts(groups: Sequence[Group], rate: float) -> list[str]:
+    """Ids of the prompts with at least this share of all responses solved."""
+    return [
+        group.prompt.id for group in groups if sum(score.solved for score in group.scores) / len(group.samples) >= rate
+    ]
+
+
+def _in_rounds(run: Run, step: int, dynamic: DynamicSamplingConfig) -> Sampled:
+    """Groups without signal are replaced by those of new prompts (DAPO, arXiv:2503.14476, section 3.2, eq. 11)."""
+    wanted = run.recipe.rollout.prompts_per_step
+    useful: list[Group] = []
+    everything: list[Group] = []
+    drawn: Counter[str] = Counter()
+    rounds = 0
+    while len(useful) < wanted and rounds < dynamic.rounds_max:
+        prompts = run.cursor.next(prompts_of_round(wanted, len(useful), len(everything)), drawn)
+        groups = score(run, generate(run, prompts, step))
+        everything += groups
+        useful += with_signal(groups, run.recipe)
+        rounds += 1
+    return Sampled(useful[:wanted], everything, rounds, left_over=max(0, len(useful) - wanted))
+
+
+def _with_baselines(run: Run, prompts: Sequence[Prompt], step: int) -> Sampled:
+    """Sampled and greedy responses are generated together, then scored together."""
+    with run.clock.phase("rollout"):
+        groups, greedy = run.rollouts.generate_with_greedy(prompts, step)
+        require_version([*groups, *greedy], run.weights.version)
+    scored = score(run, [*groups, *greedy])
+    groups, greedy = scored[: len(groups)], scored[len(groups) :]
+    return Sampled(groups, groups, baselines=flat_scores(greedy))
+
+
+# --- advantages and batch ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the policy learns from: advantages here, batches on the training ranks."""
+
+    rows: np.ndarray  # bool [rows], those in the batches
+    advantages: Advantages
+    batches: Sequence[RankBatch]  # one for each data rank; empty if no row can be trained on
+
+
+def load(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -> Loaded:
+    """Makes advantages, and loads the rows that teach something. Where advantages are made from the KL or the values
+    that ranks compute, all rows are loaded first.
+    """
+    recipe, algorithm = run.recipe, run.recipe.algorithm
     inputs = advantage_inputs(recipe, sampled.groups, sampled.baselines)
     rows = trainable_rows(inputs)
-    metrics = rollout_metrics(sampled.all) | sampling_metrics(recipe, sampled, run.cursor)
-
-    batches: list[RankBatch] = []
     if reads_batch(algorithm):
-        with clock.phase("logprobs"):
+        with run.clock.phase("logprobs"):
             batches = load_batch(run, sampled.groups, rows, step)
-            inputs = with_kl_and_values(run, inputs, kl_coefficient, loaded=bool(batches))
+            inputs = _with_kl_and_values(run, inputs, kl_coefficient, loaded=bool(batches))
+        return Loaded(rows, compute_advantages(inputs, algorithm.advantage), batches)
     advantages = compute_advantages(inputs, algorithm.advantage)
-    if not reads_batch(algorithm):
-        with clock.phase("logprobs"):
-            if skips_groups(recipe):
-                rows &= np.isin(inputs.group_ids, groups_with_signal(advantages.of_rows, inputs.group_ids))
-            batches = load_batch(run, sampled.groups, rows, step)
+    with run.clock.phase("logprobs"):
+        if skips_groups(recipe):
+            rows = rows & np.isin(inputs.group_ids, groups_with_signal(advantages.of_rows, inputs.group_ids))
+        return Loaded(rows, advantages, load_batch(run, sampled.groups, rows, step))
 
-    mismatch = None
-    if batches:
-        metrics |= batch_metrics(recipe, advantages.of_rows, batches)
-        with clock.phase("update"):
-            metrics |= _update_critic(run, advantages, step)
-            if policy_learns(algorithm, step):
-                lr = policy_learning_rate(recipe, step, run.total_steps)
-                in_loss = 0.0 if kl_in_reward(algorithm) else kl_coefficient
-                updated = run.policy.update(advantages.of_tokens or advantages.of_rows, lr, in_loss, step)
-                metrics |= {"lr": lr} | update_metrics(updated)
-                mismatch = updated.mismatch
-                if updated.kl is not None:
-                    metrics["kl/coefficient"] = kl_coefficient
-                    kl_coefficient = _next_kl_coefficient(recipe, kl_coefficient, updated.kl, int(rows.sum()))
 
-    every = algorithm.reference.update_every_steps
-    if every is not None and step % every == 0:
-        with clock.phase("update"):
-            run.policy.update_reference()
+def load_batch(run: Run, groups: Sequence[Group], rows: np.ndarray, step: int) -> list[RankBatch]:
+    """Sends the chosen rows (bool [rows]) to the training ranks, which compute the logprobs that the recipe needs.
 
-    if not run.stopping.requested:
-        with clock.phase("weight_sync"):
-            run.weights.sync(version=step)
+    Returns what was sent, one batch per data rank; nothing if no row was chosen.
+    """
+    sequences = train_sequences(groups, rows)
+    if not sequences:
+        return []
+    recipe, policy = run.recipe, run.policy
+    algorithm = recipe.algorithm
+    batches = make_rank_batches(
+        sequences,
+        layout=recipe.train.layout.parallel(),
+        minibatches=algorithm.minibatches,
+        tokens_per_microbatch=recipe.train.tokens_per_microbatch,
+        seed=recipe.seed + step,
+        work=run.work,
+    )
+    policy.load_batch(batches)
+    if not policy_learns(algorithm, step) and not kl_in_reward(algorithm):
+        return batches
+    if algorithm.rollout_logprobs_as_old:
+        policy.use_rollout_logprobs_as_old()
+    elif needs_old_logprobs(algorithm):
+        policy.compute_old_logprobs()
+    if algorithm.kl.coefficient > 0:
+        policy.compute_reference_logprobs()
+    return batches
 
-    metrics["weights/version"] = float(step)
-    return Step(metrics, sampled.groups, sampled.all, mismatch, kl_coefficient)
+
+def advantage_inputs(recipe: Recipe, groups: Sequence[Group], baselines: np.ndarray | None = None) -> AdvantageInputs:
+    """What advantages are made from, without what the ranks compute. baselines: float64 [groups], for remax."""
+    functions = recipe.reward.functions
+    by_function = recipe.algorithm.advantage.name == "gdpo"
+    return AdvantageInputs(
+        scores=flat_scores(groups),
+        group_ids=group_of_row(groups),
+        tokens=np.array([len(sample.tokens) for group in groups for sample in group.samples], dtype=np.int64),
+        parts=_counted_scores(groups, len(functions)) if by_function else None,
+        weights=np.array([function.weight for function in functions]) if by_function else None,
+        baselines=baselines,
+    )
+
+
+def flat_scores(groups: Sequence[Group]) -> np.ndarray:
+    """Scores of all rows: float64 [rows], NaN where a sample is masked."""
+    return np.array(
+        [np.nan if score.value is None else score.value for group in groups for score in group.scores], dtype=np.float64
+    )
+
+
+def group_of_row(groups: Sequence[Group]) -> np.ndarray:
+    """Index of each row's group: int64 [rows]."""
+    return np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
+
+
+def trainable_rows(inputs: AdvantageInputs) -> np.ndarray:
+    """Rows that have a score, a token and, for remax, a baseline: bool [rows]."""
+    rows = ~np.isnan(inputs.scores) & (inputs.tokens > 0)
+    return rows if inputs.baselines is None else rows & ~np.isnan(inputs.baselines[inputs.group_ids])
 
 
 def skips_groups(recipe: Recipe) -> bool:
-    """Whether groups whose advantages are all zero are left out. gpg's factor makes up for them: they must stay."""
+    """Whether groups whose advantages are all zero are left out. gpg needs them: its factor counts them."""
     advantage = recipe.algorithm.advantage.name
     return recipe.algorithm.skip_groups_without_signal and is_by_group(advantage) and advantage != "gpg"
+
+
+def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
+    """The chosen rows (bool [rows]) as sequences; each has a response token."""
+    samples = [(group.prompt, sample) for group in groups for sample in group.samples]
+    return [_sequence(prompt, sample, row) for row, (prompt, sample) in enumerate(samples) if rows[row]]
+
+
+def _counted_scores(groups: Sequence[Group], functions: int) -> np.ndarray:
+    """What each reward function counted: float64 [rows, functions], NaN where a sample has no such score."""
+    unknown = (np.nan,) * functions
+    rows = [score.counted or unknown for group in groups for score in group.scores]
+    return np.array(rows, dtype=np.float64).reshape(len(rows), functions)
+
+
+def _with_kl_and_values(run: Run, inputs: AdvantageInputs, kl_coefficient: float, *, loaded: bool) -> AdvantageInputs:
+    """Adds the KL and values that the ranks compute for every response token; zeros if no batch is loaded."""
+    algorithm, policy = run.recipe.algorithm, run.policy
+    nothing = ragged_zeros(inputs.tokens)
+    if kl_in_reward(algorithm):
+        kl = policy.token_kl(inputs.tokens) if loaded else nothing
+        inputs = replace(inputs, kl=kl, kl_coefficient=kl_coefficient)
+    if algorithm.critic is not None:
+        if loaded:
+            policy.compute_values()
+        inputs = replace(inputs, values=policy.token_values(inputs.tokens) if loaded else nothing)
+    return inputs
+
+
+def _sequence(prompt: Prompt, sample: Sample, row: int) -> TrainSequence:
+    start = len(prompt.tokens)
+    length = start + len(sample.tokens)
+    tokens = np.empty(length, np.int64)
+    tokens[:start] = prompt.tokens
+    tokens[start:] = sample.tokens
+    loss_mask = np.zeros(length, bool)
+    loss_mask[start:] = True
+    rollout_logprobs = np.zeros(length, np.float32)
+    rollout_logprobs[start:] = sample.logprobs
+    return TrainSequence(tokens, loss_mask, rollout_logprobs, row)
+
+
+# --- train and sync ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the training ranks answered. None: that model did not learn in this step."""
+
+    kl_coefficient: float  # of the next step
+    policy: StepMetrics | None = None
+    critic: CriticMetrics | None = None
+    lr: float = 0.0
+    critic_lr: float = 0.0
+
+
+def train(run: Run, loaded: Loaded, step: int, kl_coefficient: float) -> Trained:
+    """Updates critic and policy on the loaded batch, if there is one, and the reference where it is due."""
+    trained = Trained(kl_coefficient)
+    if loaded.batches:
+        with run.clock.phase("update"):
+            trained = _update_policy(run, _update_critic(run, trained, loaded, step), loaded, step)
+    every = run.recipe.algorithm.reference.update_every_steps
+    if every is not None and step % every == 0:
+        with run.clock.phase("update"):
+            run.policy.update_reference()
+    return trained
+
+
+def sync(run: Run, version: int) -> None:
+    """Brings the policy's weights to all engines, which hold `version` afterwards."""
+    with run.clock.phase("weight_sync"):
+        run.weights.sync(version)
 
 
 def policy_learning_rate(recipe: Recipe, step: int, total_steps: int) -> float:
@@ -119,13 +325,22 @@ def critic_learning_rate(recipe: Recipe, step: int, total_steps: int) -> float:
     return learning_rate(step, total_steps, optimizer) * recipe.algorithm.critic.lr / optimizer.lr
 
 
-def _update_critic(run: Run, advantages: Advantages, step: int) -> dict[str, float]:
-    if advantages.returns is None:
-        return {}
+def _update_critic(run: Run, trained: Trained, loaded: Loaded, step: int) -> Trained:
+    returns = loaded.advantages.returns
+    if returns is None:
+        return trained
     lr = critic_learning_rate(run.recipe, step, run.total_steps)
-    return {"critic/lr": lr} | critic_metrics(run.policy.update_critic(advantages.returns, lr))
+    return replace(trained, critic=run.policy.update_critic(returns, lr), critic_lr=lr)
 
 
-def _next_kl_coefficient(recipe: Recipe, coefficient: float, kl: float, samples: int) -> float:
-    settings = recipe.algorithm.kl
-    return next_coefficient(coefficient, kl, settings.target, settings.horizon, samples)
+def _update_policy(run: Run, trained: Trained, loaded: Loaded, step: int) -> Trained:
+    recipe, algorithm, coefficient = run.recipe, run.recipe.algorithm, trained.kl_coefficient
+    if not policy_learns(algorithm, step):
+        return trained
+    lr = policy_learning_rate(recipe, step, run.total_steps)
+    advantages, in_loss = loaded.advantages, 0.0 if kl_in_reward(algorithm) else coefficient
+    updated = run.policy.update(advantages.of_tokens or advantages.of_rows, lr, in_loss, step)
+    if updated.kl is not None:
+        kl = algorithm.kl
+        coefficient = next_coefficient(coefficient, updated.kl, kl.target, kl.horizon, int(loaded.rows.sum()))
+    return replace(trained, kl_coefficient=coefficient, policy=updated, lr=lr)

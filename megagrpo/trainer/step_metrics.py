@@ -1,25 +1,51 @@
-"""A step's metrics on the driver. Names and meanings are in track/metrics.py."""
+"""What a step reports: its metrics, with names and meanings as in track/metrics.py, and its line of mismatch.jsonl."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megagrpo.algorithm.mismatch import Mismatch, TokenMismatch
 from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficiency
 from megagrpo.data.cursor import Cursor
-from megagrpo.recipe.schema import Recipe
-from megagrpo.trainer.sampling import Sampled, with_signal
-from megagrpo.trainer.sequences import flat_scores
-from megagrpo.types import Group, Prompt
+from megagrpo.errors import Problem
+from megagrpo.recipe.defaults import run_directory
+from megagrpo.recipe.schema import MismatchConfig, Recipe
+from megagrpo.track.jsonl import MismatchRecord, WorstToken
+from megagrpo.track.tracker import Tracker
+from megagrpo.trainer.run import Run
+from megagrpo.trainer.step import Loaded, Sampled, Trained, flat_scores, with_signal
+from megagrpo.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
     from megagrpo.rank_results import CriticMetrics, StepMetrics
 
+TOKENS_BEFORE = 16
+TOKENS_AFTER = 4
+
+
+def step_metrics(
+    run: Run, sampled: Sampled, loaded: Loaded, trained: Trained, step: int, kl_coefficient: float
+) -> dict[str, float]:
+    """All metrics of a step but its seconds. kl_coefficient: that of this step."""
+    metrics = rollout_metrics(sampled.all) | sampling_metrics(run.recipe, sampled, run.cursor)
+    if loaded.batches:
+        metrics |= batch_metrics(run.recipe, loaded.advantages.of_rows, loaded.batches)
+    if trained.critic is not None:
+        metrics |= {"critic/lr": trained.critic_lr} | critic_metrics(trained.critic)
+    if trained.policy is not None:
+        metrics |= {"lr": trained.lr} | update_metrics(trained.policy)
+        if trained.policy.kl is not None:
+            metrics["kl/coefficient"] = kl_coefficient
+    return metrics | {"weights/version": float(step)}
+
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What the rollouts and rewards of a step looked like."""
+    """Rewards and lengths of the sampled responses."""
     scores = flat_scores(groups)
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
@@ -44,7 +70,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def sampling_metrics(recipe: Recipe, sampled: Sampled, cursor: Cursor[Prompt]) -> dict[str, float]:
-    """How many of the groups teach anything, and what became of the others."""
+    """How many groups teach anything, and what happened to the others."""
     metrics = {"groups/with_signal_share": len(with_signal(sampled.all, recipe)) / len(sampled.all)}
     if sampled.baselines is not None and not np.isnan(sampled.baselines).all():
         metrics["reward/greedy"] = float(np.nanmean(sampled.baselines))
@@ -61,7 +87,7 @@ def sampling_metrics(recipe: Recipe, sampled: Sampled, cursor: Cursor[Prompt]) -
 
 
 def batch_metrics(recipe: Recipe, advantages: np.ndarray, batches: Sequence[RankBatch]) -> dict[str, float]:
-    """How the step's samples became work. `advantages` is float64 [rows]."""
+    """Advantages, and how evenly the microbatches are filled. advantages: float64 [rows]."""
     micros = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
     train = recipe.train
     return {
@@ -72,11 +98,6 @@ def batch_metrics(recipe: Recipe, advantages: np.ndarray, batches: Sequence[Rank
         "packing/efficiency": packing_efficiency(batches, train.layout.parallel(), train.tokens_per_microbatch),
         "packing/imbalance": imbalance(batches),
     }
-
-
-def sequence_tokens(groups: Sequence[Group]) -> int:
-    """Prompt and response tokens of all samples."""
-    return sum(len(group.prompt.tokens) + len(sample.tokens) for group in groups for sample in group.samples)
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
@@ -91,7 +112,7 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def update_metrics(update: StepMetrics) -> dict[str, float]:
-    """What the training ranks said of the update."""
+    """The policy's update, as the training ranks report it."""
     metrics = {
         "loss/total": update.loss,
         "loss/policy": update.policy_loss,
@@ -126,7 +147,7 @@ def update_metrics(update: StepMetrics) -> dict[str, float]:
 
 
 def critic_metrics(update: CriticMetrics) -> dict[str, float]:
-    """What the training ranks said of the critic's update."""
+    """The critic's update, as the training ranks report it."""
     return {
         "critic/loss": update.loss,
         "critic/clip": update.clip_fraction,
@@ -135,3 +156,90 @@ def critic_metrics(update: CriticMetrics) -> dict[str, float]:
         "critic/explained_variance": update.explained_variance,
         "critic/grad_norm": update.grad_norm,
     }
+
+
+# --- mismatch between trainer and engines -----------------------------------------------------------------------------
+
+
+def report_mismatch(
+    recipe: Recipe,
+    step: int,
+    mismatch: Mismatch | None,
+    groups: Sequence[Group],
+    tracker: Tracker,
+    decode: Callable[[Sequence[int]], str],
+) -> Problem | None:
+    """Writes the step's mismatch to mismatch.jsonl, and warns if it is above the recipe's threshold.
+
+    mismatch: None if nothing was trained. decode: turns token ids into text. Returns a problem if the run is to end.
+    """
+    if mismatch is None:
+        return None
+    record = mismatch_record(step, mismatch, groups, decode)
+    tracker.mismatch(record)
+    settings = recipe.rollout.mismatch
+    excess = excess_mismatch(record, settings, run_directory(recipe))
+    if excess is None:
+        return None
+    if settings.then == "warn":
+        tracker.say(f"warning: {excess}")
+        return None
+    tracker.say(f"{excess.where}: saving this step, then stopping")
+    return excess
+
+
+def mismatch_record(
+    step: int, mismatch: Mismatch, groups: Sequence[Group], decode: Callable[[Sequence[int]], str]
+) -> MismatchRecord:
+    """The step's line of mismatch.jsonl, with the worst tokens as text."""
+    samples = list(chain.from_iterable(((group.prompt, sample) for sample in group.samples) for group in groups))
+    return MismatchRecord(
+        step=step,
+        tokens=mismatch.tokens,
+        mean=mismatch.mean,
+        p99=mismatch.p99,
+        max=mismatch.max,
+        k1=mismatch.k1,
+        k3=mismatch.k3,
+        ratio_mean=mismatch.ratio_mean,
+        effective_share=mismatch.effective_share,
+        worst=tuple(_worst_token(token, *samples[token.row], decode) for token in mismatch.worst),
+    )
+
+
+def excess_mismatch(record: MismatchRecord, settings: MismatchConfig, directory: Path) -> Problem | None:
+    """A problem if the recipe's figure is above its threshold or not a number. directory: the run's."""
+    value = getattr(record, settings.metric)
+    if settings.above is None or value <= settings.above:
+        return None
+    worst = record.worst[0]
+    return Problem(
+        where=f"step {record.step}: logprob_difference/{settings.metric} is {value:.4g}",
+        given=f"{record.tokens} response tokens; the worst is {worst.text!r} after {worst.before!r}, "
+        f"position {worst.position} of sample {worst.sample} of prompt {worst.prompt_id}: "
+        f"train logprob {worst.train_logprob:.4g}, rollout logprob {worst.rollout_logprob:.4g}, "
+        f"sampled by weight version {worst.weight_version}",
+        needed=f"at most {settings.above:g} (rollout.mismatch.above)",
+        fix=f"`megagrpo report {directory}` shows whether it grew slowly or at once, and in which tokens. All tokens: "
+        "the engine's weights, temperature or dtype differ from the trainer's. Few: its kernels or its cache. "
+        "To go on with the same command, raise rollout.mismatch.above or set rollout.mismatch.then to warn",
+    )
+
+
+def _worst_token(
+    found: TokenMismatch, prompt: Prompt, sample: Sample, decode: Callable[[Sequence[int]], str]
+) -> WorstToken:
+    tokens = [*map(int, prompt.tokens), *map(int, sample.tokens)]
+    at, position = found.position, found.position - len(prompt.tokens)
+    return WorstToken(
+        prompt_id=prompt.id,
+        sample=sample.index,
+        position=position,
+        token=tokens[at],
+        before=decode(tokens[max(0, at - TOKENS_BEFORE) : at]),
+        text=decode([tokens[at]]),
+        after=decode(tokens[at + 1 : at + 1 + TOKENS_AFTER]),
+        train_logprob=found.train_logprob,
+        rollout_logprob=found.rollout_logprob,
+        weight_version=int(sample.versions[position]),
+    )

@@ -16,8 +16,8 @@ import torch
 
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.trainer.mismatch import mismatch_record
-from megagrpo.trainer.sequences import group_of_row, train_sequences
+from megagrpo.trainer.step import group_of_row, train_sequences
+from megagrpo.trainer.step_metrics import mismatch_record
 from megagrpo.types import Group, Prompt, Sample
 from tests.distributed import grpo_ranks
 from tests.distributed.grpo_case import (

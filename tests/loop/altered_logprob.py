@@ -13,13 +13,13 @@ import numpy as np
 
 from megagrpo import cli
 from megagrpo.batching.rank_batches import TrainSequence
-from megagrpo.trainer import batch
+from megagrpo.trainer import step
 from megagrpo.types import Group
 
 LOWER = 3.0
 POSITION = 2
 
-true_sequences = batch.train_sequences
+true_sequences = step.train_sequences
 
 
 def altered_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
@@ -34,5 +34,5 @@ def altered_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSe
 
 
 if __name__ == "__main__":
-    batch.train_sequences = altered_sequences
+    step.train_sequences = altered_sequences
     sys.exit(cli.main(["train", *sys.argv[1:]]))

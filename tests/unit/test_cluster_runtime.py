@@ -1,21 +1,26 @@
-"""Ray is joined or started with what the run needs, and left again when the run is told to stop meanwhile."""
+"""Ray is joined or started with the devices of a run, each on a node, and every node must see the run's files."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import AuthenticationError
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.exceptions import AuthenticationError, WorkerCrashedError
 
-from megagrpo.cluster import runtime
-from megagrpo.cluster.nodes import NodeWatch
-from megagrpo.errors import RankError
+from megagrpo.cluster import runtime, waiting
+from megagrpo.cluster.runtime import check_files, nodes_of_devices
+from megagrpo.cluster.waiting import NodeWatch, wait_for
+from megagrpo.errors import NodeLostError, PreflightError, RankError
 from megagrpo.recipe.defaults import DevicePlan
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.stopping import StopRequested
+from megagrpo.weights.topology import Place
 from tests import tiny_run
 
 RECIPE = Recipe.model_validate({**tiny_run.recipe(Path("tiny")), "cluster": {"device": "cpu"}})
@@ -81,3 +86,140 @@ def test_only_gpus_are_shared(resource: str, of_engine: tuple[tuple[int, ...], .
     devices = DevicePlan(resource, 2, (0,), of_engine, 0.5, 0.5)
     device = {"GPU": "cuda", "CPU": "cpu"}[resource]
     assert runtime.Runtime(device, devices, None, (), NodeWatch({})).shares_gpus is shared  # type: ignore[arg-type]
+
+
+# --- which node each device lies on -----------------------------------------------------------------------------------
+
+
+def plan(ranks: int, engines: tuple[tuple[int, ...], ...] = ()) -> DevicePlan:
+    last = max((device for engine in engines for device in engine), default=-1)
+    return DevicePlan("GPU", max(ranks, last + 1), tuple(range(ranks)), engines, 1.0, 1.0)
+
+
+def test_the_largest_nodes_are_filled_first_and_the_others_are_left_alone() -> None:
+    assert nodes_of_devices(plan(4), 1, {"a": 2, "b": 8, "c": 2}) == ("b",) * 4
+    assert nodes_of_devices(plan(16), 8, {"a": 8, "b": 8, "c": 8}) == ("a",) * 8 + ("b",) * 8
+
+
+def test_an_engine_is_not_split_where_a_node_has_room_for_half_of_it() -> None:
+    engines = ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert nodes_of_devices(plan(8, engines), 1, {"a": 6, "b": 5}) == ("a",) * 4 + ("b",) * 4
+    assert nodes_of_devices(plan(8, engines), 1, {"a": 6, "b": 3}) is None
+
+
+def test_tensor_ranks_are_split_only_if_there_is_no_other_way() -> None:
+    assert nodes_of_devices(plan(4), 2, {"a": 3, "b": 2}) == ("a", "a", "b", "b")
+    assert nodes_of_devices(plan(2), 2, {"a": 1, "b": 1}) == ("a", "b")
+
+
+@given(
+    groups=st.integers(1, 8),
+    tensor=st.sampled_from([1, 2, 4]),
+    each=st.sampled_from([1, 2, 4, 8]),
+    engines=st.integers(0, 4),
+    free=st.lists(st.integers(0, 8), max_size=6),
+)
+def test_engines_are_whole_and_no_node_has_more_than_its_room(
+    groups: int, tensor: int, each: int, engines: int, free: list[int]
+) -> None:
+    ranks = groups * tensor
+    room = {f"n{index}": size for index, size in enumerate(free)}
+    starts = range(ranks, ranks + engines * each, each)
+    devices = plan(ranks, tuple(tuple(range(start, start + each)) for start in starts))
+    found = nodes_of_devices(devices, tensor, room)
+    if each == 1:
+        assert (found is not None) == (sum(free) >= devices.bundles)
+    if found is None:
+        return
+    assert len(found) == devices.bundles
+    assert all(len({found[device] for device in engine}) == 1 for engine in devices.bundles_of_engine)
+    assert all(count <= room[node] for node, count in Counter(found).items())
+
+
+@pytest.mark.parametrize("free", [{}, {"a": 0}])
+def test_a_cluster_without_free_devices_has_no_place(free: dict[str, int]) -> None:
+    assert nodes_of_devices(plan(1), 1, free) is None
+
+
+# --- which files a node sees ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_node(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run on this node and on `b`; `b.hidden` are the directories that b has not."""
+    node = SimpleNamespace(hidden=set(), asked=0)
+
+    def look(paths: list[str]) -> list[str]:
+        node.asked += 1
+        assert all(Path(path).exists() for path in paths if ".seen_by" in path)
+        return [path for path in paths if any(Path(path).is_relative_to(hidden) for hidden in node.hidden)]
+
+    monkeypatch.setattr(runtime.missing_files, "options", lambda **given: SimpleNamespace(remote=look))
+    monkeypatch.setattr(runtime, "node_names", lambda: {"a": "host-a (10.0.0.1)", "b": "host-b (10.0.0.2)"})
+    monkeypatch.setattr(runtime, "wait_for", lambda answers, **given: answers)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
+    monkeypatch.setattr(runtime, "NodeAffinitySchedulingStrategy", lambda node, soft: node)
+    return node
+
+
+def check(tmp_path: Path, *nodes: str, watch: NodeWatch | None = None) -> None:
+    (tmp_path / "model").mkdir(exist_ok=True)
+    started: Any = SimpleNamespace(places=tuple(Place(node) for node in nodes), watch=watch)
+    settings = {"track": {"directory": str(tmp_path)}, "name": "run", "cluster": {"start_timeout_seconds": 0.1}}
+    recipe = Recipe.model_validate({**tiny_run.recipe(Path("tiny")), **settings})
+    check_files(started, recipe, (tmp_path / "model",))
+
+
+def test_directories_that_are_seen_everywhere_are_left_as_they_were(tmp_path: Path, other_node: Any) -> None:
+    check(tmp_path, "a", "b", "b")
+    assert other_node.asked == 1
+    assert not list((tmp_path / "run").rglob(".seen*"))
+
+
+def test_a_run_on_this_node_alone_asks_nobody(tmp_path: Path, other_node: Any) -> None:
+    check(tmp_path, "a", "a")
+    assert not other_node.asked
+
+
+@pytest.mark.parametrize("hidden", ["run", "model"])
+def test_what_a_node_does_not_see_is_named_with_the_node(tmp_path: Path, other_node: Any, hidden: str) -> None:
+    other_node.hidden = {tmp_path / hidden}
+    with pytest.raises(PreflightError, match=rf"host-b \(10\.0\.0\.2\)(.|\n)*{tmp_path / hidden}"):
+        check(tmp_path, "a", "b")
+    assert not list((tmp_path / "run").rglob(".seen*"))
+
+
+@pytest.fixture
+def real_wait(other_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """check_files waits as it does in a run; b is dead once its answer was taken."""
+    living = [{"NodeID": "b", "Alive": True}]
+    monkeypatch.setattr(waiting, "DEATH_SECONDS", 0.05)
+    monkeypatch.setattr(ray, "nodes", lambda: living)
+    monkeypatch.setattr(
+        runtime.missing_files, "options", lambda **given: SimpleNamespace(remote=lambda paths: "answer")
+    )
+    monkeypatch.setattr(runtime, "wait_for", wait_for)
+
+    def crash(answer: str, timeout: float) -> None:
+        living.clear()
+        raise WorkerCrashedError
+
+    monkeypatch.setattr(ray, "get", crash)
+
+
+def test_a_node_that_does_not_answer_is_no_fault_of_the_users(
+    tmp_path: Path, real_wait: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "wait", lambda answers, num_returns, timeout: ([], answers))
+    with pytest.raises(RankError, match=r"host-b \(10\.0\.0\.2\)"):
+        check(tmp_path, "a", "b", watch=NodeWatch({}))
+    assert not list((tmp_path / "run").rglob(".seen*"))
+
+
+@pytest.mark.parametrize(("needed", "error"), [({"b": "host-b"}, NodeLostError), ({}, RankError)])
+def test_a_probe_that_went_with_its_node_is_a_lost_node(
+    tmp_path: Path, real_wait: None, monkeypatch: pytest.MonkeyPatch, needed: dict[str, str], error: type[Exception]
+) -> None:
+    monkeypatch.setattr(ray, "wait", lambda answers, num_returns, timeout: (answers, []))
+    with pytest.raises(error, match="host-b"):
+        check(tmp_path, "a", "b", watch=NodeWatch(needed))

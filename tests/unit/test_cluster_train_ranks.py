@@ -11,9 +11,10 @@ import pytest
 
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
-from megagrpo.trainer import train
+from megagrpo.trainer import run_loop, step, train
 from megagrpo.types import Group, Prompt
 from megagrpo.weights.executors.ways import Way
+from tests import step_fakes
 from tests.step_fakes import FakePolicy, make_run
 
 PARTS: tuple[Literal["parameters"], Literal["gradients"], Literal["optimizer"]] = (
@@ -99,16 +100,12 @@ def test_engines_and_training_never_need_more_than_a_device_has(monkeypatch: pyt
         saved.append(state.step)
 
     run.rollouts.generate, run.rollouts.release_memory = generate_on_device, release_memory
-    run.rollouts.generate_for_evaluation = lambda prompts: generate_on_device(prompts, 0)
-    run.scorer.score_unshaped = run.scorer.score
-    monkeypatch.setattr(train, "save", save)
+    monkeypatch.setattr(run_loop, "save", save)
     monkeypatch.setattr(train, "report_mismatch", lambda *given: None)
-    monkeypatch.setattr("megagrpo.trainer.sampling.require_version", lambda *given: None)
-    monkeypatch.setattr(train, "require_version", lambda *given: None)
+    for module in (step, train):
+        monkeypatch.setattr(module, "require_version", lambda *given: None)
     run.weights.sync(0)
-    progress = train._progress(run.recipe, run.cursor, None)
     tracker: Any = SimpleNamespace(log=lambda *a: None, rollouts=lambda *a: None, say=lambda *a: None, run_ids={})
-    held_out = [Prompt("p0", (1, 2), "sums", "2")]
-    assert train._run_steps(run, progress, held_out, None, tracker, lambda tokens: "") == 3  # type: ignore[arg-type]
+    assert step_fakes.run_loop(run, tracker).step == 3
     assert saved == [2, 3]
     assert run.weights.brought == [0, 1, 2, 2, 3], "again after a save in their place, but not after the last step"

@@ -13,7 +13,7 @@ from megagrpo.plan.time.step_time import ON_DRIVER, prompts_of_rounds, step_time
 from megagrpo.plan.time.training import Batch, TrainingRanks
 from megagrpo.recipe.schema import LayoutConfig, Recipe, SftRecipe, TrainConfig
 from megagrpo.reward.functions import INLINE
-from megagrpo.trainer.sampling import prompts_of_round
+from megagrpo.trainer.step import prompts_of_round
 from megagrpo.weights.families import architecture_of
 
 H100 = Machines(GPUS["H100"], 8, 50e9)

@@ -16,11 +16,11 @@ from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR
 from megagrpo.recipe import schema
 from megagrpo.recipe.schema import Recipe
-from megagrpo.report import mismatch as report
-from megagrpo.track.mismatch import MismatchRecord, MismatchTraces, WorstToken
+from megagrpo.report import read_mismatch
+from megagrpo.track.jsonl import MismatchRecord, MismatchTraces, WorstToken
 from megagrpo.track.sink import RunStart
 from megagrpo.track.tracker import Tracker
-from megagrpo.trainer.mismatch import excess_mismatch, mismatch_record, report_mismatch
+from megagrpo.trainer.step_metrics import excess_mismatch, mismatch_record, report_mismatch
 from megagrpo.types import Group, Prompt, Sample
 from tests.track_recipe import make_recipe
 
@@ -65,14 +65,14 @@ def records(steps: range) -> list[MismatchRecord]:
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     write(tmp_path, RECORD, replace(RECORD, step=8, worst=()))
-    assert report.read(tmp_path) == [RECORD, replace(RECORD, step=8, worst=())]
+    assert read_mismatch(tmp_path) == [RECORD, replace(RECORD, step=8, worst=())]
 
 
 def test_a_number_that_is_not_finite_is_null_and_comes_back_as_nan(tmp_path: Path) -> None:
     write(tmp_path, replace(RECORD, mean=math.nan, max=math.inf, worst=(replace(TOKEN, rollout_logprob=-math.inf),)))
     line = json.loads((tmp_path / "mismatch.jsonl").read_text())
     assert (line["mean"], line["max"], line["worst"][0]["rollout_logprob"]) == (None, None, None)
-    (read,) = report.read(tmp_path)
+    (read,) = read_mismatch(tmp_path)
     assert math.isnan(read.max)
     assert math.isnan(read.worst[0].rollout_logprob)
 
@@ -80,14 +80,14 @@ def test_a_number_that_is_not_finite_is_null_and_comes_back_as_nan(tmp_path: Pat
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     write(tmp_path, *records(range(1, 6)))
     write(tmp_path, *records(range(4, 7)), resumed_step=3)
-    assert [record.step for record in report.read(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [record.step for record in read_mismatch(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, RECORD)
     with (tmp_path / "mismatch.jsonl").open("a") as file:
         file.write('{"step": 8, "tok')
-    assert report.read(tmp_path) == [RECORD]
+    assert read_mismatch(tmp_path) == [RECORD]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_past_the_threshold_a_run_is_warned_or_ended_and_otherwise_nothing_is_sa
     assert (problem is not None) == ends
     assert said in printed
     assert bool(printed) == bool(said)
-    assert [record.step for record in report.read(tmp_path / "runs" / "adder")] == [5]
+    assert [record.step for record in read_mismatch(tmp_path / "runs" / "adder")] == [5]
 
 
 def test_a_figure_that_is_not_a_number_is_above_every_threshold() -> None:

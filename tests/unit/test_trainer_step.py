@@ -1,16 +1,32 @@
-"""One step on the driver: which passes run in what order, what is trained on, and what the next step inherits."""
+"""One step on the driver: what is sampled, which passes run in what order, what is trained on, what comes after it."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.recipe.passes import needs_old_logprobs
 from megagrpo.track.metrics import undocumented
-from megagrpo.trainer.step import critic_learning_rate, grpo_step, policy_learning_rate
+from megagrpo.trainer.schedule import grpo_step
+from megagrpo.trainer.step import (
+    critic_learning_rate,
+    policy_learning_rate,
+    prompts_of_round,
+    sample,
+    solved_prompts,
+    with_signal,
+)
+from megagrpo.types import Group
 from tests.step_fakes import Scores, make_run
 
+DYNAMIC = "rollout.dynamic_sampling={rounds_max: 3}"
 KL = "algorithm.kl={coefficient: 0.5, placement: reward}"
 PPO = ("algorithm.advantage.name=gae", "algorithm.critic={lr: 1e-3, warmup_steps: 1}")
 
@@ -169,3 +185,109 @@ def test_dynamic_sampling_trains_on_what_it_has_and_says_what_it_took() -> None:
     assert len(done.sampled) == 8
     found = {name: done.metrics[f"groups/{name}"] for name in ("rounds", "sampled", "left_over", "missing")}
     assert found == {"rounds": 2, "sampled": 8, "left_over": 0, "missing": 3}
+
+
+# --- what is sampled --------------------------------------------------------------------------------------------------
+
+
+def ids(groups: Sequence[Group]) -> list[str]:
+    return [group.prompt.id for group in groups]
+
+
+def test_without_dynamic_sampling_every_group_stays() -> None:
+    found = sample(make_run(scores=lambda prompt: [0.0] * 4), 1)
+    assert len(found.groups) == 4
+    assert found.groups == found.all
+
+
+def test_groups_without_signal_are_replaced_by_new_prompts_in_their_order() -> None:
+    run = make_run(
+        DYNAMIC, scores=lambda prompt: [1.0, 0.0, 0.0, 0.0] if prompt % 2 else [1.0, 1.0, None, 1.0], shuffle=False
+    )
+    found = sample(run, 1)
+    # Round 1 has prompts 0 to 3, of which 1 and 3 teach something: 4 more should bring the 2 missing groups.
+    assert ids(found.all) == [f"p{i}" for i in range(8)]
+    assert ids(found.groups) == ["p1", "p3", "p5", "p7"]
+    assert (found.rounds, found.left_over) == (2, 0)
+    assert run.cursor.position == 8
+
+
+def test_what_a_round_brings_too_much_is_left_over() -> None:
+    run = make_run(DYNAMIC, scores=lambda prompt: [float(prompt == 0 or prompt > 3), 0.0, 0.0, 0.0], shuffle=False)
+    found = sample(run, 1)
+    assert ids(found.groups) == ["p0", "p4", "p5", "p6"]
+    assert (found.rounds, found.left_over) == (2, 1)
+
+
+def test_rounds_are_bounded_and_prompts_that_come_again_are_other_samples() -> None:
+    run = make_run(DYNAMIC, scores=lambda prompt: [1.0] * 4, prompts=4)
+    found = sample(run, 1)
+    assert (len(found.groups), len(found.all), found.rounds) == (0, 12, 3)
+    assert len(run.rollouts.asked) == len(set(run.rollouts.asked)) == 12
+
+
+@given(st.integers(1, 64), st.data())
+def test_a_round_is_as_large_as_the_share_with_signal_asks_for(wanted: int, data: st.DataObject) -> None:
+    sampled = data.draw(st.integers(1, 300))
+    useful = data.draw(st.integers(0, min(sampled, wanted - 1)))
+    count = prompts_of_round(wanted, useful, sampled)
+    assert 1 <= count <= wanted
+    if useful and count < wanted:
+        assert count == math.ceil((wanted - useful) / (useful / sampled) - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "weight", "second", "with_one"), [("gdpo", 1, 0, 4), ("gdpo", 0, 1, 0), ("grpo", 1, 0, 0)]
+)
+def test_for_gdpo_a_group_has_signal_if_any_function_that_counts_differs(
+    advantage: str, weight: int, second: int, with_one: int
+) -> None:
+    functions = f"[{{function: gsm8k}}, {{function: format, arguments: {{pattern: a}}, weight: {weight}}}]"
+    counted = [(1, 0), (second, 1)] * 2
+    overrides = (f"algorithm.advantage.name={advantage}", f"reward.functions={functions}")
+    run = make_run(*overrides, scores=lambda prompt: [1.0] * 4, counted=counted)
+    assert len(with_signal(sample(run, 1).groups, run.recipe)) == with_one
+
+
+def test_remax_scores_one_greedy_response_for_each_prompt_and_trains_on_none() -> None:
+    found = sample(make_run("algorithm.advantage.name=remax", scores=one_right, greedy=lambda prompt: 0.5), 1)
+    assert np.array_equal(found.baselines, [0.5] * 4)  # type: ignore[arg-type]
+    assert all(len(group.samples) == 4 for group in found.all)
+
+
+def test_a_prompt_is_solved_by_a_share_of_all_responses_that_is_met_exactly() -> None:
+    run = make_run("rollout.samples_per_prompt=25", scores=lambda prompt: [1.0] * 7 + [0.0] * 9 + [None] * 9)
+    groups = sample(run, 1).groups
+    assert solved_prompts(groups, 0.28) == ids(groups)  # 0.28 * 25 is 7.000000000000001
+    assert solved_prompts(groups, 0.29) == []
+
+
+def test_a_prompt_is_set_aside_once_it_is_solved_often_enough() -> None:
+    run = make_run(
+        "data.no_resampling_pass_rate=0.75", scores=lambda prompt: [1.0, 1.0, float(prompt < 2), 0.0], prompts=8
+    )
+    for step in (1, 2):
+        grpo_step(run, step, 0.0)
+    assert run.cursor.set_aside_count == 2
+    before = len(run.rollouts.asked)
+    for step in range(3, 9):
+        grpo_step(run, step, 0.0)
+    assert {name.partition("+")[0] for name in run.rollouts.asked[before:]} == {f"p{i}" for i in range(2, 8)}
+
+
+@pytest.mark.parametrize("resumed_after", [1, 3])
+def test_a_resumed_run_samples_the_same_prompts(resumed_after: int) -> None:
+    whole, first, second = (
+        make_run(
+            DYNAMIC,
+            "data.no_resampling_pass_rate=1.0",
+            scores=lambda prompt: [1.0, 1.0, 1.0, float(prompt % 3 == 0)],
+        )
+        for _ in range(3)
+    )
+    expected = [ids(grpo_step(whole, step, 0.0).sampled) for step in range(1, 6)]
+    found = [ids(grpo_step(first, step, 0.0).sampled) for step in range(1, resumed_after + 1)]
+    second.cursor.restore(json.loads(json.dumps(first.cursor.state())))
+    found += [ids(grpo_step(second, step, 0.0).sampled) for step in range(resumed_after + 1, 6)]
+    assert found == expected
+    assert second.cursor.set_aside_count == whole.cursor.set_aside_count > 0

@@ -90,7 +90,7 @@ def _step(recipe: AnyRecipe, phases: Mapping[str, Seconds], assumed: Assumptions
 def prompts_of_rounds(recipe: Recipe, signal_share: float) -> Iterator[int]:
     """Prompts of every round of a step: one, or as many as dynamic sampling needs if that share has signal.
 
-    As trainer/sampling.py: each round samples as many as bring the rest, and never more than a step's.
+    As trainer/step.py: each round samples as many as bring the rest, and never more than a step's.
     """
     wanted, dynamic = recipe.rollout.prompts_per_step, recipe.rollout.dynamic_sampling
     yield wanted

@@ -1,33 +1,39 @@
-"""Told to stop at any moment, a run saves the steps that are done, and all of its lines are as if it had not been."""
+"""The run loop: a run told to stop at any moment loses nothing, and a run has one process."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.errors import MismatchError, Problem
-from megagrpo.trainer import train
+from megagrpo.errors import MismatchError, Problem, RecipeError
+from megagrpo.trainer import run_loop, train
+from megagrpo.trainer.run_loop import only_process_of
 from megagrpo.trainer.stopping import StopRequested
-from megagrpo.types import Group, Prompt
-from tests.step_fakes import make_run
+from megagrpo.types import Group
+from tests import step_fakes
 
 STEPS = 4
-HELD_OUT = [Prompt("p0", (1, 2), "sums", "2")]
 OVERRIDES = (f"train.total_steps={STEPS}", "eval.every_steps=2", "checkpoint.every_steps=3", "train.offload=[]")
 
 
 class Recorder:
-    """Of a run over several starts: the lines it logged and the states it saved, each under its step."""
+    """A tracker over several starts of one run: lines that were logged and states that were saved, with their steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.saved: list[TrainerState] = []
         self.run_ids: dict[str, str] = {}
-        monkeypatch.setattr(train, "save", lambda policy, store, state: self.saved.append(state))
+        monkeypatch.setattr(run_loop, "save", lambda policy, store, state: self.saved.append(state))
         monkeypatch.setattr(train, "report_mismatch", lambda *given: None)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -41,21 +47,16 @@ class Recorder:
 
     def start(self, moment: Callable[[Any, Callable[[], None]], None]) -> None:
         """Starts or continues the run; `moment` plants the signal."""
-        run = make_run(*OVERRIDES, scores=lambda prompt: [prompt % 3, 1, 0, 0.5])
-        stopping = run.stopping
+        run = step_fakes.make_run(*OVERRIDES, scores=lambda prompt: [prompt % 3, 1, 0, 0.5])
+        run.__dict__["total_steps"] = STEPS
 
         def told_to_stop() -> None:
-            stopping.signal = signal.SIGTERM
-            stopping.check()
+            run.stopping.signal = signal.SIGTERM
+            run.stopping.check()
 
-        run.rollouts.generate_for_evaluation = lambda prompts: run.rollouts.generate(prompts, 0)
-        run.scorer.score_unshaped = run.scorer.score
         moment(run, told_to_stop)
-        if self.saved:
-            state = TrainerState.from_json(self.saved[-1].to_json())
-            run.cursor.restore(state.data_cursor)
-        progress = train._progress(run.recipe, run.cursor, state if self.saved else None)
-        train._run_steps(run, progress, HELD_OUT, None, self, lambda tokens: "")  # type: ignore[arg-type]
+        state = TrainerState.from_json(self.saved[-1].to_json()) if self.saved else None
+        step_fakes.run_loop(run, self, state)
 
 
 def nothing(run: Any, stop: Callable[[], None]) -> None:
@@ -118,3 +119,33 @@ def test_a_run_told_to_stop_before_its_first_step_is_done_saves_nothing(monkeypa
     with pytest.raises(StopRequested):
         recorder.start(at_call("rollouts", "generate", 2))
     assert not recorder.saved
+
+
+HOLD = "import sys, pathlib; from megagrpo.trainer.run_loop import only_process_of\n" + (
+    "with only_process_of(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+)
+
+
+def test_a_second_process_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(RecipeError, match=str(first.pid)), only_process_of(tmp_path):
+            pass
+    finally:
+        first.kill()
+        first.communicate()
+    with only_process_of(tmp_path):
+        assert (tmp_path / "lock").read_text().strip().isdigit()
+
+
+def test_a_file_system_without_locks_is_named_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*given: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(RecipeError, match=r"not implemented(.|\n)*track\.directory"), only_process_of(tmp_path):
+        pytest.fail("entered without a lock")

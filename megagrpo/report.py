@@ -1,4 +1,4 @@
-"""Train-versus-rollout mismatch of a run: its figures by step and its worst tokens."""
+"""A run's directory as text: what `megagrpo report` prints. Reads files only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import Problem, ReportError
-from megagrpo.report.table import table
-from megagrpo.track.mismatch import MISMATCH_FILE, MismatchRecord, WorstToken
+from megagrpo.track.jsonl import MISMATCH_FILE, MismatchRecord, WorstToken
 
 WORST_SHOWN = 10
 CHARACTERS_BEFORE = 30
@@ -19,8 +18,20 @@ CHARACTERS_AFTER = 10
 FIGURES = ("mean", "p99", "max", "k1", "k3", "ratio_mean", "effective_share")
 
 
-def read(directory: Path) -> list[MismatchRecord]:
-    """Every whole line of the run's mismatch.jsonl; a last one that is still being written is left out.
+def report(directory: Path, steps: int) -> str:
+    """The report of the run in `directory`; tables show its last `steps` steps. Raises ReportError."""
+    if not directory.is_dir():
+        raise ReportError(
+            Problem(
+                f"{directory}: no such directory",
+                needed="the directory of a run: track.directory and name of its recipe, such as runs/NAME",
+            )
+        )
+    return "\n".join(_mismatch(read_mismatch(directory), steps))
+
+
+def read_mismatch(directory: Path) -> list[MismatchRecord]:
+    """Every whole line of the run's mismatch.jsonl; a last line that is still being written is left out.
 
     Numbers that were not finite are NaN. Raises ReportError if there is no such file, or if it is not one of ours.
     """
@@ -45,7 +56,7 @@ def read(directory: Path) -> list[MismatchRecord]:
     return records
 
 
-def section(records: Sequence[MismatchRecord], steps: int) -> list[str]:
+def _mismatch(records: Sequence[MismatchRecord], steps: int) -> list[str]:
     """Lines of text: the last `steps` records, and the worst tokens of all of them."""
     title = "Train-versus-rollout mismatch: train logprob - rollout logprob of the trained response tokens, in nats"
     if not records:
@@ -62,10 +73,10 @@ def section(records: Sequence[MismatchRecord], steps: int) -> list[str]:
         title,
         "",
         f"By step ({of}; mean, p99 and max of the absolute difference):",
-        *table(("step", "tokens", *FIGURES), rows),
+        *_table(("step", "tokens", *FIGURES), rows),
         "",
         "Worst tokens of all steps, 【marked】 in their text:",
-        *table(
+        *_table(
             ("step", "difference", "train", "rollout", "version", "prompt", "sample", "position", "text"),
             [_token_row(step, token) for step, token in worst],
             left=("prompt", "text"),
@@ -108,3 +119,15 @@ def _number(value: float, form: str = ".3g") -> str:
 def _line(text: str) -> str:
     """`text` in one line: control characters as Python writes them."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:
+    """A text table, columns two spaces apart. Columns named in `left` are left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    return [
+        "  ".join(
+            text.ljust(width) if heading in left else text.rjust(width)
+            for heading, text, width in zip(headings, row, widths, strict=True)
+        ).rstrip()
+        for row in (headings, *rows)
+    ]

@@ -1,4 +1,4 @@
-"""Which nodes a run has lost, who failed because of it, and which addresses a run can use."""
+"""Which nodes a run has lost, what failed because of it, and which addresses a run can use."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from megagrpo.cluster import nodes
+from megagrpo.cluster import waiting
 from megagrpo.cluster.actors import interface_of
-from megagrpo.cluster.nodes import NodeWatch, node_names
+from megagrpo.cluster.waiting import NodeWatch, node_names
 from megagrpo.errors import NodeLostError
 from megagrpo.recipe.cluster_address import address_problem
 
@@ -24,8 +24,8 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         for number, name in enumerate("ab", start=1)
     ]
     monkeypatch.setattr(ray, "nodes", lambda: told)
-    monkeypatch.setattr(nodes, "CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(nodes, "DEATH_SECONDS", 0.05)
+    monkeypatch.setattr(waiting, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(waiting, "DEATH_SECONDS", 0.05)
     return told
 
 
@@ -48,7 +48,7 @@ def test_an_actor_out_of_reach_is_waited_for_until_ray_has_given_up_its_node(
     listed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = NodeWatch(node_names())
-    monkeypatch.setattr(nodes.time, "sleep", lambda seconds: listed.pop(0))
+    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: listed.pop(0))
     with pytest.raises(NodeLostError, match="host-a"):
         watch.after_failure(ActorUnavailableError("gone", None))
 

@@ -1,1 +1,0 @@
-"""A run's directory as text: what `megagrpo report` prints. Reads files only."""

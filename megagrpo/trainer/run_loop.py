@@ -1,0 +1,338 @@
+"""A run of either kind: start or continue, step by step, evaluate, save when due, stop on a signal, export a model.
+
+train.py and sft.py say what differs: how a run reads its data and starts its processes (`run_to_end`), and what its
+started processes do in a step (`Training`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
+from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.cluster import runtime
+from megagrpo.cluster.runtime import Runtime
+from megagrpo.cluster.train_ranks import TrainRanks
+from megagrpo.data.cursor import AnyItem, Cursor
+from megagrpo.data.mixture import FileCount
+from megagrpo.errors import MegagrpoError, Problem, RecipeError
+from megagrpo.preflight.preflight import Preflight
+from megagrpo.recipe.defaults import dtype_name, run_directory, total_steps
+from megagrpo.recipe.load import Kind
+from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.tokenizer import load_chat_tokenizer
+from megagrpo.track.tracker import Tracker
+from megagrpo.trainer.evaluation import EarlyStopping
+from megagrpo.trainer.run import PhaseClock
+from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, open_store, recipe_values, save
+from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
+
+
+@dataclass(frozen=True)
+class RunData(Generic[AnyItem]):
+    """The items that a run trains on and is evaluated on, and what each of its files gave."""
+
+    items: Sequence[AnyItem]
+    held_out: Sequence[AnyItem]
+    files: Sequence[FileCount]
+    noun: str  # prompts or examples
+
+
+@dataclass(frozen=True)
+class Setup(Generic[Kind, AnyItem]):
+    """What is known of a run before its processes start."""
+
+    checked: Preflight[Kind]
+    tokenizer: PreTrainedTokenizerBase
+    cursor: Cursor[AnyItem]
+    held_out: Sequence[AnyItem]
+    total_steps: int
+    store: CheckpointStore
+    resumed: Checkpoint | None
+    tracker: Tracker
+    stopping: Stopping
+    clock: PhaseClock
+
+    @property
+    def recipe(self) -> Kind:
+        return self.checked.recipe
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """What a step leaves behind."""
+
+    metrics: dict[str, float]
+    tokens: int  # prompts and responses, or examples: for tokens_per_second
+    responses: int = 0  # generated for training
+    kl_coefficient: float | None = None  # of the next step
+    failure: MegagrpoError | None = None  # ends the run once the step is saved
+
+
+class Training(Protocol):
+    """The started processes of a run, and what each kind of run does with them."""
+
+    @property
+    def ranks(self) -> TrainRanks: ...
+
+    def step(self, step: int, kl_coefficient: float | None) -> StepDone:
+        """Trains step `step`, timed as phase `step`. Raises StopRequested if it gives up, as if it never began."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics on the held-out items, without `eval/`."""
+
+    def saving(self, step: int, *, goes_on: bool) -> AbstractContextManager[None]:
+        """Inside it, the ranks can be saved. goes_on: another step follows."""
+
+    def exporting(self) -> AbstractContextManager[None]:
+        """Inside it, the ranks' parameters can be exported; no step follows."""
+
+    def give_up(self) -> None:
+        """Ends what a stop has interrupted, so that the ranks can be saved."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: what its next checkpoint will say. A step that is given up leaves it as it was."""
+
+    kl_coefficient: float | None  # of the next step; None in fine-tuning
+    data_cursor: Mapping[str, Any]
+    step: int = 0
+    episodes: int = 0
+    evaluation: dict[str, float] | None = None  # of exactly these weights
+    unlogged: dict[str, float] | None = None  # of the step, if it still waits for its evaluation
+    early: EarlyStopping | None = None  # None: the recipe has no rule
+
+
+def run_to_end(
+    checked: Preflight[Kind],
+    read: Callable[[Kind, PreTrainedTokenizerBase], RunData[AnyItem]],
+    start: Callable[[Setup[Kind, AnyItem], Runtime, ExitStack], Training],
+) -> int:
+    """Runs the recipe to its end, from its newest checkpoint if it has one; 0.
+
+    `start` starts the processes on the reserved devices and leaves their ends to the stack.
+    Raises MegagrpoError; RunStopped, once everything is saved, if the process was sent SIGTERM or SIGUSR1.
+    """
+    store = open_store(checked.recipe)
+    return until_stopped(lambda stopping: _run(checked, store, stopping, read, start), store.newest)
+
+
+def _run(
+    checked: Preflight[Kind],
+    store: CheckpointStore,
+    stopping: Stopping,
+    read: Callable[[Kind, PreTrainedTokenizerBase], RunData[AnyItem]],
+    start: Callable[[Setup[Kind, AnyItem], Runtime, ExitStack], Training],
+) -> int:
+    recipe = checked.recipe
+    with ExitStack() as closing:
+        closing.enter_context(only_process_of(run_directory(recipe)))
+        resumed = checkpoint_to_resume(store, recipe)
+        tokenizer = load_chat_tokenizer(checked.tokenizer_directory, recipe.model.chat_template)
+        data = read(recipe, tokenizer)
+        cursor = Cursor(data.items, seed=recipe.seed, shuffle=recipe.data.shuffle)
+        if resumed:
+            cursor.restore(resumed.state.data_cursor)
+        progress = first_progress(recipe, cursor, resumed.state if resumed else None)
+        steps = total_steps(recipe, len(cursor))
+
+        tracker = closing.enter_context(Tracker(recipe, steps))
+        runs = resumed.state.tracker_runs if resumed else None
+        tracker.start(progress.step, runs, unlogged=progress.unlogged is not None)
+        for file in data.files:
+            overlong = f", {file.overlong} over-long" if file.overlong else ""
+            tracker.say(f"{file.path}: {file.used} {data.noun} of {file.rows} rows{overlong}")
+        if resumed:
+            for line in (f"continuing after step {progress.step} from {resumed.path}", *resumed.warnings):
+                tracker.say(line)
+            exported = not recipe.checkpoint.export_hugging_face or exported_step(recipe) == progress.step
+            over = progress.step >= steps or _reason_to_stop(progress, cursor)
+            if exported and over and progress.unlogged is None:
+                tracker.say("the run is complete: nothing to do")
+                return 0
+
+        setup = Setup(checked, tokenizer, cursor, data.held_out, steps, store, resumed, tracker, stopping, PhaseClock())
+        with stopping.giving_up():
+            with stopping.while_ray_starts():
+                ray = runtime.start(recipe, stopping.check)
+            closing.callback(runtime.stop, ray)
+            training = start(setup, ray, closing)
+        progress = run_steps(setup, training, progress)
+        if recipe.checkpoint.export_hugging_face:
+            with stopping.giving_up(), training.exporting():
+                dtype = dtype_name(recipe, ray.device)
+                directory = export(training.ranks, checked, tokenizer, progress.step, dtype)
+            tracker.say(f"Hugging Face model: {directory}")
+    return 0
+
+
+def first_progress(recipe: AnyRecipe, cursor: Cursor[Any], state: TrainerState | None) -> Progress:
+    """Where the run stands before its first step now. state: of the checkpoint that it continues from.
+
+    Early stopping keeps its best value only if it still watches the same metric.
+    """
+    coefficient, early = None, None
+    if isinstance(recipe, Recipe):
+        coefficient = recipe.algorithm.kl.coefficient
+        rule = recipe.eval.early_stopping
+        early = EarlyStopping(rule) if rule else None
+        if state and recipe.algorithm.kl.target is not None and state.kl_coefficient is not None:
+            coefficient = state.kl_coefficient
+        before = state.recipe["eval"]["early_stopping"] if state else None
+        if state and rule and before and before["metric"] == rule.metric:
+            early = EarlyStopping(rule, state.best_evaluation, state.evaluations_without_best)
+    if state is None:
+        return Progress(coefficient, cursor.state(), early=early)
+    evaluation = dict(state.evaluation) if state.evaluation else None
+    unlogged = dict(state.unlogged) if state.unlogged else None
+    return Progress(coefficient, cursor.state(), state.step, state.episodes, evaluation, unlogged, early)
+
+
+def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) -> Progress:
+    """Steps until the run's length or early stopping; evaluates and saves when due.
+
+    A step is logged before it is saved: a run killed in between repeats the step, and its line is written again.
+    Raises a step's failure once the step is saved, and StopRequested once all steps that are done are saved.
+    """
+    recipe, tracker, cursor, saved = setup.recipe, setup.tracker, setup.cursor, progress.step
+    failure: MegagrpoError | None = None
+    try:
+        if progress.step == 0 and setup.held_out and recipe.eval.before_training:
+            progress = _evaluate(setup, training, progress)
+            tracker.log(0, _evaluation_metrics(progress) | setup.clock.take())
+
+        reason = _reason_to_stop(progress, cursor)
+        while progress.unlogged is not None or (progress.step < setup.total_steps and not reason):
+            if progress.unlogged is None:
+                progress, failure = _step(setup, training, progress)
+            last = progress.step == setup.total_steps or cursor.exhausted
+            if setup.held_out and (last or progress.step % recipe.eval.every_steps == 0):
+                progress = _evaluate(setup, training, progress)
+            reason = _reason_to_stop(progress, cursor)
+            step, metrics = progress.step, progress.unlogged or {}
+            tracker.log(step, metrics | _evaluation_metrics(progress) | setup.clock.take())
+            progress = replace(progress, unlogged=None)
+            due = last or reason or failure or step % recipe.checkpoint.every_steps == 0
+            if due or _is_new_best(recipe.checkpoint.keep_best, progress.evaluation, setup.store):
+                _save(setup, training, progress, goes_on=not (last or reason or failure))
+                saved = step
+            if failure:
+                raise failure
+    except StopRequested:
+        if progress.step > saved:
+            training.give_up()
+            _save(setup, training, progress, goes_on=False)
+        if failure:
+            raise failure from None
+        raise
+    if reason:
+        tracker.say(f"stopped after step {progress.step}: {reason}")
+    return progress
+
+
+def _step(setup: Setup[Any, Any], training: Training, before: Progress) -> tuple[Progress, MegagrpoError | None]:
+    """The next step, not yet evaluated or logged, and its failure."""
+    setup.stopping.stop_here()
+    done = training.step(before.step + 1, before.kl_coefficient)
+    seconds = setup.clock.take()
+    speed = {"tokens_per_second": done.tokens / seconds["seconds/step"]}
+    progress = replace(
+        before,
+        kl_coefficient=done.kl_coefficient,
+        data_cursor=setup.cursor.state(),
+        step=before.step + 1,
+        episodes=before.episodes + done.responses,
+        evaluation=None,
+        unlogged=done.metrics | speed | seconds,
+    )
+    return progress, done.failure
+
+
+def _evaluate(setup: Setup[Any, Any], training: Training, progress: Progress) -> Progress:
+    with setup.stopping.giving_up(), setup.clock.phase("eval"):
+        evaluation = training.evaluate()
+    early = progress.early.after(evaluation) if progress.early else None
+    return replace(progress, evaluation=evaluation, early=early)
+
+
+def _evaluation_metrics(progress: Progress) -> dict[str, float]:
+    return {f"eval/{name}": value for name, value in (progress.evaluation or {}).items()}
+
+
+def _reason_to_stop(progress: Progress, cursor: Cursor[Any]) -> str | None:
+    """Why the run ends before its length. A run that solves all of its prompts ends without an error: its model is
+    evaluated, saved and exported as any other.
+    """
+    if cursor.exhausted:
+        return "every prompt is set aside (data.no_resampling_pass_rate)"
+    return progress.early.reason_to_stop() if progress.early else None
+
+
+def _is_new_best(metric: str | None, evaluation: Mapping[str, float] | None, store: CheckpointStore) -> bool:
+    """Whether these weights were evaluated as better than every checkpoint that is kept."""
+    if metric is None or evaluation is None:
+        return False
+    best = store.best()
+    return best is None or evaluation[metric] > best
+
+
+def _save(setup: Setup[Any, Any], training: Training, progress: Progress, *, goes_on: bool) -> None:
+    with setup.clock.phase("checkpoint"), training.saving(progress.step, goes_on=goes_on):
+        state = TrainerState(
+            step=progress.step,
+            weight_version=progress.step,
+            data_cursor=progress.data_cursor,
+            recipe=recipe_values(setup.recipe),
+            episodes=progress.episodes,
+            kl_coefficient=progress.kl_coefficient,
+            evaluation=progress.evaluation,
+            unlogged=progress.unlogged,
+            best_evaluation=progress.early.best if progress.early else None,
+            evaluations_without_best=progress.early.evaluations_without_best if progress.early else 0,
+            tracker_runs=setup.tracker.run_ids,
+        )
+        save(training.ranks, setup.store, state)
+
+
+@contextmanager
+def only_process_of(run_directory: Path) -> Iterator[None]:
+    """Holds the run's lock, which ends with the process: a second process would truncate the metrics of the first.
+
+    Raises RecipeError if another process has it, or if the file system has no locks.
+    """
+    run_directory.mkdir(parents=True, exist_ok=True)
+    with (run_directory / "lock").open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise RecipeError(
+                Problem(
+                    where=f"{run_directory}: this run is already going on",
+                    given=f"process {lock.read().strip() or 'unknown'}",
+                    needed="one process per run",
+                    fix="wait for it to end, or give the recipe another name",
+                )
+            ) from None
+        except OSError as error:
+            raise RecipeError(
+                Problem(
+                    where=f"track.directory: {lock.name} cannot be locked",
+                    given=f"{error.strerror}",
+                    needed="a file system with locks, so that no second process writes to this run",
+                    fix="set track.directory to a place on another file system, or mount this one with locks (flock)",
+                )
+            ) from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
