@@ -111,37 +111,33 @@ def _without_missing(manifest: Manifest, arch: Architecture, files: Sequence[Man
 
 
 def read_region(path: Path, entry: Entry, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """Elements start[i] .. start[i] + shape[i] of a stored tensor. Raises CheckpointError."""
     dtype = torch.float8_e4m3fn if entry.dtype == FP8 else torch_dtype(DTYPES[entry.dtype])
     values = torch.empty(shape, dtype=dtype)
     data = memoryview(values.view(-1).view(torch.uint8).numpy())
+    run_bytes, offsets = _runs(entry.shape, start, shape, values.itemsize)
     try:
         with path.open("rb", buffering=0) as file:
-            _read_bytes(file.fileno(), entry.begin, entry.shape, values.itemsize, start, shape, data)
+            descriptor = file.fileno()
+            for index, offset in enumerate(offsets):
+                into, at = data[index * run_bytes : (index + 1) * run_bytes], entry.begin + offset
+                while (count := os.preadv(descriptor, [into], at)) < len(into):
+                    if not count:
+                        raise OSError(f"it ends before byte {at + len(into)}")
+                    into, at = into[count:], at + count
     except OSError as error:
         raise CheckpointError(Problem(str(path), error.strerror or str(error), "a file that can be read")) from error
     return values
 
 
-def _read_bytes(
-    descriptor: int,
-    begin: int,
-    stored: tuple[int, ...],
-    item_bytes: int,
-    start: tuple[int, ...],
-    shape: tuple[int, ...],
-    into: memoryview,
-) -> None:
-    """Reads a region of the row-major tensor of shape `stored` at byte `begin`: at once if it is one run of bytes."""
-    row_bytes = math.prod(stored[1:]) * item_bytes
-    if shape[1:] == stored[1:]:
-        offset = begin + (start[0] * row_bytes if start else 0)
-        while into:
-            count = os.preadv(descriptor, [into], offset)
-            if not count:
-                raise OSError(f"it ends before byte {offset + len(into)}")
-            into, offset = into[count:], offset + count
-        return
-    each = len(into) // shape[0]
-    for row in range(shape[0]):
-        at = begin + (start[0] + row) * row_bytes
-        _read_bytes(descriptor, at, stored[1:], item_bytes, start[1:], shape[1:], into[row * each : (row + 1) * each])
+def _runs(
+    stored: tuple[int, ...], start: tuple[int, ...], shape: tuple[int, ...], item_bytes: int
+) -> tuple[int, list[int]]:
+    """The runs of bytes that make up a region of a row-major tensor of shape `stored`: their size, their offsets."""
+    whole = next((axis for axis in range(len(shape)) if shape[axis:] == stored[axis:]), len(shape))
+    cut = max(whole - 1, 0)  # the last axis that is cut; a run includes the whole axes behind it
+    strides = [math.prod(stored[axis + 1 :]) * item_bytes for axis in range(len(stored))]
+    offsets = [sum(low * stride for low, stride in zip(start, strides, strict=True))]
+    for size, stride in zip(shape[:cut], strides, strict=False):
+        offsets = [offset + index * stride for offset in offsets for index in range(size)]
+    return math.prod(shape[cut:]) * item_bytes, offsets

@@ -39,7 +39,7 @@ Axis = Literal["tensor", "expert", "expert_tensor"]
 
 
 @dataclass(frozen=True)
-class LayerSpec:
+class MegatronSpec:
     """The parameter names of one of Megatron's layer specs; `{expert}` is the index of an expert on its rank."""
 
     input_norm: str
@@ -88,7 +88,7 @@ class LayerSpec:
         return found + role_problems(arch, HELD, "Megatron")
 
 
-LOCAL_SPEC = LayerSpec(
+LOCAL_SPEC = MegatronSpec(
     input_norm="input_layernorm.weight",
     query_latent_norm="q_layernorm.weight",
     key_value_latent_norm="kv_layernorm.weight",
@@ -99,7 +99,7 @@ LOCAL_SPEC = LayerSpec(
 )
 """Megatron's local layers: norms apart from the linear layers, experts one by one (SequentialMLP)."""
 
-TE_SPEC = LayerSpec(
+TE_SPEC = MegatronSpec(
     input_norm="self_attention.linear_qkv.layer_norm_weight",
     query_latent_norm="linear_q_up_proj.layer_norm_weight",
     key_value_latent_norm="linear_kv_up_proj.layer_norm_weight",
@@ -131,7 +131,7 @@ class _Rank:
     arch: Architecture
     layout: ParallelLayout
     where: RankCoordinates
-    spec: LayerSpec
+    spec: MegatronSpec
     builder: ManifestBuilder
 
     def add_chunk(self, chunk: int) -> None:
