@@ -58,10 +58,11 @@ class RankGroupError(RuntimeError):
     """A rank raised, died or did not answer in time. The message has every traceback that there is."""
 
 
-def run_ranks(ranks: int, function: str, *args: Any, timeout: float = CALL_SECONDS) -> list[Any]:
+def run_ranks(ranks: int, function: str, *args: Any, timeout: float = CALL_SECONDS, joined: bool = True) -> list[Any]:
     """Results of `function` ("module:name") called with `args` on each of `ranks` processes joined by gloo.
 
-    Arguments and results travel by pickle. `timeout` is in seconds, for the whole call.
+    Arguments and results travel by pickle. `timeout` is in seconds, for the whole call. Without `joined` the function
+    makes a process group of its own: it is called with its rank and an address where the ranks can meet before `args`.
     """
     global _group
     if not 1 <= ranks <= RANKS_MAX:
@@ -69,7 +70,7 @@ def run_ranks(ranks: int, function: str, *args: Any, timeout: float = CALL_SECON
     if _group is None:
         _group = RankGroup()
         atexit.register(_group.close)
-    return _group.run(ranks, function, args, timeout)
+    return _group.run(ranks, function, args, timeout, joined)
 
 
 # --- the test's side --------------------------------------------------------------------------------------------------
@@ -91,20 +92,25 @@ class RankGroup:
         self._directory = tempfile.TemporaryDirectory(prefix="megagrpo_ranks_")
         self._calls = 0
 
-    def run(self, ranks: int, function: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
+    def run(self, ranks: int, function: str, args: tuple[Any, ...], timeout: float, joined: bool) -> list[Any]:
         self._calls += 1
         files = Path(self._directory.name) / str(self._calls)
         files.mkdir()
-        connections = [self._fork(rank, files / f"trace{rank}") for rank in range(ranks)]
+        connections = [self._fork(files / f"trace{rank}") for rank in range(ranks)]
         pids: list[int] = []
         try:
             for rank, connection in enumerate(connections):
                 if not connection.poll(START_SECONDS):
                     raise RankGroupError(f"rank {rank} did not start in {START_SECONDS:.0f} s")
                 pids.append(connection.recv())
-            job = pickle.dumps((ranks, f"file://{files / 'store'}", function, args, timeout))
-            for connection in connections:
-                connection.send_bytes(job)
+            store = f"file://{files / 'store'}"
+            for rank, connection in enumerate(connections):
+                job = (
+                    (function, args, (rank, ranks, store, "cpu", timeout))
+                    if joined
+                    else (function, (rank, store, *args))
+                )
+                connection.send_bytes(pickle.dumps(job))
             results, failures = collect(connections, time.monotonic() + timeout)
             for rank in set(range(ranks)) - results.keys() - failures.keys():
                 failures[rank] = where_it_hangs(pids[rank], files / f"trace{rank}")
@@ -118,9 +124,9 @@ class RankGroup:
             raise RankGroupError("\n".join(f"[rank {rank}] {text}" for rank, text in sorted(failures.items())))
         return [results[rank] for rank in range(ranks)]
 
-    def _fork(self, rank: int, trace: Path) -> Connection:
+    def _fork(self, trace: Path) -> Connection:
         ours, theirs = Pipe()
-        socket.send_fds(self._control, [f"{rank:04d}{trace}".encode().ljust(512)], [theirs.fileno()])
+        socket.send_fds(self._control, [str(trace).encode().ljust(512)], [theirs.fileno()])
         theirs.close()
         return ours
 
@@ -209,12 +215,12 @@ def nurse(control_fd: int) -> None:
         if os.fork() == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            serve(int(message[:4]), message[4:].decode().strip(), Connection(fds[0]))
+            serve(message.decode().strip(), Connection(fds[0]))
             os._exit(0)
         os.close(fds[0])
 
 
-def serve(rank: int, trace_file: str, connection: Connection) -> None:
+def serve(trace_file: str, connection: Connection) -> None:
     """Run the job that arrives, and wait to be ended."""
     with open(trace_file, "w") as trace:
         faulthandler.register(signal.SIGUSR1, file=trace)
@@ -222,7 +228,7 @@ def serve(rank: int, trace_file: str, connection: Connection) -> None:
             connection.send(os.getpid())
             job = pickle.loads(connection.recv_bytes())
             try:
-                answer = pickle.dumps((True, call(rank, *job)))
+                answer = pickle.dumps((True, call(*job)))
             except BaseException:  # noqa: BLE001  whatever it is, the test must see it
                 answer = pickle.dumps((False, traceback.format_exc()))
             connection.send_bytes(answer)
@@ -231,9 +237,10 @@ def serve(rank: int, trace_file: str, connection: Connection) -> None:
             return
 
 
-def call(rank: int, ranks: int, init_method: str, function: str, args: tuple[Any, ...], timeout: float) -> Any:
+def call(function: str, args: tuple[Any, ...], group: tuple[Any, ...] | None = None) -> Any:
     from megagrpo.megatron import process
 
+    if group is not None:
+        process.start(*group)
     module, name = function.split(":")
-    process.start(rank, ranks, init_method, "cpu", timeout)
     return getattr(importlib.import_module(module), name)(*args)

@@ -28,27 +28,21 @@ def logits_of_torch_dist(
 ) -> list[parity_ranks.RankLogits | None]:
     """For each (model directory, iteration directory), logits of a model that Megatron loaded from the latter."""
     process.start_parallel(layout, seed=1)
-    try:
-        return [
-            parity_ranks.logits_of_chunks(loaded(directory, iteration, layout), layout, microbatches)
-            for directory, iteration in cases
-        ]
-    finally:
-        process.stop_parallel()
+    return [
+        parity_ranks.logits_of_chunks(loaded(directory, iteration, layout), layout, microbatches)
+        for directory, iteration in cases
+    ]
 
 
 def save_torch_dist(cases: list[tuple[Path, Path]], layout: ParallelLayout, dtype: str = "float32") -> None:
     """Loads each model and saves it as Megatron-LM does, into the given directory."""
     process.start_parallel(layout, seed=1)
-    try:
-        for directory, iteration in cases:
-            chunks, _ = parity_ranks.load_model(directory, layout, getattr(torch, dtype))
-            if torch.distributed.get_rank() == 0:
-                iteration.mkdir(parents=True)
-            torch.distributed.barrier()
-            dist_checkpointing.save(sharded(chunks) | {"iteration": 7}, str(iteration))
-    finally:
-        process.stop_parallel()
+    for directory, iteration in cases:
+        chunks, _ = parity_ranks.load_model(directory, layout, getattr(torch, dtype))
+        if torch.distributed.get_rank() == 0:
+            iteration.mkdir(parents=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save(sharded(chunks) | {"iteration": 7}, str(iteration))
 
 
 def save_training(cases: list[tuple[Path, Path]], sizes: dict[str, int]) -> list[tuple[SavedFile, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,25 +24,15 @@ def on_ranks(function: str, recipe: Recipe, directory: Path, *args: Any, timeout
     if ":" not in function:
         function = f"{__name__}:{function}"
     ranks = recipe.train.layout.parallel().ranks
-    store = directory.parent / f"store-{uuid.uuid4().hex}"
-    return run_ranks(ranks, f"{__name__}:call", function, recipe, str(directory), str(store), *args, timeout=timeout)
+    return run_ranks(ranks, f"{__name__}:call", function, recipe, str(directory), *args, timeout=timeout, joined=False)
 
 
-def call(function: str, recipe: Recipe, directory: str, store: str, *args: Any) -> Any:
-    import torch.distributed as dist
-
-    from megagrpo.megatron import process
+def call(number: int, store: str, function: str, recipe: Recipe, directory: str, *args: Any) -> Any:
     from megagrpo.megatron.rank import TrainRank
 
-    number = dist.get_rank()
-    dist.barrier()  # a rank that leaves while another still connects to a third makes that one fail
-    process.stop()  # the harness's group; a TrainRank makes its own
-    rank = TrainRank(recipe, number, f"file://{store}", directory, "cpu")
-    try:
-        module, name = function.split(":")
-        return getattr(importlib.import_module(module), name)(rank, *args)
-    finally:
-        rank.close()
+    module, name = function.split(":")
+    rank = TrainRank(recipe, number, store, directory, "cpu")
+    return getattr(importlib.import_module(module), name)(rank, *args)
 
 
 def boxes(rank: Any, tensors: dict[str, torch.Tensor]) -> Parts:

@@ -42,13 +42,10 @@ def logits_of_families(
 ) -> list[RankLogits | None]:
     """For each model, this rank's logits of its part of `microbatches[m][sequence][token]`; None on earlier stages."""
     process.start_parallel(layout, seed=1)
-    try:
-        return [
-            logits_of_chunks(load_model(directory, layout, getattr(torch, dtype))[0], layout, microbatches)
-            for directory in directories
-        ]
-    finally:
-        process.stop_parallel()
+    return [
+        logits_of_chunks(load_model(directory, layout, getattr(torch, dtype))[0], layout, microbatches)
+        for directory in directories
+    ]
 
 
 def logits_of_chunks(

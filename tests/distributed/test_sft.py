@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +62,15 @@ def make_sequences(vocabulary: int) -> list[TrainSequence]:
     return sequences
 
 
-def call(function: str, recipe: SftRecipe, directory: str, store: str, batches: list[RankBatch], *args: Any) -> Any:
+def call(
+    number: int, store: str, function: str, recipe: SftRecipe, directory: str, batches: list[RankBatch], *args: Any
+) -> Any:
     """`function` of this module on every rank's SftRank, with its batch loaded."""
-    import torch.distributed as dist
-
-    from megagrpo.megatron import process
     from megagrpo.megatron.sft_rank import SftRank
 
-    number = dist.get_rank()
-    dist.barrier()  # a rank that leaves while another still connects to a third makes that one fail
-    process.stop()  # the harness's group; an SftRank makes its own
-    rank = SftRank(recipe, number, f"file://{store}", directory, "cpu")
-    try:
-        rank.load_batch(batches[rank.where.data])
-        return globals()[function](rank, *args)
-    finally:
-        rank.close()
+    rank = SftRank(recipe, number, store, directory, "cpu")
+    rank.load_batch(batches[rank.where.data])
+    return globals()[function](rank, *args)
 
 
 def step(rank: Any) -> dict[str, Any]:
@@ -115,8 +107,8 @@ def on_ranks(
 ) -> list[dict[str, Any]]:
     layout = recipe.train.layout.parallel()
     batches = make_rank_batches(sequences, layout=layout, minibatches=1, tokens_per_microbatch=LONGEST, seed=0)
-    store = directory.parent / f"store-{uuid.uuid4().hex}"
-    return run_ranks(layout.ranks, f"{__name__}:call", function, recipe, str(directory), str(store), batches, *args)
+    arguments = function, recipe, str(directory), batches, *args
+    return run_ranks(layout.ranks, f"{__name__}:call", *arguments, joined=False)
 
 
 def cross_entropy(model: torch.nn.Module, sequences: list[TrainSequence]) -> torch.Tensor:

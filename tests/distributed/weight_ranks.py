@@ -33,19 +33,16 @@ def send_model(
     """Sends the model once each way, as version 0, 1, ..., each doubled. The digests of the last."""
     source = torch.distributed.get_rank()
     process.start_parallel(layout, seed=1)
-    try:
-        tensors = model.named_tensors(load_model(directory, layout, torch.float32)[0])
-        member = meeting.join(f"rank {source}")
-        for version, way in enumerate(ways):
-            member.wait(lambda key=f"go {version}": member.hear(key), lambda: Problem("the test does not go on"))
-            for tensor in tensors.values():
-                tensor.mul_(2)
-            sender = open_sender(way, plan, source, meeting, bucket_bytes)
-            sender.send(version, tensors)
-            sender.close()
-        return sent_digests(plan, source, tensors)
-    finally:
-        process.stop_parallel()
+    tensors = model.named_tensors(load_model(directory, layout, torch.float32)[0])
+    member = meeting.join(f"rank {source}")
+    for version, way in enumerate(ways):
+        member.wait(lambda key=f"go {version}": member.hear(key), lambda: Problem("the test does not go on"))
+        for tensor in tensors.values():
+            tensor.mul_(2)
+        sender = open_sender(way, plan, source, meeting, bucket_bytes)
+        sender.send(version, tensors)
+        sender.close()
+    return sent_digests(plan, source, tensors)
 
 
 def send_and_die(plan: WeightPlan, meeting: Meeting, way: Way, held: list[Tensors], bucket_bytes: int) -> None:

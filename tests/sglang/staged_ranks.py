@@ -51,34 +51,31 @@ def send_all(
     """
     source = dist.get_rank()
     process.start_parallel(layout, seed=1)
-    try:
-        chunks, _ = load_model(sendings[0].versions[0][1], layout, torch.float32)
-        tensors = named_tensors(chunks)
-        member = meeting.join(f"test's rank {source}")
-        found: dict[int, Digests | str] = {}
-        for sending in sendings:
-            sender = open_sender(
-                sending.way,
-                plan,
-                source,
-                meeting,
-                bucket_bytes,
-                ranks_per_engine=ranks_per_engine,
-                device=torch.device("cpu"),
-                files=files,
-            )
-            member.add(f"ready {sending.way}")
-            for version, directory in sending.versions:
-                load_files(directory, plan.sources[source], tensors)
-                member.start_clock()
-                member.wait(partial(member.hear, f"open {version}"), lambda: Problem("the test opens no sync"))
-                try:
-                    sender.send(version, tensors)
-                    found[version] = sent_digests(plan, source, tensors)
-                except MegagrpoError as error:
-                    found[version] = str(error)
-                member.add(f"sent {version}")
-            sender.close()
-        return found
-    finally:
-        process.stop_parallel()
+    chunks, _ = load_model(sendings[0].versions[0][1], layout, torch.float32)
+    tensors = named_tensors(chunks)
+    member = meeting.join(f"test's rank {source}")
+    found: dict[int, Digests | str] = {}
+    for sending in sendings:
+        sender = open_sender(
+            sending.way,
+            plan,
+            source,
+            meeting,
+            bucket_bytes,
+            ranks_per_engine=ranks_per_engine,
+            device=torch.device("cpu"),
+            files=files,
+        )
+        member.add(f"ready {sending.way}")
+        for version, directory in sending.versions:
+            load_files(directory, plan.sources[source], tensors)
+            member.start_clock()
+            member.wait(partial(member.hear, f"open {version}"), lambda: Problem("the test opens no sync"))
+            try:
+                sender.send(version, tensors)
+                found[version] = sent_digests(plan, source, tensors)
+            except MegagrpoError as error:
+                found[version] = str(error)
+            member.add(f"sent {version}")
+        sender.close()
+    return found
