@@ -8,30 +8,35 @@ from sync to sync; gathers of a bucket run at the same time; nothing is verified
 
 from __future__ import annotations
 
+import base64
 import mmap
+import pickle
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import reductions
 
 from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
-from megagrpo.weights.boxes import Manifest, Placement, Storage
-from megagrpo.weights.executors import sglang_payloads as payloads
-from megagrpo.weights.executors.shared_memory import FileArea
-from megagrpo.weights.executors.staged_buckets import storage_bytes
-from megagrpo.weights.executors.staging import Post, view_in
-from megagrpo.weights.executors.whole_tensors import whole_tensors
+from megagrpo.weights.boxes import ITEM_BYTES, Manifest, Placement, Storage
+from megagrpo.weights.transport.disk import Post
+from megagrpo.weights.transport.shared_memory import FileArea
 from megagrpo.weights.views import box_view, torch_dtype
 
 HEADER = mmap.PAGESIZE
-"""Bytes before the bucket in shared memory, where torch keeps its count of users."""
+"""Bytes before the bucket in shared memory, where torch keeps its count of users (aten/src/ATen/MapAllocator)."""
+TORCH_HEADER_BYTES = 64
+NEVER_LAST = 1 << 30
+"""A count of users that no server brings to 0: the last user would remove the file."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class GatherEverything:
         self._at = {(where.pipeline, where.tensor): where.rank for where in grid if where.data == self._here.data}
         self._tensor_group = _group(grid, rank, lambda where: (where.data, where.pipeline))
         self._pipeline_group = _group(grid, rank, lambda where: (where.data, where.tensor))
-        whole = whole_tensors(destinations, "checkpoint").storages
+        whole = whole_tensors(destinations)
         self._buckets = list(_buckets(self._parameters(layout, whole), bucket_bytes))
         self._placements: dict[tuple[int, str, str], list[Placement]] = defaultdict(list)
         for source, manifest in enumerate(sources):
@@ -81,7 +86,7 @@ class GatherEverything:
                 server, failure=lambda asked, given: Problem(asked, given), timeout_seconds=timeout_seconds
             )
             self._area = FileArea(f"megagrpo-gathered-{secrets.token_hex(8)}", HEADER + largest)
-            payloads.begin_users(self._area)
+            self._area.flat[:4].view(torch.int32).fill_(NEVER_LAST)
             self._flat = self._area.flat[HEADER:]
         else:
             self._flat = torch.zeros(largest, dtype=torch.uint8)
@@ -154,9 +159,7 @@ class GatherEverything:
         area = self._area
         if area is None:
             raise RuntimeError("only the first rank hands over")
-        payload = payloads.flattened_bucket(
-            payloads.shared_tensor(area, payloads.mapped_file(area), HEADER, (end,), torch.uint8), entries
-        )
+        payload = flattened_bucket(area, end, entries)
         body = {"load_format": "flattened_bucket", "flush_cache": False}
         post("/update_weights_from_tensor", body | {"serialized_named_tensors": [payload] * self._engine_ranks})
         self.moved_bytes += end
@@ -211,3 +214,80 @@ def _group(grid: Sequence[RankCoordinates], rank: int, key: Callable[[RankCoordi
 def _finish(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
+
+
+def whole_tensors(destinations: Sequence[Manifest]) -> dict[str, Storage]:
+    """By name: every checkpoint tensor of which these destinations hold a part, whole, in their dtype.
+
+    Tensors with larger elements come first: each then begins at a multiple of its element's size, without gaps.
+    """
+    ends: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, str] = {}
+    for manifest in destinations:
+        for placement in manifest.placements:
+            box = placement.box
+            end = tuple(start + size for start, size in zip(box.start, box.shape, strict=True))
+            ends[box.tensor] = tuple(map(max, ends.get(box.tensor, end), end))
+            dtypes.setdefault(box.tensor, manifest.storages[placement.storage].dtype)
+    return {
+        name: Storage(name, ends[name], dtypes[name])
+        for name in sorted(ends, key=lambda name: -ITEM_BYTES[dtypes[name]])
+    }
+
+
+def storage_bytes(storage: Storage) -> int:
+    return prod(storage.shape) * ITEM_BYTES[storage.dtype]
+
+
+def view_in(flat: torch.Tensor, begin: int, storage: Storage) -> torch.Tensor:
+    """The storage that begins at this byte of `flat`, in its dtype and shape."""
+    return flat[begin : begin + storage_bytes(storage)].view(torch_dtype(storage.dtype)).view(storage.shape)
+
+
+# --- what SGLang is given: a pickle of torch's own functions for mapping shared memory, with our arguments ------------
+
+
+def flattened_bucket(
+    area: FileArea, size: int, entries: Sequence[tuple[str, tuple[int, ...], torch.dtype, int, int]]
+) -> str:
+    """serialized_named_tensors of load_format "flattened_bucket", whose `size` bytes begin at HEADER of the area.
+
+    `entries` are name, shape, dtype, first byte and end of each tensor. SGLang unpickles with a short list of permitted
+    names (SafeUnpickler in sglang/srt/utils/common.py, 0.5.23).
+    """
+    metadata = [
+        SimpleNamespace(
+            name=name, shape=torch.Size(shape), dtype=dtype, start_idx=begin, end_idx=end, numel=end - begin
+        )
+        for name, shape, dtype, begin, end in entries
+    ]
+    flat = _FileTensor(_Bytes(_MappedFile(area.ticket(0), area.flat.numel() - TORCH_HEADER_BYTES)), size)
+    return base64.b64encode(pickle.dumps({"flattened_tensor": flat, "metadata": metadata}, protocol=4)).decode()
+
+
+@dataclass(frozen=True, eq=False)
+class _MappedFile:
+    name: str
+    bytes: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # No manager's address: the server's torch starts its own helper, which ends with the server.
+        arguments = (torch.UntypedStorage, b"", f"/{self.name}".encode(), self.bytes)
+        return reductions.rebuild_storage_filename, arguments
+
+
+@dataclass(frozen=True, eq=False)
+class _Bytes:
+    storage: _MappedFile
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reductions.rebuild_typed_storage, (self.storage, torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class _FileTensor:
+    bytes: _Bytes
+    size: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._utils._rebuild_tensor, (self.bytes, HEADER - TORCH_HEADER_BYTES, (self.size,), (1,))

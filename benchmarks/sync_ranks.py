@@ -19,13 +19,12 @@ from gather_everything import GatherEverything
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.ports import free_port
 from megagrpo.rollout.sglang.client import Endpoint
-from megagrpo.weights.executors import sglang_ways, ways
-from megagrpo.weights.executors.disk import DiskFiles
-from megagrpo.weights.executors.meeting import Meeting
-from megagrpo.weights.executors.ways import Way
+from megagrpo.weights.digest import sent_digests
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan
-from megagrpo.weights.verification import sent_digests
+from megagrpo.weights.transport.choice import TransportName, open_sender
+from megagrpo.weights.transport.disk import DiskFiles
+from megagrpo.weights.transport.rendezvous import Rendezvous
 from megagrpo.weights.views import torch_dtype
 
 GATHER = "gather everything"
@@ -34,12 +33,12 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_
 
 @dataclass(frozen=True)
 class Sync:
-    """What every training rank must know of the syncs to come. `way` is a Way's value or GATHER."""
+    """What every training rank must know of the syncs to come. `transport` is a TransportName's value or GATHER."""
 
-    way: str
+    transport: str
     layout: ParallelLayout
     plan: WeightPlan
-    meeting: Meeting
+    rendezvous: Rendezvous
     bucket_bytes: int
     files: DiskFiles
     server: Endpoint
@@ -63,20 +62,17 @@ class TrainingRank:
         load_files(directory, manifest, self._tensors)
 
     def connect(self, sync: Sync) -> None:
-        """Opens the sender that a training rank of megagrpo opens (weight_sender.py), or the one to compare with."""
+        """Opens the sender that a training rank of a run opens, or the one to compare with."""
         self._plan, rank, ends = sync.plan, self._rank, len(sync.plan.destinations)
-        common = sync.plan, rank, sync.meeting, sync.bucket_bytes
-        if sync.way == GATHER:
-            timeout = sync.meeting.timeout_seconds
+        if sync.transport == GATHER:
+            timeout = sync.rendezvous.timeout_seconds
             self._sender = GatherEverything(
                 sync.layout, rank, sync.plan.sources, sync.plan.destinations, sync.bucket_bytes, sync.server, timeout
             )
-        elif (way := Way(sync.way)) in sglang_ways.WAYS:
-            self._sender = sglang_ways.open_sender(
-                way, *common, ranks_per_engine=ends, device=torch.device("cpu"), files=sync.files
-            )
         else:
-            self._sender = ways.open_sender(way, *common)
+            common = sync.plan, rank, sync.rendezvous, sync.bucket_bytes
+            transport = TransportName(sync.transport)
+            self._sender = open_sender(transport, *common, ranks_per_engine=ends, files=sync.files)
 
     def train(self) -> None:
         """Changes every element, in the same way on every rank that holds it."""

@@ -3,7 +3,7 @@
     python benchmarks/weight_plan.py            # both tables: minutes of one core
     python benchmarks/weight_plan.py --models   # or --ranks: one of them
 
-Predicted seconds are arithmetic over the bytes of each link (megagrpo/weights/traffic.py) at the speeds printed above
+Predicted seconds are arithmetic over the bytes of each link (weight_traffic.py) at the speeds printed above
 the table; they are predictions, not measurements. Published ones are measured, by others, on clusters of their own, and
 end to end. DeepSeek-V3 and Kimi-K2 stand here with their experts, sizes and 60 of their 61 layers (pipeline stages are
 of equal length), and with grouped queries in place of latent attention, which is a small part of their bytes.
@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from weight_traffic import GatherEverything, LinkSpeeds, Traffic, gather_everything, topology_of, traffic_of
+
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.families import architecture_of, tensors_of
@@ -26,8 +28,6 @@ from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import TE_SPEC
-from megagrpo.weights.topology import Topology
-from megagrpo.weights.traffic import GatherEverything, LinkSpeeds, Traffic, gather_everything, traffic_of
 
 DEVICES_PER_NODE = 8
 SPEEDS = LinkSpeeds()
@@ -150,7 +150,7 @@ def figures(case: Case) -> Figures:
         for rank, manifest in enumerate(of_engine)
     ]
     first = 0 if case.colocated else len(sources)
-    topology = Topology.of_nodes(range(len(sources)), range(first, first + len(destinations)), DEVICES_PER_NODE)
+    topology = topology_of(range(len(sources)), range(first, first + len(destinations)), DEVICES_PER_NODE)
     described = time.process_time()
     plan = make_plan(sources, destinations, topology)
     planned = time.process_time()

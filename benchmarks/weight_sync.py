@@ -1,4 +1,4 @@
-"""Weight sync into a real SGLang server on this machine: every way of ours, beside gathering everything.
+"""Weight sync into a real SGLang server on this machine: every transport, beside gathering everything.
 
     make benchmark-sync                             # installs SGLang for CPUs, runs this
     python benchmarks/weight_sync.py --small        # a quick look, with a model that is too small to say anything
@@ -33,26 +33,24 @@ from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.server import Server
-from megagrpo.rollout.sglang.weights import ServerWeights
-from megagrpo.weights.boxes import ITEM_BYTES
-from megagrpo.weights.executors.disk import DiskFiles, plan_for_files, remove_older
-from megagrpo.weights.executors.meeting import MeetingHost
-from megagrpo.weights.executors.ways import Way
-from megagrpo.weights.executors.whole_tensors import plan_for_engines, plan_for_source
+from megagrpo.weights.boxes import ITEM_BYTES, Place, Topology
+from megagrpo.weights.digest import digest_problems, expected_digests
 from megagrpo.weights.families import architecture_of, read_architecture, tensors_of
 from megagrpo.weights.files.export import begin_export, finish_export, write_part
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import checkpoint, sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
-from megagrpo.weights.topology import Place, Topology
-from megagrpo.weights.verification import digest_problems, expected_digests
+from megagrpo.weights.transport.choice import TransportName
+from megagrpo.weights.transport.disk import DiskFiles, plan_for_files, remove_older
+from megagrpo.weights.transport.rendezvous import RendezvousHost
+from megagrpo.weights.transport.sglang import ServerWeights
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "weight_sync"
 DTYPE = "bfloat16"
 TIMEOUT_SECONDS = 120.0
 START_SECONDS = 300.0
 LAYOUTS = (ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(data=2))
-EXACT = (Way.SHARED_MEMORY, Way.PROCESS_GROUP, Way.DIRECT)
+EXACT = (TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP)
 CONFIG = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 12, "hidden_size": 1024,
     "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000,
@@ -127,7 +125,7 @@ class Engine:
         self._client = SglangClient(self.endpoint, failure=self._server.problem, timeout_seconds=TIMEOUT_SECONDS)
         self.post = self._client.post
         info = self._client.get("/server_info")
-        self.weights = ServerWeights(self.post, "engine 0", self.manifests, info, "cpu")
+        self.weights = ServerWeights(self.post, "engine 0", self.manifests, info)
 
     def close(self) -> None:
         self.weights.close()
@@ -158,21 +156,19 @@ def needed_bytes(plan: WeightPlan) -> int:
     )
 
 
-def moved_bytes(way: str, plan: WeightPlan, files: DiskFiles, ranks: TrainingRanks) -> int:
-    """What leaves a process for another one: into shared memory, a socket or a file."""
-    ends = plan.sources, plan.destinations
-    match way:
-        case Way.TENSORS:
-            return sum(plan_for_engines(*ends, len(plan.destinations)).sent_bytes())
-        case Way.BROADCAST:
-            gathered = plan_for_source(*ends, 0)
-            model = sum(prod(of.shape) * ITEM_BYTES[of.dtype] for of in gathered.destinations[0].storages.values())
-            return sum(gathered.sent_bytes()[1:]) + len(plan.destinations) * model
-        case Way.DISK:
-            return sum(plan_for_files(*ends, files).sent_bytes())
-        case _ if way == GATHER:
-            return sum(ranks.call("gathered_bytes"))
-    return sum(plan.received_bytes())
+def planned_bytes(plan: WeightPlan) -> int:
+    """All that a plan's destinations receive."""
+    ends = range(len(plan.destinations))
+    return sum(plan.bytes_of(transfer) for index in ends for transfer in plan.incoming(index))
+
+
+def moved_bytes(transport: str, plan: WeightPlan, files: DiskFiles, ranks: TrainingRanks) -> int:
+    """Bytes that leave a process for another one: into shared memory, a socket or a file."""
+    if transport == GATHER:
+        return sum(ranks.call("gathered_bytes"))
+    return planned_bytes(
+        plan_for_files(plan.sources, plan.destinations, files) if transport == TransportName.DISK else plan
+    )
 
 
 class Bench:
@@ -188,7 +184,7 @@ class Bench:
         self.plan = make_plan(
             sources, engine.manifests, Topology((here,) * len(sources), (here,) * len(engine.manifests))
         )
-        self._host = MeetingHost("127.0.0.1", TIMEOUT_SECONDS)
+        self._host = RendezvousHost("127.0.0.1", TIMEOUT_SECONDS)
         self._files = DiskFiles(CACHE / "versions", directory, DTYPE)
         shutil.rmtree(self._files.directory, ignore_errors=True)
         self._destinations = range(len(engine.manifests))
@@ -196,25 +192,27 @@ class Bench:
         self._copy = Copy(needed_bytes(self.plan))
         ranks.call("hold", self.plan, directory)
 
-    def measure(self, way: str, repetitions: int) -> list[Phases]:
+    def measure(self, transport: str, repetitions: int) -> list[Phases]:
         """The syncs after the first one. Raises WeightSyncError if one of them brings anything but what was sent."""
-        meeting, post = self._host.meeting, self._engine.post
+        rendezvous, post = self._host.rendezvous, self._engine.post
         self._ranks.call(
             "connect",
-            Sync(way, self._layout, self.plan, meeting, self._bucket_bytes, self._files, self._engine.endpoint),
+            Sync(
+                transport, self._layout, self.plan, rendezvous, self._bucket_bytes, self._files, self._engine.endpoint
+            ),
         )
         post("/begin_weight_update", {})
-        # What is gathered is written by its own rank; the engine's end of any way takes the digests.
-        end = Way.DISK if way == GATHER else Way(way)
-        self._engine.weights.connect(self.plan, self._destinations, end, meeting, self._bucket_bytes)
+        # GatherEverything writes to the server itself; the engine's end only takes the digests.
+        end = TransportName.DISK if transport == GATHER else TransportName(transport)
+        self._engine.weights.connect(self.plan, self._destinations, end, rendezvous, self._bucket_bytes)
         post("/end_weight_update", {})
-        found = [self._sync(way) for _ in range(1 + repetitions)][1:]
+        found = [self._sync(transport) for _ in range(1 + repetitions)][1:]
         self._engine.weights.close()
         self._ranks.call("disconnect")
         shutil.rmtree(self._files.directory, ignore_errors=True)
         return found
 
-    def _sync(self, way: str) -> Phases:
+    def _sync(self, transport: str) -> Phases:
         self._version += 1
         version, ranks, weights, post = self._version, self._ranks, self._engine.weights, self._engine.post
         ranks.call("train")
@@ -225,7 +223,7 @@ class Bench:
         times.append(time.monotonic())
         self._host.open(version, self._destinations)
         ranks.start("send", version)
-        if way != GATHER:
+        if transport != GATHER:
             weights.receive(version)
         ranks.finish()
         times.append(time.monotonic())
@@ -250,7 +248,7 @@ class Bench:
             max(seconds for seconds, _ in of_ranks),
             engine_digests,
             end,
-            moved_bytes(way, self.plan, self._files, ranks),
+            moved_bytes(transport, self.plan, self._files, ranks),
         )
 
     def _check(self, sent: Iterable[Mapping[int, Mapping[str, int]]], arrived: Sequence[Mapping[str, int]]) -> None:
@@ -270,14 +268,14 @@ def rows(engine: Engine, ranks: TrainingRanks, directory: Path, chosen: argparse
     for layout in LAYOUTS:
         bench = Bench(layout, ranks, engine, directory, chosen.bucket_bytes)
         bound = needed_bytes(bench.plan)
-        for way in chosen.ways or [GATHER, *(Way if tensor == 1 else EXACT)]:
-            found = bench.measure(way, chosen.repetitions)
+        for transport in chosen.transports or [GATHER, *(TransportName if tensor == 1 else EXACT)]:
+            found = bench.measure(transport, chosen.repetitions)
             middle = {name: statistics.median(getattr(phases, name) for phases in found) for name in vars(found[0])}
             least = {name: min(getattr(phases, name) for phases in found) for name in vars(found[0])}
             yield [
                 str(layout),
                 str(tensor),
-                str(way),
+                str(transport),
                 f"{middle['move']:.3f}",
                 f"{least['move']:.3f}",
                 f"{least['copy']:.3f}",
@@ -293,8 +291,8 @@ def rows(engine: Engine, ranks: TrainingRanks, directory: Path, chosen: argparse
 
 
 HEADER = [
-    "training", "engine tensor", "way", "moving s", "least", "least copy s", "by one core", "least / copy", "MB moved",
-    "x needed", "digests: ranks s", "engine s", "begin and end s", "all phases s",
+    "training", "engine tensor", "transport", "moving s", "least", "least copy s", "by one core", "least / copy",
+    "MB moved", "x needed", "digests: ranks s", "engine s", "begin and end s", "all phases s",
 ]  # fmt: skip
 
 
@@ -304,7 +302,10 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5, help="measured syncs of each kind, after one that is not")
     parser.add_argument("--engines", type=int, nargs="+", default=[1], metavar="TENSOR", help="an engine of each size")
     parser.add_argument(
-        "--ways", nargs="+", choices=[GATHER, *Way], help="only these; all, but exact ones if TENSOR > 1"
+        "--transports",
+        nargs="+",
+        choices=[GATHER, *TransportName],
+        help="only these; all, but exact ones if TENSOR > 1",
     )
     parser.add_argument("--bucket-bytes", type=int, default=64 << 20, help="largest bucket, of every way")
     chosen = parser.parse_args()

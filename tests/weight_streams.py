@@ -14,15 +14,15 @@ import torch
 
 from megagrpo.errors import MegagrpoError, Problem
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.executors import meeting
-from megagrpo.weights.executors.meeting import MeetingHost, Member, Sync
-from megagrpo.weights.executors.ways import Receiver, Sender
+from megagrpo.weights.boxes import Manifest, Place, Topology
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
-from megagrpo.weights.topology import Topology
+from megagrpo.weights.transport import rendezvous
+from megagrpo.weights.transport.buckets import BucketReceiver
+from megagrpo.weights.transport.choice import Sender
+from megagrpo.weights.transport.rendezvous import Member, RendezvousHost, Sync
 from megagrpo.weights.views import torch_dtype
 from tests.weights_oracle import Tensors, rank_tensors
 
@@ -50,9 +50,8 @@ class Case:
         ]
         if not self.one_node:
             return make_plan(sources, destinations)
-        first = len(sources)
-        numbers = range(1000, 1000 + len(destinations))
-        return make_plan(sources, destinations, Topology.of_nodes(range(first), numbers, 1000))
+        trainers, engines = (Place("trainers"),) * len(sources), (Place("engines"),) * len(destinations)
+        return make_plan(sources, destinations, Topology(trainers, engines))
 
     def held(self, checkpoint: Tensors) -> list[Tensors]:
         """What each training rank holds of a checkpoint."""
@@ -68,14 +67,14 @@ def empty(manifest: Manifest) -> Tensors:
 
 
 def sync(
-    host: MeetingHost,
+    host: RendezvousHost,
     version: int,
     senders: Sequence[Sender],
     held: Sequence[Tensors],
-    receivers: Sequence[Receiver],
+    receivers: Sequence[BucketReceiver],
     destinations: Iterable[int] | None = None,
 ) -> list[MegagrpoError]:
-    """One sync, everybody in a thread. The errors, in the order of senders and then receivers."""
+    """One sync, each end in a thread. The errors, in the order of senders and then receivers."""
     host.open(version, range(len(receivers)) if destinations is None else destinations)
     work: list[Callable[[], None]] = [
         lambda sender=sender, tensors=tensors: sender.send(version, tensors)  # type: ignore[misc]
@@ -87,22 +86,23 @@ def sync(
 
 
 class StandstillClock:
-    """The meeting's clock in a test where somebody never comes: the longest wait passes at once when all wait in vain.
+    """The rendezvous's clock in a test where a peer never comes: the longest wait passes at once when all ends wait in
+    vain. Otherwise the clock stands still, so that no end is late because the machine is slow.
 
-    Otherwise it stands still, so that nobody is late because the machine is slow. `parties` is how many take part.
+    `peers` is the number of ends that take part.
     """
 
     LOOKS = 50
-    """In vain, by each that waits; what torch has under way in the background has come by then."""
+    """Looks in vain, by each end that waits: torch has finished what it does in the background by then."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, host: MeetingHost, parties: int) -> None:
-        self._now, self._longest_wait = 0.0, host.meeting.timeout_seconds
-        self._busy, self._lock = parties, threading.Lock()
+    def __init__(self, patch: pytest.MonkeyPatch, host: RendezvousHost, peers: int) -> None:
+        self._now, self._longest_wait = 0.0, host.rendezvous.timeout_seconds
+        self._busy, self._lock = peers, threading.Lock()
         self._in_vain: dict[int, int] = {}
         attend, wait = Member.attend, Member.wait
 
         @contextmanager
-        def attend_as_party(member: Member, version: int) -> Iterator[Sync]:
+        def attend_as_peer(member: Member, version: int) -> Iterator[Sync]:
             try:
                 with attend(member, version) as sync:
                     yield sync
@@ -110,16 +110,16 @@ class StandstillClock:
                 with self._lock:
                     self._busy -= 1
 
-        def wait_as_party(member: Member, look: Callable[[], object], awaited: Callable[[], Problem]) -> object:
+        def wait_as_peer(member: Member, look: Callable[[], object], missing: Callable[[], Problem]) -> object:
             try:
-                return wait(member, lambda: self._looked(look()), awaited)
+                return wait(member, lambda: self._looked(look()), missing)
             finally:
                 with self._lock:
                     self._in_vain.pop(threading.get_ident(), None)
 
-        patch.setattr(Member, "attend", attend_as_party)
-        patch.setattr(Member, "wait", wait_as_party)
-        patch.setattr(meeting, "time", self)
+        patch.setattr(Member, "attend", attend_as_peer)
+        patch.setattr(Member, "wait", wait_as_peer)
+        patch.setattr(rendezvous, "time", self)
 
     def monotonic(self) -> float:
         return self._now
@@ -155,5 +155,5 @@ def at_once(work: Sequence[Callable[[], None]], deadline_seconds: float = 240.0)
     for thread in threads:
         thread.join(deadline_seconds)
         if thread.is_alive():
-            raise TimeoutError("a party of the weight sync hangs")
+            raise TimeoutError("an end of the weight sync hangs")
     return errors

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from megagrpo.checkpoint.store import SavedFile
     from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss, TokenNumbers
     from megagrpo.weights.boxes import Box, Manifest
-    from megagrpo.weights.executors.meeting import Meeting
-    from megagrpo.weights.executors.ways import Way
     from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
+    from megagrpo.weights.transport.choice import TransportName
+    from megagrpo.weights.transport.rendezvous import Rendezvous
 
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -165,20 +165,21 @@ class RankActor(RankProcess):
     def update_reference(self) -> None:
         self.rank.update_reference()
 
-    def connect(self, plan: WeightPlan, source: int, way: Way, meeting: Meeting, ranks_per_engine: int) -> None:
+    def connect(
+        self, plan: WeightPlan, source: int, transport: TransportName, rendezvous: Rendezvous, ranks_per_engine: int
+    ) -> None:
         """Opens this rank's end of the weight sync: it is the plan's `source`-th."""
-        from megagrpo.weights.executors.disk import DiskFiles
-        from megagrpo.weights.executors.weight_sender import WeightSender
+        from megagrpo.weights.transport.choice import WeightSender
+        from megagrpo.weights.transport.disk import DiskFiles
 
         directory = sync_directory(self.recipe).absolute()
         self.sender = WeightSender(
-            way,
+            transport,
             plan,
             source,
-            meeting,
+            rendezvous,
             self.recipe.weights.bucket_bytes,
             ranks_per_engine=ranks_per_engine,
-            device=self.rank.device,
             files=DiskFiles(directory, Path(self.model_directory), dtype_name(self.recipe, self.rank.device.type)),
         )
 

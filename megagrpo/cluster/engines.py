@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from megagrpo.rollout.sglang.engine import SglangEngine
     from megagrpo.rollout.sglang.server import Server
     from megagrpo.rollout.transformers_engine import TransformersEngine
-    from megagrpo.weights.executors.meeting import Meeting
-    from megagrpo.weights.executors.ways import Way
     from megagrpo.weights.plan import WeightPlan
+    from megagrpo.weights.transport.choice import TransportName
+    from megagrpo.weights.transport.rendezvous import Rendezvous
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,14 @@ class EngineActor:
         return self.engine.manifests()
 
     def connect(
-        self, plan: WeightPlan, destinations: Sequence[int], way: Way, meeting: Meeting, bucket_bytes: int
+        self,
+        plan: WeightPlan,
+        destinations: Sequence[int],
+        transport: TransportName,
+        rendezvous: Rendezvous,
+        bucket_bytes: int,
     ) -> None:
-        self.engine.connect(plan, destinations, way, meeting, bucket_bytes)
+        self.engine.connect(plan, destinations, transport, rendezvous, bucket_bytes)
 
     def update(self, version: int) -> Sequence[Mapping[str, int]]:
         """Receives a whole update and returns, by engine rank, the digests of what arrived.

@@ -24,8 +24,7 @@ from megagrpo.rollout.requests import (
     rollout_sampling,
 )
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
-from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.topology import Place
+from megagrpo.weights.boxes import Manifest, Place
 
 END_SECONDS = 30.0
 CLOSE_SECONDS = 5.0

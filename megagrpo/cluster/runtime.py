@@ -22,7 +22,7 @@ from megagrpo.cluster.waiting import SLICE_SECONDS, NodeWatch, node_names, wait_
 from megagrpo.errors import PreflightError, Problem, RankError
 from megagrpo.recipe.defaults import DevicePlan, checkpoint_directory, plan_devices, run_directory
 from megagrpo.recipe.schema import AnyRecipe
-from megagrpo.weights.topology import Place
+from megagrpo.weights.boxes import Place
 
 NODE_LABEL = "ray.io/node-id"
 LOOK_SECONDS = 1.0

@@ -22,8 +22,7 @@ from megagrpo.cluster.waiting import wait_for
 from megagrpo.errors import RankError
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.recipe.schema import AnyRecipe, Recipe
-from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.topology import Place
+from megagrpo.weights.boxes import Manifest, Place
 
 if TYPE_CHECKING:
     from megagrpo.checkpoint.store import SavedFile

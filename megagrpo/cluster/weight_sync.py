@@ -13,49 +13,48 @@ import ray
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.waiting import settle, wait_for
-from megagrpo.errors import EngineError, MegagrpoError, Problem, RankError, RecipeError, WeightSyncError
+from megagrpo.errors import EngineError, MegagrpoError, Problem, RankError, WeightSyncError
 from megagrpo.recipe.defaults import sync_directory
-from megagrpo.recipe.schema import Recipe, WeightsConfig
-from megagrpo.weights.boxes import Box, Manifest
-from megagrpo.weights.bundles import classes_of
-from megagrpo.weights.executors.disk import remove_all, remove_older
-from megagrpo.weights.executors.meeting import MeetingHost
-from megagrpo.weights.executors.shared_memory import remove_left_over
-from megagrpo.weights.executors.ways import Way
+from megagrpo.recipe.schema import Recipe
+from megagrpo.weights.boxes import Box, Manifest, Topology, classes_of
+from megagrpo.weights.digest import digest_problems, expected_digests
 from megagrpo.weights.plan import make_plan
-from megagrpo.weights.topology import Topology
-from megagrpo.weights.verification import bucket_problems, digest_problems, expected_digests
+from megagrpo.weights.transport.buckets import bucket_problems
+from megagrpo.weights.transport.choice import TransportName, choose_transport
+from megagrpo.weights.transport.disk import remove_all, remove_older
+from megagrpo.weights.transport.rendezvous import RendezvousHost
+from megagrpo.weights.transport.shared_memory import remove_left_over
 
 GRACE_SECONDS = 30.0
-"""For everyone to answer once a sync was given up, before they count as lost too."""
+"""Time for all others to answer once a sync was given up; a process that does not answer counts as lost too."""
 CLOSE_SECONDS = 10.0
 
 
 class WeightSync:
-    """The plan between all ranks and all engines. `version` is what every engine holds and has proven to hold."""
+    """The plan between all ranks and all engines. `version` is what every engine has been verified to hold."""
 
     def __init__(self, policy: Policy, rollouts: Rollouts, recipe: Recipe, say: Callable[[str], None]) -> None:
         """`say` takes a line of text for the user. Raises WeightPlanError, WeightSyncError or RecipeError."""
         self._policy, self._rollouts, self._recipe, self._say = policy, rollouts, recipe, say
-        self.version = -1  # nothing is proven yet
+        self.version = -1  # nothing is verified yet
         self.restarts = 0
         manifests = rollouts.manifests()
         topology = Topology(policy.places(), rollouts.places())
         self.plan = make_plan(sharing(policy.manifests()), sharing(list(chain(*manifests.values()))), topology)
-        self.way = choose_way(recipe.weights, topology, external=rollouts.external)
+        self.transport = choose_transport(recipe.weights.transfer, topology, external=rollouts.external)
         ends = [0]
         for of_engine in manifests.values():
             ends.append(ends[-1] + len(of_engine))
         self._destinations = {name: tuple(range(*span)) for name, span in zip(manifests, pairwise(ends), strict=True)}
-        self._host = MeetingHost(ray.util.get_node_ip_address(), recipe.weights.timeout_seconds)
+        self._host = RendezvousHost(ray.util.get_node_ip_address(), recipe.weights.timeout_seconds)
         self._shared_plan = ray.put(self.plan)
         each = len(next(iter(manifests.values())))
         connecting = {
-            name: actor.connect.remote(self._shared_plan, source, self.way, self._host.meeting, each)
+            name: actor.connect.remote(self._shared_plan, source, self.transport, self._host.rendezvous, each)
             for source, (name, actor) in enumerate(policy.actors.items())
         }
         with ExitStack() as undoing:
-            undoing.callback(self.close)  # of those that did connect
+            undoing.callback(self.close)  # for the ranks that did connect
             self._wait(connecting | self._connect(rollouts.actors), "planning weight sync")
             undoing.pop_all()
         rollouts.bring_back = self.bring_back
@@ -64,15 +63,17 @@ class WeightSync:
         """Brings every engine to the policy's weights and calls them `version`.
 
         An engine that fails is restarted and brought up to date, `weights.attempts` times. No engine generates before
-        its update is committed. Raises RankError if a training rank fails; WeightSyncError, naming tensors, buckets and
-        engines, if an engine cannot be brought to this version. Of train.offload all but the parameters is in host
-        memory meanwhile and afterwards: engines on the same devices take their weights back before the cache.
+        its update is committed. All parts in train.offload but the parameters are moved to host memory and stay there:
+        engines on the same devices take their weights back before the cache.
+
+        Raises RankError if a training rank fails; WeightSyncError, naming tensors, buckets and engines, if an engine
+        cannot be brought to this version.
         """
         self._policy.release(keep=["parameters"])
         with self._policy.needed(["parameters"]):
             self._bring(version, list(self._rollouts.actors))
         self.version = version
-        if self.way is Way.DISK:
+        if self.transport is TransportName.DISK:
             remove_older(sync_directory(self._recipe), version)
 
     def bring_back(self, engines: Sequence[str]) -> None:
@@ -81,7 +82,7 @@ class WeightSync:
             self._bring(self.version, list(engines), lost=engines)
 
     def give_up(self) -> None:
-        """Releases the training ranks from a sync that nobody waits for any more."""
+        """Releases the training ranks from a sync whose result is not needed any more."""
         self._host.abort([Problem("weight sync given up", "the run was told to stop")])
 
     def check_replicas(self) -> None:
@@ -103,12 +104,12 @@ class WeightSync:
             grace_seconds=0.0,
             watch=None,
         )
-        remove_left_over(self._host.meeting.run)
-        if self.way is Way.DISK:
+        remove_left_over(self._host.rendezvous.run)
+        if self.transport is TransportName.DISK:
             remove_all(sync_directory(self._recipe))
 
     def _bring(self, version: int, engines: list[str], lost: Sequence[str] = ()) -> None:
-        """Brings these engines to `version`; `lost` are those of them that must be restarted first."""
+        """Brings these engines to `version`, and restarts those in `lost` first."""
         asked_before = False
         for left in range(self._recipe.weights.attempts, -1, -1):
             try:
@@ -118,7 +119,7 @@ class WeightSync:
             else:
                 failed, to_blame = self._attempt(version, engines)
                 engines = list(failed)
-                # One that answers may hold wrong bytes by chance: it is asked once more before it is restarted.
+                # An engine that answers may hold wrong bytes by chance: it is asked once more before it is restarted.
                 silent = [name for name in to_blame if not isinstance(failed[name], WeightSyncError)]
                 lost = to_blame if asked_before else silent
                 asked_before = True
@@ -130,7 +131,7 @@ class WeightSync:
             self._say(f"weight sync to version {version}: {reasons[0].where}: {reasons[0].given}; trying again")
 
     def _attempt(self, version: int, engines: Sequence[str]) -> tuple[dict[str, MegagrpoError], list[str]]:
-        """One try. The engines that are not at `version` afterwards and why, and those of them that are to blame."""
+        """One attempt. Returns the errors of the engines that are not at `version` afterwards, and those to blame."""
         ranks, actors = self._policy.actors, self._rollouts.actors
         destinations = list(chain(*(self._destinations[name] for name in engines)))
         self._host.open(version, destinations)
@@ -189,7 +190,7 @@ class WeightSync:
     ) -> list[Problem]:
         """Compares every tensor on every rank of an engine with what the training ranks say must be there.
 
-        The first tensor that differs is looked at bucket by bucket, where it came in buckets.
+        The first tensor that differs is compared bucket by bucket too, if the transport has buckets.
         """
         problems = []
         for destination, held in zip(self._destinations[engine], arrived, strict=True):
@@ -213,7 +214,7 @@ class WeightSync:
             grace_seconds=0.0,
             watch=self._policy.watch,
         )
-        if failed:  # the tensor is named already; whoever failed is found by the next attempt
+        if failed:  # the tensor is named already; the next attempt finds the process that failed
             return []
         sent = {label: digest for name in ranks for label, digest in answers[name].items()}
         return [
@@ -227,7 +228,7 @@ class WeightSync:
             return
         self._say(f"restarting {', '.join(engines)}")
         self.restarts += len(engines)
-        # Nobody in the last sync may have seen them go: whoever comes in their place must be met anew.
+        # No process in the last sync may have noticed that they ended; connections to them must be made anew.
         self._host.abort([Problem(f"{', '.join(engines)}: restarted")])
         self._rollouts.restart(engines)
         self._wait(self._connect(engines), "reconnecting")
@@ -237,8 +238,8 @@ class WeightSync:
             name: self._rollouts.actors[name].connect.remote(
                 self._shared_plan,
                 self._destinations[name],
-                self.way,
-                self._host.meeting,
+                self.transport,
+                self._host.rendezvous,
                 self._recipe.weights.bucket_bytes,
             )
             for name in engines
@@ -255,7 +256,7 @@ class WeightSync:
 
 
 def sharing(manifests: Sequence[Manifest]) -> list[Manifest]:
-    """The same manifests, with one object for what replicas have in common: each came from a process of its own."""
+    """The same manifests, with shared objects for what replicas have in common: each came from its own process."""
     shared = list(manifests)
     for alike in classes_of(manifests):
         for index in alike.members:
@@ -263,31 +264,8 @@ def sharing(manifests: Sequence[Manifest]) -> list[Manifest]:
     return shared
 
 
-def choose_way(settings: WeightsConfig, topology: Topology, *, external: bool) -> Way:
-    """How weights travel where the recipe leaves it open; or what it says, if that can work here.
-
-    Raises: RecipeError.
-    """
-    nodes = {place.node for place in (*topology.sources, *topology.destinations)}
-    if settings.transfer == "auto":
-        if external:
-            return Way.DISK
-        return Way.SHARED_MEMORY if len(nodes) == 1 else Way.PROCESS_GROUP
-    way = Way(settings.transfer)
-    if len(nodes) > 1 and way in (Way.SHARED_MEMORY, Way.DIRECT, Way.TENSORS):
-        raise RecipeError(
-            Problem(
-                "weights.transfer",
-                f"{way} between {len(nodes)} nodes",
-                "training ranks and engines on one node: it goes through that node's memory",
-                "transfer: auto, process_group, broadcast or disk",
-            )
-        )
-    return way
-
-
 def replica_problems(digests: Mapping[str, Mapping[Box, int]]) -> list[Problem]:
-    """One problem for each box that several ranks hold and that has not the same digest on all. By rank's name."""
+    """One problem for each box whose digest is not the same on all ranks that hold it. `digests` are by rank's name."""
     holders: dict[Box, dict[int, list[str]]] = {}
     for rank, by_box in digests.items():
         for box, digest in by_box.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
 from megagrpo.errors import Problem
@@ -28,7 +29,9 @@ def schema_problems(
         beside = [p.fix for at, p in found.items() if at.rpartition(".")[0] == path.rpartition(".")[0]]
         misspelt = error["type"] == "missing" and _did_you_mean(str(keys[-1])) in beside
         if path not in found and not misspelt:
-            found[path] = _problem(error["type"], keys, _value(tree, keys), expected, recipe_class)
+            problem = _problem(error["type"], keys, _value(tree, keys), expected, recipe_class)
+            fix = error.get("ctx", {}).get("fix", problem.fix)  # a validator of the section knows better
+            found[path] = replace(problem, fix=fix)
     return list(found.values())
 
 

@@ -12,9 +12,9 @@ from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest
 
 if TYPE_CHECKING:
-    from megagrpo.weights.executors.meeting import Meeting
-    from megagrpo.weights.executors.ways import Way
     from megagrpo.weights.plan import WeightPlan
+    from megagrpo.weights.transport.choice import TransportName
+    from megagrpo.weights.transport.rendezvous import Rendezvous
 
 MemoryTag = Literal["weights", "kv_cache"]
 
@@ -37,7 +37,12 @@ class Engine(Protocol):
         ...
 
     def connect(
-        self, plan: WeightPlan, destinations: Sequence[int], way: Way, meeting: Meeting, bucket_bytes: int
+        self,
+        plan: WeightPlan,
+        destinations: Sequence[int],
+        transport: TransportName,
+        rendezvous: Rendezvous,
+        bucket_bytes: int,
     ) -> None:
         """Opens the receiving end of every engine rank; `destinations` are their indices in the plan, in rank order.
 

@@ -16,14 +16,13 @@ from megagrpo.tokenizer import load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
-from megagrpo.weights.executors.meeting import Meeting
-from megagrpo.weights.executors.streams import destination_party
-from megagrpo.weights.executors.ways import Receiver, Way, open_receiver
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import transformers as transformers_side
-from megagrpo.weights.verification import arrived_bucket_digests, sent_bucket_digests
-from megagrpo.weights.views import torch_dtype
+from megagrpo.weights.transport.buckets import BucketReceiver
+from megagrpo.weights.transport.choice import TransportName, open_receiver
+from megagrpo.weights.transport.rendezvous import Rendezvous
+from megagrpo.weights.views import model_tensors, torch_dtype
 
 
 class TransformersEngine:
@@ -52,19 +51,22 @@ class TransformersEngine:
         self._tokenizer: Any = load_tokenizer(tokenizer_directory or model_directory)
         self._requests_at_once = requests_at_once
         self._protocol = UpdateProtocol(name)
-        self._receiver: Receiver | None = None
-        self._connection: tuple[WeightPlan, int, int] | None = None
+        self._receiver: BucketReceiver | None = None
 
     def manifests(self) -> list[Manifest]:
         return [self._manifest]
 
     def connect(
-        self, plan: WeightPlan, destinations: Sequence[int], way: Way, meeting: Meeting, bucket_bytes: int
+        self,
+        plan: WeightPlan,
+        destinations: Sequence[int],
+        transport: TransportName,
+        rendezvous: Rendezvous,
+        bucket_bytes: int,
     ) -> None:
         self._disconnect()
         (destination,) = destinations
-        self._receiver = open_receiver(way, plan, destination, self._tensors(), meeting, bucket_bytes)
-        self._connection = plan, destination, bucket_bytes
+        self._receiver = open_receiver(transport, plan, destination, self._tensors(), rendezvous, bucket_bytes)
 
     def begin_update(self, version: int) -> None:
         self._protocol.begin(version)
@@ -80,16 +82,7 @@ class TransformersEngine:
         return [digests(self._tensors(), self._manifest.placements)]
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
-        if self._connection is None:
-            return []
-        plan, destination, bucket_bytes = self._connection
-        party, tensors, active = destination_party(plan, destination), self._tensors(), frozenset(destinations)
-        return [
-            {
-                "sent": sent_bucket_digests(plan, party, tensors, tensor, active, bucket_bytes),
-                "arrived": arrived_bucket_digests(plan, destination, tensors, tensor, active, bucket_bytes),
-            }
-        ]
+        return [] if self._receiver is None else [self._receiver.bucket_digests(tensor, frozenset(destinations))]
 
     def commit_update(self, version: int) -> None:
         self._protocol.commit(version)
@@ -116,13 +109,10 @@ class TransformersEngine:
     def _disconnect(self) -> None:
         if self._receiver is not None:
             self._receiver.close()
-        self._receiver = self._connection = None
+        self._receiver = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """The parameters, and the buffers that are weights too: routers' biases."""
-        parameters = {name: parameter.data for name, parameter in self._model.named_parameters()}
-        storages = self._manifest.storages
-        return parameters | {name: buffer for name, buffer in self._model.named_buffers() if name in storages}
+        return model_tensors(self._model, self._manifest)
 
     def _decode(self, requests: Sequence[Request]) -> list[Response]:
         """One batch of requests with the same sampling parameters."""

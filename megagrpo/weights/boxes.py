@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element, by the dtype of its storage."""
@@ -89,3 +91,68 @@ class Manifest:
     storages: Mapping[str, Storage]
     placements: tuple[Placement, ...]
     fills: tuple[Fill, ...] = ()
+
+
+@dataclass(frozen=True)
+class HolderClass:
+    """Holders with the same storages, placements and fills: their indices, and the first one's manifest."""
+
+    manifest: Manifest
+    members: tuple[int, ...]
+
+
+def classes_of(manifests: Sequence[Manifest]) -> list[HolderClass]:
+    """Groups manifests that differ only in their holders' names. Manifests that share objects are compared by identity,
+    which is fast, and the others by value."""
+    by_identity: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, manifest in enumerate(manifests):
+        by_identity[id(manifest.storages), id(manifest.placements), id(manifest.fills)].append(index)
+    by_value: dict[object, list[int]] = defaultdict(list)
+    for members in by_identity.values():
+        first = manifests[members[0]]
+        by_value[tuple(first.storages.values()), first.placements, first.fills] += members
+    return [HolderClass(manifests[min(members)], tuple(sorted(members))) for members in by_value.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The same box, in a storage of a source and in a storage of a destination; both are indices into manifests.
+
+    `via` is a destination on the same node that receives these bytes from the source and passes them on, so that they
+    cross the network once for all destinations there. None: the source sends them to the destination itself.
+    """
+
+    source: int
+    source_placement: Placement
+    destination: int
+    destination_placement: Placement
+    via: int | None = None
+
+    @property
+    def box(self) -> Box:
+        return self.source_placement.box
+
+
+Link = Literal["device", "node", "network"]
+"""What bytes cross between two places: only a device's own memory, a node's inner links, or the network."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A node, by a name that is unique in the cluster, and one of its devices. Without a device, none is shared."""
+
+    node: str
+    device: int | None = None
+
+    def link_to(self, other: Place) -> Link:
+        if self.node != other.node:
+            return "network"
+        return "device" if self.device is not None and self.device == other.device else "node"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The places of a plan's sources and destinations, in their order."""
+
+    sources: tuple[Place, ...]
+    destinations: tuple[Place, ...]

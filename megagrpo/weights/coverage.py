@@ -1,4 +1,4 @@
-"""What covers what: boxes less other boxes, pieces that tile a region, storages and sources that are complete."""
+"""Coverage: the difference of two boxes, pieces that tile a region, storages and sources that are complete."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def check_sources(tensors: Iterable[Tensor], sources: Sequence[Manifest]) -> Non
     for tensor in tensors:
         whole = Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)
         held = boxes.pop(tensor.name, [])
-        holders = few(sorted({holder for holder, _ in held})) or "nobody"
+        holders = few(sorted({holder for holder, _ in held})) or "no source"
         for holder, box in held:
             if len(box.shape) != len(whole.shape) or subtract(box, whole):
                 region = describe((box.start, box.shape))
@@ -126,7 +126,7 @@ def check_sources(tensors: Iterable[Tensor], sources: Sequence[Manifest]) -> Non
         else:
             if left := uncovered(whole, {box for _, box in held}):
                 parts = few([describe((part.start, part.shape)) for part in left])
-                problems.append(Problem(tensor.name, f"nobody has {parts}", "every element", f"the rest: {holders}"))
+                problems.append(Problem(tensor.name, f"no source has {parts}", "every element", f"the rest: {holders}"))
     for name, held in boxes.items():
         problems.append(
             Problem(name, f"held by {few(sorted({holder for holder, _ in held}))}", "a tensor of the model")

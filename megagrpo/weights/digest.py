@@ -1,4 +1,4 @@
-"""A digest of each checkpoint tensor that does not depend on who holds which part of it.
+"""Did the bytes arrive? A digest of each checkpoint tensor that does not depend on how the tensor is cut over ranks.
 
     digest(tensor) = sum over its elements of mix(bits) * w0[i0] * w1[i1] ...   mod 2**64
 
@@ -6,26 +6,30 @@ where i0, i1 are the element's indices in the checkpoint tensor, w0 and w1 are f
 is a bijection on 64-bit integers (a multiplication and a xor-shift). Sums over disjoint boxes add, so the digest of a
 tensor that is cut over many ranks is the sum of theirs. An odd weight loses no bit: a single changed element always
 changes the digest.
+
+Every training rank digests its part of what each engine rank must have. The driver adds the parts up and compares them
+with the engine rank's own digests, tensor by tensor.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache, reduce
 
 import torch
 
 from megagrpo import splitmix64
-from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
-from megagrpo.weights.plan import make_plan
+from megagrpo.errors import Problem
+from megagrpo.weights.boxes import Placement
+from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.views import box_view, torch_dtype
 
 MODULUS = 1 << 64
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 24}
 """Elements at once. On a CPU as many as torch gives to one thread: more threads gain nothing, and wait for one another
-where ranks and engines share the cores. On a GPU the two 64-bit temporaries are a few hundred MiB."""
+if ranks and engines share the cores. On a GPU the two 64-bit temporaries are a few hundred MiB."""
 
 
 @torch.no_grad()
@@ -34,8 +38,7 @@ def digests(
 ) -> dict[str, int]:
     """Partial digests, by checkpoint tensor, of what lies in `placements` of these local tensors.
 
-    With `dtype` (a Storage's), the digest of the values after a cast to it: what a holder in that dtype should have.
-    Digests of different dtypes are not comparable.
+    With `dtype` (a Storage's), the values are cast to it first. Digests of different dtypes are not comparable.
     """
     names, sums = [], []
     for placement in placements:
@@ -50,7 +53,7 @@ def digests(
 
 
 def combine(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The digests of whole tensors from partial ones that count every element once (see `primary_placements`)."""
+    """The digests of whole tensors from partial ones that together count every element once."""
     totals: dict[str, int] = defaultdict(int)
     for part in parts:
         for name, value in part.items():
@@ -58,25 +61,50 @@ def combine(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(totals)
 
 
-def primary_placements(manifests: Sequence[Manifest]) -> list[tuple[Placement, ...]]:
-    """For each manifest, parts of its placements such that every held element is in exactly one of them.
-
-    The work is shared evenly among the holders of the same boxes.
+def sent_digests(
+    plan: WeightPlan, source: int, tensors: Mapping[str, torch.Tensor], destinations: Iterable[int] | None = None
+) -> dict[int, dict[str, int]]:
+    """By destination and checkpoint tensor: the partial digest of all that comes from `source`, relayed or not, in the
+    destination's dtype. What goes to several destinations is digested once.
     """
-    ends: dict[str, tuple[int, ...]] = {}
-    for manifest in manifests:
-        for placement in manifest.placements:
-            box = placement.box
-            end = tuple(start + size for start, size in zip(box.start, box.shape, strict=True))
-            ends[box.tensor] = tuple(map(max, ends.get(box.tensor, end), end))
-    wholes = [Box(name, (0,) * len(end), end) for name, end in ends.items()]
-    everything = Manifest(
-        "checkpoint",
-        {box.tensor: Storage(box.tensor, box.shape, "float32") for box in wholes},
-        tuple(Placement(box.tensor, box.start, tuple(range(len(box.shape))), box) for box in wholes),
-    )
-    plan = make_plan(manifests, [everything])
-    return [tuple(transfer.source_placement for transfer in plan.outgoing(index)) for index in range(len(manifests))]
+    wanted = range(len(plan.destinations)) if destinations is None else frozenset(destinations)
+    known: dict[tuple[Placement, str], int] = {}
+    totals: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for transfer in plan.outgoing(source):
+        if transfer.destination not in wanted:
+            continue
+        placement, name = transfer.source_placement, transfer.box.tensor
+        dtype = plan.destinations[transfer.destination].storages[transfer.destination_placement.storage].dtype
+        if (placement, dtype) not in known:
+            known[placement, dtype] = digests(tensors, [placement], dtype)[name]
+        of_tensor = totals[transfer.destination]
+        of_tensor[name] = (of_tensor[name] + known[placement, dtype]) % MODULUS
+    return {destination: dict(of_tensor) for destination, of_tensor in totals.items()}
+
+
+def expected_digests(parts: Iterable[Mapping[int, Mapping[str, int]]]) -> dict[int, dict[str, int]]:
+    """By destination and checkpoint tensor: what must lie there, from the `sent_digests` of all sources."""
+    by_destination: dict[int, list[Mapping[str, int]]] = defaultdict(list)
+    for part in parts:
+        for destination, of_tensor in part.items():
+            by_destination[destination].append(of_tensor)
+    return {destination: combine(of_one) for destination, of_one in by_destination.items()}
+
+
+def digest_problems(holder: str, expected: Mapping[str, int], arrived: Mapping[str, int]) -> list[Problem]:
+    """One problem for each tensor whose digest on `holder`, such as "engine 0 rank 1", is not the training ranks'."""
+    return [
+        Problem(
+            where=f"{tensor} on {holder} after the sync",
+            given=f"digest {arrived[tensor]:016x}" if tensor in arrived else "nothing",
+            needed=f"digest {expected[tensor]:016x}, as on the training ranks"
+            if tensor in expected
+            else "no such tensor",
+            fix="the bytes changed on the way, or a side places the tensor wrongly; this engine will not generate",
+        )
+        for tensor in sorted(expected.keys() | arrived.keys())
+        if expected.get(tensor) != arrived.get(tensor)
+    ]
 
 
 def _digest(view: torch.Tensor, start: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which bytes go from where to where: intersections of boxes, the load shared among replicas, coverage checked."""
+"""A plan of transfers: which bytes go from where to where. It is checked against its manifests before it is used."""
 
 from __future__ import annotations
 
@@ -6,98 +6,98 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-
-import numpy as np
+from typing import Protocol
 
 from megagrpo.errors import Problem, WeightPlanError
-from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage
-from megagrpo.weights.bundles import HolderClass, bundles_of, classes_of
+from megagrpo.weights.boxes import (
+    ITEM_BYTES,
+    Box,
+    HolderClass,
+    Manifest,
+    Place,
+    Placement,
+    Storage,
+    Topology,
+    Transfer,
+    classes_of,
+)
 from megagrpo.weights.coverage import Located, Region, describe, storage_problems, tiling_error
-from megagrpo.weights.delivery import deliver
-from megagrpo.weights.routes import STRAIGHT, Flows, Listed, Routes, Stamped, Transfer
-from megagrpo.weights.topology import Topology
-
-__all__ = ["Listed", "Transfer", "WeightPlan", "make_plan", "plan_problems"]
+from megagrpo.weights.planning import routes_between
 
 CHECKED_PLACEMENTS = 100_000
-"""About five seconds' work."""
+"""Placements that are checked when a plan is made, which takes about five seconds."""
+
+
+class Transfers(Protocol):
+    """All transfers of a plan, found by their ends. Between two ends their order is always the same."""
+
+    def outgoing(self, source: int, destination: int | None = None) -> tuple[Transfer, ...]: ...
+
+    def incoming(self, destination: int) -> tuple[Transfer, ...]: ...
+
+    def passed_on(self, via: int) -> tuple[Transfer, ...]: ...
+
+
+class ListedTransfers:
+    """Implements Transfers as a list: one rank's part of a plan."""
+
+    def __init__(self, transfers: Iterable[Transfer]) -> None:
+        self._all = tuple(transfers)
+
+    def outgoing(self, source: int, destination: int | None = None) -> tuple[Transfer, ...]:
+        return tuple(its for its in self._all if its.source == source and destination in (None, its.destination))
+
+    def incoming(self, destination: int) -> tuple[Transfer, ...]:
+        return tuple(its for its in self._all if its.destination == destination)
+
+    def passed_on(self, via: int) -> tuple[Transfer, ...]:
+        return tuple(its for its in self._all if its.via == via)
 
 
 @dataclass(frozen=True, eq=False)
 class WeightPlan:
     """Transfers between holders; `source` and `destination` of a transfer are indices into the manifests.
 
-    Both ends see the transfers between them in the same order. A plan pickles, and every rank takes its own part of it.
-    Transfers of the whole are written out anew whenever they are asked for; those of a part are kept.
+    Both ends see the transfers between them in the same order. A plan can be pickled, and every rank takes its own part
+    of it. The transfers of a whole plan are written out anew at each call; those of a part are kept.
     """
 
     sources: tuple[Manifest, ...]
     destinations: tuple[Manifest, ...]
     topology: Topology
-    routes: Routes
+    transfers: Transfers
 
     def incoming(self, destination: int) -> tuple[Transfer, ...]:
-        """All that a destination receives: first straight from sources, then passed on by other destinations."""
-        return self.routes.find(destination=destination)
+        """All that a destination receives: first what sources send to it, then what destinations pass on to it."""
+        return self.transfers.incoming(destination)
 
     def outgoing(self, source: int) -> tuple[Transfer, ...]:
-        """All that comes from a source, also what others pass on for it."""
-        return self.routes.find(source=source)
+        """All bytes that come from a source, also those that a destination passes on."""
+        return self.transfers.outgoing(source)
 
     def passed_on(self, via: int) -> tuple[Transfer, ...]:
-        """All that a destination passes on to others. It receives each box of it itself, straight from the source."""
-        return self.routes.find(via=via)
+        """All that a destination passes on to others. It receives each of these boxes from the source itself."""
+        return self.transfers.passed_on(via)
 
     def between(self, source: int, destination: int) -> tuple[Transfer, ...]:
-        """What a source sends straight to a destination."""
-        return self.routes.find(source, destination, STRAIGHT)
-
-    def relays(self, via: int, destination: int) -> tuple[Transfer, ...]:
-        """What destination `via` passes on to another one."""
-        return self.routes.find(destination=destination, via=via)
+        """All that a source itself sends to a destination."""
+        return tuple(transfer for transfer in self.transfers.outgoing(source, destination) if transfer.via is None)
 
     def destinations_of(self, source: int) -> list[int]:
-        """Whom a source sends to itself, in order."""
-        return sorted({transfer.destination for transfer in self.routes.find(source=source, via=STRAIGHT)})
-
-    def sources_of(self, destination: int) -> list[int]:
-        """Who sends straight to a destination, in order."""
-        return sorted({transfer.source for transfer in self.routes.find(destination=destination, via=STRAIGHT)})
-
-    def relays_of(self, via: int) -> list[int]:
-        """Whom a destination passes bytes on to, in order."""
-        return sorted({transfer.destination for transfer in self.passed_on(via)})
-
-    def vias_of(self, destination: int) -> list[int]:
-        """Which destinations pass bytes on to this one, in order."""
-        return sorted({transfer.via for transfer in self.incoming(destination) if transfer.via is not None})
+        """The destinations to which a source itself sends, in order."""
+        return sorted({transfer.destination for transfer in self.outgoing(source) if transfer.via is None})
 
     def bytes_of(self, transfer: Transfer) -> int:
-        """Bytes that travel: values are cast to the destination's dtype before they leave."""
+        """Bytes that travel: values are cast to the destination's dtype before they are sent."""
         storage = self.destinations[transfer.destination].storages[transfer.destination_placement.storage]
         return transfer.box.elements * ITEM_BYTES[storage.dtype]
 
-    def flows(self) -> Flows:
-        """Bytes by sender, receiver and who passes them on, without writing the transfers out."""
-        return self.routes.flows()
-
-    def sent_bytes(self) -> list[int]:
-        """By source: what it sends itself."""
-        flows = self.flows()
-        straight = flows.via == STRAIGHT
-        return _sums(flows.source[straight], flows.bytes[straight], len(self.sources))
-
-    def received_bytes(self) -> list[int]:
-        """By destination, from sources and from others that pass them on."""
-        flows = self.flows()
-        return _sums(flows.destination, flows.bytes, len(self.destinations))
-
     def part_for_source(self, source: int) -> WeightPlan:
-        """What one source needs, small enough to send it: its transfers, and what these touch of other manifests."""
+        """What one source needs of the plan: its transfers, and the storages of other manifests that they touch."""
         return self._part(self.outgoing(source), source=source)
 
     def part_for_destination(self, destination: int) -> WeightPlan:
-        """Likewise what a destination receives, and what it passes on. Raises WeightPlanError if it is not sound."""
+        """What a destination receives and what it passes on. Raises WeightPlanError if `plan_problems` finds any."""
         if problems := plan_problems(self, [destination]):
             raise WeightPlanError(problems)
         return self._part((*self.incoming(destination), *self.passed_on(destination)), destination=destination)
@@ -107,9 +107,11 @@ class WeightPlan:
     ) -> WeightPlan:
         come = {(transfer.source, transfer.source_placement.storage) for transfer in transfers}
         go = {(transfer.destination, transfer.destination_placement.storage) for transfer in transfers}
-        destinations = _touched(self.destinations, go, destination)
         return WeightPlan(
-            _touched(self.sources, come, source), destinations, self.topology, Listed(destinations, transfers)
+            _touched(self.sources, come, source),
+            _touched(self.destinations, go, destination),
+            self.topology,
+            ListedTransfers(transfers),
         )
 
 
@@ -118,15 +120,20 @@ def make_plan(
 ) -> WeightPlan:
     """Writes every destination element with a box exactly once, from a source that holds it.
 
-    A source on the destination's device is preferred, then those on its node. Everything else crosses the network once
-    for each node that needs it, and the sources that hold a box share it evenly, by bytes. Without a topology everyone
-    is on a node of their own.
+    A source on the destination's device is preferred, then the sources on its node. Everything else crosses the network
+    once for each node that needs it, and the sources that hold a box share it evenly, by bytes. Without a topology each
+    holder is on a node of its own.
 
-    Holders that differ only in their names should share one `placements` object: then they cost nothing more.
+    Holders that differ only in their names should share one `placements` object: they are then compared at once.
 
     Raises: WeightPlanError naming each tensor that no source holds, and each storage that is not covered exactly once.
     """
-    topology = topology or Topology.apart(len(sources), len(destinations))
+    if topology is None:
+        apart = (
+            tuple(Place(f"{role} {index}") for index in range(len(manifests)))
+            for role, manifests in (("source", sources), ("destination", destinations))
+        )
+        topology = Topology(*apart)
     places = len(topology.sources), len(topology.destinations)
     if places != (len(sources), len(destinations)):
         needed = f"{len(sources)} and {len(destinations)}, one for each manifest"
@@ -136,16 +143,14 @@ def make_plan(
     classes = classes_of(sources), classes_of(destinations)
     if problems := [problem for of_class in classes[1] for problem in storage_problems(of_class.manifest)]:
         raise WeightPlanError(problems)
-    bundles = bundles_of(*classes)
-    routes = Stamped(bundles, deliver(bundles, topology), *classes)
-    plan = WeightPlan(tuple(sources), tuple(destinations), topology, routes)
+    plan = WeightPlan(tuple(sources), tuple(destinations), topology, routes_between(*classes, topology))
     if problems := plan_problems(plan, _to_check(classes[1])):
         raise WeightPlanError(problems)
     return plan
 
 
 def _to_check(destinations: Sequence[HolderClass]) -> Iterator[int]:
-    """One destination of each class, as long as that takes seconds; the rest is checked when they take their parts."""
+    """One destination of each class, up to CHECKED_PLACEMENTS; each rank checks its own part when it takes it."""
     placements = accumulate(len(of_class.manifest.placements) for of_class in destinations)
     for upto, of_class in zip(placements, destinations, strict=True):
         yield of_class.members[0]
@@ -164,18 +169,12 @@ def _touched(manifests: Sequence[Manifest], used: set[tuple[int, str]], whole: i
     )
 
 
-def _sums(indices: np.ndarray, values: np.ndarray, count: int) -> list[int]:
-    totals = np.zeros(count, np.int64)
-    np.add.at(totals, indices, values)
-    return totals.tolist()
-
-
 def plan_problems(plan: WeightPlan, destinations: Iterable[int] | None = None) -> list[Problem]:
-    """Checks a plan against its own manifests, trusting nothing of how it was made: all destinations, or only some.
+    """Checks a plan against its own manifests, independently of how it was made: all destinations, or only some.
 
-    Both ends of a transfer must be the same box, where the manifests say that it lies; the transfers into each
-    placement must tile it; and who passes a box on must be on the same node and receive it itself, in the same dtype
-    and straight from the same source, or it could be passed on before it has arrived.
+    Both ends of a transfer must be the same box, where the manifests say that it lies. The transfers into each
+    placement must tile it. A destination that passes a box on must be on the same node, and must receive the box in the
+    same dtype from the source itself: otherwise it could pass the box on before it has arrived.
     """
     sources: dict[int, Located] = {}
     problems: list[Problem] = []
@@ -209,7 +208,7 @@ def plan_problems(plan: WeightPlan, destinations: Iterable[int] | None = None) -
 
 
 def _relay_problems(plan: WeightPlan, destination: int) -> list[Problem]:
-    """What is passed on to one destination by somebody who does not have it first."""
+    """Boxes that are passed on to one destination by another that does not receive them first."""
     problems = []
     straight: dict[tuple[int, int], set[tuple[Box, int]]] = {}
     places = plan.topology.destinations

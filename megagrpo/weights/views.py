@@ -38,8 +38,14 @@ def fill_padding(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Non
         tensors[fill.storage][index].fill_(fill.value)
 
 
+def model_tensors(model: torch.nn.Module, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """All parameters of a model by name, and those buffers that are weights too: the ones that the manifest names."""
+    found = {name: parameter.data for name, parameter in model.named_parameters()}
+    return found | {name: buffer for name, buffer in model.named_buffers() if name in manifest.storages}
+
+
 def stored_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of all the manifest's storages, detached, after checking that they are what the manifest says.
+    """The tensors of all the manifest's storages, detached, once each has the shape and dtype that the manifest says.
 
     Raises: ModelError naming every storage that is missing, is not in the manifest, or has another shape or dtype.
     """

@@ -17,7 +17,7 @@ from megagrpo.types import Sample, SamplingParams
 from tests.loop import small_run
 from tests.rollout_engines import request
 from tests.sglang.servers import START_SECONDS, WAIT_SECONDS, start_server
-from tests.sglang.test_shards import check_logprobs
+from tests.sglang.test_weights import check_logprobs
 from tests.tiny_models import randomize
 
 KEY_VARIABLE = "KEY_OF_THE_SERVER"

@@ -18,11 +18,11 @@ from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.types import SamplingParams
-from megagrpo.weights.executors.meeting import MeetingHost
-from megagrpo.weights.executors.ways import Way, open_sender
+from megagrpo.weights.digest import expected_digests, sent_digests
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint
-from megagrpo.weights.verification import expected_digests, sent_bucket_digests, sent_digests
+from megagrpo.weights.transport.choice import TransportName, open_sender
+from megagrpo.weights.transport.rendezvous import RendezvousHost
 from tests.rollout_engines import model_directory
 
 # Deadlines that are only there to end a test that hangs: a busy machine may take fifty times what an idle one takes.
@@ -183,14 +183,15 @@ def serve_directory(directory: Path, tensor: int, log: Path) -> Iterator[Served]
 class Trainer:
     """One training rank's part: sends the weights of a checkpoint to one engine, and says what must have arrived."""
 
-    def __init__(self, engine: SglangEngine, directory: Path, way: Way = Way.SHARED_MEMORY) -> None:
-        self._host = MeetingHost("127.0.0.1", WAIT_SECONDS)
+    def __init__(self, engine: SglangEngine, directory: Path) -> None:
+        transport = TransportName.SHARED_MEMORY
+        self._host = RendezvousHost("127.0.0.1", WAIT_SECONDS)
         (source,) = checkpoint.manifests(directory)
         self._engine, self._source = engine, source
         self._plan = make_plan([source], engine.manifests())
-        self._sender = open_sender(way, self._plan, 0, self._host.meeting, BUCKET_BYTES)
+        self._sender = open_sender(transport, self._plan, 0, self._host.rendezvous, BUCKET_BYTES)
         ranks = range(len(self._plan.destinations))
-        engine.connect(self._plan, ranks, way, self._host.meeting, BUCKET_BYTES)
+        engine.connect(self._plan, ranks, transport, self._host.rendezvous, BUCKET_BYTES)
         self._ranks = ranks
 
     def send(self, version: int, directory: Path) -> None:
@@ -204,7 +205,7 @@ class Trainer:
         expected = expected_digests([sent_digests(self._plan, 0, tensors)])
         arrived = self._engine.end_update(version)
         assert arrived == [expected[rank] for rank in self._ranks]
-        wanted = sent_bucket_digests(self._plan, 0, tensors, BUCKETS_OF, frozenset(self._ranks), BUCKET_BYTES)
+        wanted = self._sender.bucket_digests(tensors, BUCKETS_OF, frozenset(self._ranks))
         by_rank = self._engine.bucket_digests(BUCKETS_OF, self._ranks)
         assert wanted == {label: digest for of_rank in by_rank for label, digest in of_rank["arrived"].items()}
 

@@ -11,7 +11,7 @@ from megagrpo import cli
 from megagrpo.types import SamplingParams
 from tests.rollout_engines import model_directory, request
 from tests.sglang.servers import Served, serve_directory
-from tests.sglang.test_shards import check_holds, check_logprobs
+from tests.sglang.test_weights import check_holds, check_logprobs
 
 # The second is longer than what the model's rotary embeddings were scaled from.
 PROMPTS: tuple[tuple[int, ...], ...] = ((5, 6, 9, 11), tuple(range(20, 110)))

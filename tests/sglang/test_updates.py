@@ -131,7 +131,7 @@ def test_no_token_is_sampled_while_an_update_is_open(
         future.result(WAIT_SECONDS)
 
 
-def test_a_server_that_waits_for_weights_leaves_the_cores_to_those_who_send_them(tied_server: Served) -> None:
+def test_a_server_that_waits_for_weights_takes_no_core(tied_server: Served) -> None:
     processes = [psutil.Process(process) for process in members(tied_server.server._process.pid)]
     with tied_server.trained() as (engine, trainer):
         engine.begin_update(1)
@@ -148,14 +148,14 @@ def test_an_update_that_failed_is_begun_again(tied_server: Served, new_weights: 
     with tied_server.trained() as (engine, trainer):
         engine.begin_update(1)
         with pytest.raises(WeightSyncError, match="version 1"):
-            engine.receive(1)  # nobody has opened a sync to this version
+            engine.receive(1)  # no sync to this version is open
         trainer.sync(1, new)
         (sample,) = engine.generate(OTHERS[:1])
     assert (sample.versions == 1).all()
     assert difference(new, OTHERS[0], sample).max() < 1e-5
 
 
-def test_an_update_that_somebody_left_open_on_a_server_is_ended_by_who_comes_next(
+def test_an_update_that_was_left_open_on_a_server_is_ended_by_the_next_engine(
     tied_server: Served, new_weights: Callable[[str], Path]
 ) -> None:
     new = new_weights("qwen2_tied")
@@ -184,7 +184,7 @@ def test_ten_updates_in_a_row_are_each_what_is_sampled_from(
             assert difference(directories[version % 2], one, sample).max() < 1e-5
 
 
-def test_a_server_of_somebody_else_is_not_sampled_from_before_it_has_our_weights(tied_server: Served) -> None:
+def test_an_external_server_is_not_sampled_from_before_it_has_our_weights(tied_server: Served) -> None:
     with tied_server.trained() as (engine, _):
         engine.release_memory()  # not a server that can: nothing happens
         assert engine.generate(OTHERS[:1])

@@ -79,9 +79,9 @@ def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyP
         actors={}, external=False, places=tuple, manifests=lambda: {"engine 0": []}, bring_back=None
     )
     ranks: Any = SimpleNamespace(actors={}, places=tuple, manifests=list)
-    recipe: Any = SimpleNamespace(weights=SimpleNamespace(timeout_seconds=1.0, bucket_bytes=1))
-    for name in ("make_plan", "sharing", "Topology", "choose_way", "MeetingHost"):
-        monkeypatch.setattr(weight_sync, name, lambda *given, **named: SimpleNamespace(meeting=None))
+    recipe: Any = SimpleNamespace(weights=SimpleNamespace(timeout_seconds=1.0, bucket_bytes=1, transfer="auto"))
+    for name in ("make_plan", "sharing", "Topology", "choose_transport", "RendezvousHost"):
+        monkeypatch.setattr(weight_sync, name, lambda *given, **named: SimpleNamespace(rendezvous=None))
     monkeypatch.setattr(ray, "put", lambda value: value)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(WeightSync, "_wait", wait)

@@ -20,7 +20,7 @@ from megagrpo.errors import NodeLostError, PreflightError, RankError
 from megagrpo.recipe.defaults import DevicePlan
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.stopping import StopRequested
-from megagrpo.weights.topology import Place
+from megagrpo.weights.boxes import Place
 from tests import tiny_run
 
 RECIPE = Recipe.model_validate({**tiny_run.recipe(Path("tiny")), "cluster": {"device": "cpu"}})

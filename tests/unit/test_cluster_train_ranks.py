@@ -13,7 +13,7 @@ from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.trainer import run_loop, step, train
 from megagrpo.types import Group, Prompt
-from megagrpo.weights.executors.ways import Way
+from megagrpo.weights.transport.choice import TransportName
 from tests import step_fakes
 from tests.step_fakes import FakePolicy, make_run
 
@@ -61,7 +61,8 @@ class OnDevice(Policy):
 
 class Sync(WeightSync):
     def __init__(self, policy: OnDevice, run: Any) -> None:
-        self._policy, self._rollouts, self.version, self.way = policy, run.rollouts, 0, Way.SHARED_MEMORY
+        self._policy, self._rollouts, self.version = policy, run.rollouts, 0
+        self.transport = TransportName.SHARED_MEMORY
         self._device = policy.device
         self.brought: list[int] = []
         run.rollouts.actors = {"engine 0": SimpleNamespace()}

@@ -1,38 +1,62 @@
-"""Which way weights travel, and what is said of replicas that disagree."""
+"""Which transport carries the weights, and what is said of replicas that disagree."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from megagrpo.cluster.weight_sync import choose_way, replica_problems
+from megagrpo.cluster.weight_sync import replica_problems
 from megagrpo.errors import RecipeError
-from megagrpo.recipe.schema import WeightsConfig
-from megagrpo.weights.boxes import Box
-from megagrpo.weights.executors.ways import Way
-from megagrpo.weights.topology import Place, Topology
+from megagrpo.recipe.load import load
+from megagrpo.weights.boxes import Box, Place, Topology
+from megagrpo.weights.transport.choice import TransportName, choose_transport
+from tests.tiny_run import make_run
 
 ONE_NODE = Topology((Place("a", 0), Place("a", 1)), (Place("a", 2),))
 TWO_NODES = Topology((Place("a", 0), Place("a", 1)), (Place("b", 0),))
 
 
 @pytest.mark.parametrize(
-    ("topology", "external", "way"),
+    ("topology", "external", "chosen"),
     [
-        (ONE_NODE, False, Way.SHARED_MEMORY),
-        (TWO_NODES, False, Way.PROCESS_GROUP),
-        (TWO_NODES, True, Way.DISK),
+        (ONE_NODE, False, TransportName.SHARED_MEMORY),
+        (TWO_NODES, False, TransportName.PROCESS_GROUP),
+        (TWO_NODES, True, TransportName.DISK),
     ],
 )
-def test_the_way_is_chosen_by_where_everyone_is(topology: Topology, external: bool, way: Way) -> None:
-    assert choose_way(WeightsConfig(), topology, external=external) is way
+def test_auto_chooses_by_the_places_of_ranks_and_engines(
+    topology: Topology, external: bool, chosen: TransportName
+) -> None:
+    assert choose_transport("auto", topology, external=external) is chosen
 
 
-def test_a_way_through_a_nodes_memory_is_refused_between_nodes() -> None:
-    for transfer in ("shared_memory", "direct", "tensors"):
-        with pytest.raises(RecipeError, match="between 2 nodes"):
-            choose_way(WeightsConfig(transfer=transfer), TWO_NODES, external=False)
-        assert choose_way(WeightsConfig(transfer=transfer), ONE_NODE, external=False) is Way(transfer)
-    assert choose_way(WeightsConfig(transfer="broadcast"), TWO_NODES, external=False) is Way.BROADCAST
+def test_shared_memory_is_refused_between_nodes_and_the_others_are_not() -> None:
+    with pytest.raises(RecipeError, match="between 2 nodes"):
+        choose_transport("shared_memory", TWO_NODES, external=False)
+    for name in TransportName:
+        assert choose_transport(name, ONE_NODE, external=False) is name
+    for name in (TransportName.PROCESS_GROUP, TransportName.DISK):
+        assert choose_transport(name, TWO_NODES, external=False) is name
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("weights.transfer=direct", "shared_memory"),
+        ("weights.transfer=tensors", "shared_memory"),
+        ("weights.transfer=broadcast", "process_group"),
+        ("weights.pause=abort", "retract"),
+    ],
+)
+def test_values_of_earlier_versions_are_refused_with_the_new_spelling(
+    override: str, instead: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load(make_run(tmp_path), [override])
+    (problem,) = raised.value.problems
+    assert override.partition("=")[0] in problem.where
+    assert instead in problem.fix
 
 
 def test_replicas_that_drifted_apart_name_their_ranks() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.weight_traffic import LinkSpeeds, topology_of, traffic_of
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.plan.time.communication import (
     Collective,
@@ -27,8 +28,6 @@ from megagrpo.weights.families import architecture_of
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import TE_SPEC
-from megagrpo.weights.topology import Topology
-from megagrpo.weights.traffic import LinkSpeeds, traffic_of
 
 FAST = Links(node=400e9, network=40e9, node_latency=0.0, network_latency=0.0)
 CONFIG = {
@@ -189,7 +188,7 @@ def test_bytes_of_a_sync_are_near_those_of_the_real_plan(arch, layout, engine, e
     ranks = [(e, rank) for e in range(engines) for rank in range(engine.tensor)]
     destinations = [sglang.manifest(arch, engine, rank, "bfloat16", "cuda", e) for e, rank in ranks]
     first = 0 if colocated else len(sources)
-    topology = Topology.of_nodes(range(len(sources)), range(first, first + len(ranks)), 8)
+    topology = topology_of(range(len(sources)), range(first, first + len(ranks)), 8)
     traffic = traffic_of(make_plan(sources, destinations, topology), LinkSpeeds(), 1 << 28)
     found = sync_bytes(arch, layout, engine, engines, 8, 2, colocated=colocated)
     counted = {link: traffic.links[link].busiest for link in ("network", "node")}

@@ -13,11 +13,10 @@ from megagrpo.errors import EngineError
 from megagrpo.rollout.engine import Engine, EngineState, UpdateProtocol
 from megagrpo.types import SamplingParams
 from megagrpo.weights.digest import digests
-from megagrpo.weights.executors.meeting import MeetingHost
-from megagrpo.weights.executors.ways import Way, open_sender
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint
-from megagrpo.weights.verification import sent_bucket_digests
+from megagrpo.weights.transport.choice import TransportName, open_sender
+from megagrpo.weights.transport.rendezvous import RendezvousHost
 from tests.rollout_engines import model_directory, request, start_engine
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -33,9 +32,9 @@ def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_pa
     (source,) = checkpoint.manifests(new)
     tensors = load_file(new / "model.safetensors")
     plan = make_plan([source], engine.manifests())
-    host = MeetingHost("127.0.0.1", timeout_seconds=200)
-    sender = open_sender(Way.SHARED_MEMORY, plan, 0, host.meeting, bucket_bytes=4096)
-    engine.connect(plan, [0], Way.SHARED_MEMORY, host.meeting, bucket_bytes=4096)
+    host = RendezvousHost("127.0.0.1", timeout_seconds=200)
+    sender = open_sender(TransportName.SHARED_MEMORY, plan, 0, host.rendezvous, bucket_bytes=4096)
+    engine.connect(plan, [0], TransportName.SHARED_MEMORY, host.rendezvous, bucket_bytes=4096)
     host.open(3, [0])
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(sender.send, 3, tensors)
@@ -44,7 +43,7 @@ def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_pa
         sending.result()
     assert engine.end_update(3) == [digests(tensors, source.placements)]
     (buckets,) = engine.bucket_digests("model.norm.weight", [0])
-    of_sender = sent_bucket_digests(plan, 0, tensors, "model.norm.weight", frozenset([0]), 4096)
+    of_sender = sender.bucket_digests(tensors, "model.norm.weight", frozenset([0]))
     assert of_sender
     assert buckets == {"sent": {}, "arrived": of_sender}
     engine.commit_update(3)

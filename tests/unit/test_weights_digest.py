@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights import digest
 from megagrpo.weights.boxes import Box, Placement
-from megagrpo.weights.digest import combine, digests, primary_placements
+from megagrpo.weights.digest import digests, expected_digests, sent_digests
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.plan import make_plan
+from megagrpo.weights.sides import checkpoint as checkpoint_side
 from megagrpo.weights.sides import transformers
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from tests.unit.test_weights_plan import architectures, layouts, whole_placement
-from tests.weights_oracle import architecture, moe_architecture, random_checkpoint, rank_tensors
+from tests.weights_oracle import moe_architecture, random_checkpoint, rank_tensors
 
 MASK = (1 << 64) - 1
 
@@ -64,8 +66,9 @@ def test_ranks_together_have_the_digests_of_the_checkpoint(arch: Architecture, l
     expected = digests(checkpoint, [whole_placement(tensor) for tensor in tensors_of(arch)])
     manifests = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
     held = [rank_tensors(arch, layout, where, checkpoint) for where in rank_grid(layout)]
-    parts = [digests(tensors, primary) for tensors, primary in zip(held, primary_placements(manifests), strict=True)]
-    assert combine(parts) == expected
+    plan = make_plan(manifests, checkpoint_side.new_files(arch, "float32", 1 << 30))
+    parts = [sent_digests(plan, source, tensors) for source, tensors in enumerate(held)]
+    assert expected_digests(parts) == {0: expected}
 
 
 def test_stacked_experts_and_a_cast_have_the_same_digests() -> None:
@@ -112,10 +115,3 @@ def test_chunks_and_strides_make_no_difference(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(digest, "CHUNK_ELEMENTS", {"cpu": 40})
     assert digest_of(matrix) == before
     assert digest_of(matrix.T.contiguous().T) == before
-
-
-def test_primary_placements_share_the_work() -> None:
-    arch, layout = architecture(hidden=128, ffn=512, vocab=4000, head_dim=32), ParallelLayout(data=4)
-    manifests = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
-    work = [sum(placement.box.elements for placement in primary) for primary in primary_placements(manifests)]
-    assert max(work) <= 1.1 * sum(work) / len(work)

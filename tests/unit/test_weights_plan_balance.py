@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.weights.balance import Holders, even_shares, least_load
+from megagrpo.weights.planning.routes import Holders, even_shares, least_load
 
 SETS = st.frozensets(st.integers(0, 9), min_size=1, max_size=6).map(lambda found: tuple(sorted(found)))
 DEMANDS = st.dictionaries(SETS, st.integers(0, 100_000), min_size=1, max_size=12)

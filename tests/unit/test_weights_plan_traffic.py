@@ -8,15 +8,14 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.weight_traffic import LinkSpeeds, gather_everything, topology_of, traffic_of
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
+from megagrpo.weights.boxes import Box, Manifest, Place, Placement, Storage, Topology
 from megagrpo.weights.families.architecture import Experts
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
-from megagrpo.weights.topology import Place, Topology
-from megagrpo.weights.traffic import LinkSpeeds, gather_everything, traffic_of
 from tests.unit.test_weights_plan_topology import Cluster, all_transfers, clusters
 from tests.weights_oracle import moe_architecture
 
@@ -104,14 +103,14 @@ def plan_of(ranks: int, layers: int, experts: int = 8) -> WeightPlan:
         for index in range(ranks // 4)
         for rank in range(4)
     ]
-    return make_plan(sources, destinations, Topology.of_nodes(range(ranks), range(ranks, 2 * ranks), 8))
+    return make_plan(sources, destinations, topology_of(range(ranks), range(ranks, 2 * ranks), 8))
 
 
 def test_a_plan_grows_with_the_nodes_and_not_with_layers_or_experts() -> None:
     """Kinds of tensors and classes of ranks: a deeper model is the same plan with more names in it."""
 
     def size(plan: WeightPlan) -> tuple[int, int]:
-        return len(plan.routes._bundles), len(plan.routes._segments.bundle)
+        return len(plan.transfers.bundles), len(plan.transfers.segments.bundle)
 
     small = size(plan_of(32, 2))
     deep, wide = size(plan_of(32, 16)), size(plan_of(32, 2, experts=64))

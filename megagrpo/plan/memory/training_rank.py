@@ -39,8 +39,8 @@ LOWERED_BY: Mapping[str, tuple[str, ...]] = {
 
 
 def bucket_bytes(recipe: AnyRecipe, weights: int) -> int:
-    """At each end of a weight sync, two buckets (executors/flow.py), none larger than the `weights` there. Files need
-    none, and engines of others get files unless the recipe says otherwise."""
+    """At each end of a weight sync: two buckets (weights/transport/buckets.py), none larger than the `weights` there.
+    Files need none, and external engines get files unless the recipe says otherwise."""
     if not isinstance(recipe, Recipe) or recipe.weights.transfer == "disk":
         return 0
     by_files = recipe.rollout.engine == "external" and recipe.weights.transfer == "auto"

@@ -1,9 +1,9 @@
 """Seconds of bringing new weights to the engines: the fewest bytes that a plan of boxes can move, over their links.
 
-Arithmetic over whole kinds of ranks, in milliseconds; weights/plan.py and weights/traffic.py make and count the real
-plan, which takes seconds for hundreds of ranks. A node needs each byte that its engine ranks hold once from the network
-if no training rank on it holds it; all training ranks with replicas share the sending evenly; within the node
-everything travels over the node's links.
+Arithmetic over whole kinds of ranks, in milliseconds; weights/plan.py makes the real plan and
+benchmarks/weight_traffic.py counts it, which takes seconds for hundreds of ranks. A node needs each byte that its
+engine ranks hold once from the network if no training rank on it holds it; all training ranks with replicas share the
+sending evenly; within the node everything travels over the node's links.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from megagrpo.plan.machines import Machines
 from megagrpo.plan.parameters import expert_parameters, total_parameters
 from megagrpo.plan.time.communication import Links
 from megagrpo.plan.time.seconds import Seconds
-from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
 from megagrpo.weights.families.architecture import Architecture
 
@@ -92,8 +91,8 @@ def sync_seconds(
     recipe: Recipe, arch: Architecture, machines: Machines, assumptions: Assumptions, item_bytes: int
 ) -> Seconds:
     """By what they are spent on. Engines get all weights, also with train.lora: adapters are added before."""
-    rollout, devices = recipe.rollout, plan_devices(recipe, "cuda")
-    external, one_node = rollout.engine == "external", devices.bundles <= machines.gpus_per_node
+    rollout = recipe.rollout
+    external = rollout.engine == "external"
     engine = EngineLayoutConfig() if rollout.engine == "transformers" else rollout.layout
     found = sync_bytes(
         arch,
@@ -109,15 +108,10 @@ def sync_seconds(
         "pauses and set-up": assumed.sync_seconds,
         "digests": found.held / assumed.digest_bytes_per_second,
     }
-    way = recipe.weights.transfer
-    if external if way == "auto" else way == "disk":
+    transport = recipe.weights.transfer
+    if external if transport == "auto" else transport == "disk":
         seconds["writing to disk"] = found.model / assumed.disk_bytes_per_second
         seconds["reading from disk"] = found.model * rollout.engines / assumed.disk_bytes_per_second
-    elif way == "broadcast":
-        speed = (links.node if one_node else links.network) * assumed.sync_efficiency
-        seconds["gathering on one rank"] = found.model / speed
-        # One rank sends all, to each engine in a group of its own.
-        seconds["broadcast"] = found.model * rollout.engines / speed
     else:
         network = found.network / (links.network * assumed.sync_efficiency)
         node = found.node / (links.node * assumed.sync_efficiency)

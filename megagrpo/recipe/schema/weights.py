@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from megagrpo.section import PositiveFloat, PositiveInt, Section
+
+REMOVED = {
+    ("transfer", "direct"): "write auto or shared_memory",
+    ("transfer", "tensors"): "write auto or shared_memory",
+    ("transfer", "broadcast"): "write auto or process_group",
+    ("pause", "abort"): "write retract",
+}
+"""Values that earlier versions had, and what to do instead."""
 
 
 class WeightsConfig(Section):
     """How new weights travel from the training ranks to the engines after every step."""
 
-    transfer: Literal["auto", "shared_memory", "process_group", "direct", "tensors", "broadcast", "disk"] = "auto"
-    """auto chooses by the plan. Exact shards: shared_memory (same node; CUDA IPC on GPUs), process_group (any node),
-    direct (SGLang's own loader of whole local parameters, in shared memory). Whole tensors: tensors (flattened buckets
-    in shared memory), broadcast (from one training rank), disk (safetensors files in `directory`)."""
+    transfer: Literal["auto", "shared_memory", "process_group", "disk"] = "auto"
+    """How the bytes travel. shared_memory: exact shards within one node (CUDA IPC on GPUs). process_group: exact shards
+    between any nodes (gloo; NCCL on GPUs). disk: safetensors files in `directory`. auto: disk for external engines,
+    shared_memory if everything is on one node, otherwise process_group."""
 
     bucket_bytes: PositiveInt = 256 * 1024 * 1024
     """Largest bucket. Two buckets at once are on the way between a training rank and an engine."""
@@ -27,7 +38,14 @@ class WeightsConfig(Section):
     again with the new weights, in_place goes on with those of the old weights."""
 
     timeout_seconds: PositiveFloat = 600.0
-    """Longest wait for one sync, and for anyone in it."""
+    """Longest wait for one sync, and of any process in it."""
 
     attempts: PositiveInt = 2
     """How often an engine may be restarted and brought up to date in one sync before the run stops."""
+
+    @field_validator("transfer", "pause", mode="before")
+    @classmethod
+    def _name_what_replaces_it(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str) and (fix := REMOVED.get((str(info.field_name), value))):
+            raise PydanticCustomError("removed_value", "a value of an earlier version", {"fix": fix})
+        return value

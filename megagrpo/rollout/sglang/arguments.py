@@ -15,7 +15,7 @@ from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
 
 CHECK = Path(__file__).with_name("check_arguments.py")
 CHECK_SECONDS = 120.0  # it imports part of SGLang, in an environment that may lie on a slow file system
-LOADER = "megagrpo.weights.executors.sglang_loader.load"
+LOADER = "megagrpo.weights.transport.sglang.load"
 WATCHDOG_SECONDS = 300.0  # SGLang's own default
 CPU_CACHE_TOKENS = 65536
 

@@ -22,15 +22,15 @@ from megagrpo.rollout.sglang.client import (
     read_sample,
 )
 from megagrpo.rollout.sglang.server import Server
-from megagrpo.rollout.sglang.weights import ServerWeights
 from megagrpo.tokenizer import load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.executors.meeting import Meeting
-from megagrpo.weights.executors.ways import Way
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import sglang as sglang_side
+from megagrpo.weights.transport.choice import TransportName
+from megagrpo.weights.transport.rendezvous import Rendezvous
+from megagrpo.weights.transport.sglang import ServerWeights
 
 Pause = Literal["retract", "in_place"]
 NOTHING_OPEN = "no weight-update session is open"  # how SGLang refuses /end_weight_update
@@ -85,7 +85,7 @@ class SglangEngine:
         except MegagrpoError:
             self._client.close()
             raise
-        self._weights = ServerWeights(self._client.post, name, self._manifests, self._info, device)
+        self._weights = ServerWeights(self._client.post, name, self._manifests, self._info)
         if self._server is None:
             self._protocol.lose_weights()
 
@@ -152,11 +152,16 @@ class SglangEngine:
         return self._manifests
 
     def connect(
-        self, plan: WeightPlan, destinations: Sequence[int], way: Way, meeting: Meeting, bucket_bytes: int
+        self,
+        plan: WeightPlan,
+        destinations: Sequence[int],
+        transport: TransportName,
+        rendezvous: Rendezvous,
+        bucket_bytes: int,
     ) -> None:
         was_open = self._update_open
         self._open_update()
-        self._weights.connect(plan, destinations, way, meeting, bucket_bytes)
+        self._weights.connect(plan, destinations, transport, rendezvous, bucket_bytes)
         if not was_open:
             self._end_update()
 

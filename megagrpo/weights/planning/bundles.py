@@ -1,8 +1,8 @@
-"""Bytes that are alike to a plan: held by the same sources and wanted by the same destinations.
+"""Bundles: bytes that are held by the same sources and wanted by the same destinations.
 
 A model has a hundred thousand tensors and a cluster thousands of ranks, but ranks that differ only in a replica hold
-the same boxes, and tensors that differ only in their layer or their expert are cut in the same way. So boxes are
-intersected once for each kind of tensor, between classes of ranks; what comes out is a few thousand bundles.
+the same boxes, and tensors that differ only in their layer or their expert are cut in the same way. Boxes are therefore
+intersected once for each kind of tensor, between classes of ranks, which gives a few thousand bundles.
 """
 
 from __future__ import annotations
@@ -16,28 +16,8 @@ from itertools import accumulate
 from math import prod
 
 from megagrpo.errors import Problem, WeightPlanError
-from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest
+from megagrpo.weights.boxes import ITEM_BYTES, Box, HolderClass
 from megagrpo.weights.coverage import Region, describe, few, first_overlap, subtract
-
-
-@dataclass(frozen=True)
-class HolderClass:
-    """Holders with the same storages, placements and fills; `manifest` is the first one's."""
-
-    manifest: Manifest
-    members: tuple[int, ...]
-
-
-def classes_of(manifests: Sequence[Manifest]) -> list[HolderClass]:
-    """Manifests that share the same objects are found at once; others are compared by value."""
-    by_identity: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for index, manifest in enumerate(manifests):
-        by_identity[id(manifest.storages), id(manifest.placements), id(manifest.fills)].append(index)
-    by_value: dict[object, list[int]] = defaultdict(list)
-    for members in by_identity.values():
-        first = manifests[members[0]]
-        by_value[tuple(first.storages.values()), first.placements, first.fills] += members
-    return [HolderClass(manifests[min(members)], tuple(sorted(members))) for members in by_value.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +33,7 @@ class Block:
 class Bundle:
     """Boxes one after another, as a line of bytes that both ends cut at the same places.
 
-    `copy` counts the placements of a destination that hold the same box, where there are several.
+    If a destination has several placements for the same box, `copy` says which of them this bundle fills.
     """
 
     holders: tuple[int, ...]
@@ -64,7 +44,7 @@ class Bundle:
 
     @cached_property
     def _edges(self) -> list[int]:
-        """Where each block begins, and where the last one ends."""
+        """The first byte of each block, and the end of the last one."""
         item_bytes = ITEM_BYTES[self.dtype]
         sizes = (len(block.tensors) * prod(block.shape) * item_bytes for block in self.blocks)
         return [0, *accumulate(sizes)]
@@ -74,7 +54,7 @@ class Bundle:
         return self._edges[-1]
 
     def cut(self, at: int) -> int:
-        """The place nearest to byte `at` where the line can be cut: between two rows of a box, or two boxes."""
+        """The place nearest to byte `at` where the line can be cut: between two rows of a box, or between boxes."""
         if at <= 0 or at >= self.bytes:
             return min(max(at, 0), self.bytes)
         index, tensor_bytes, row_bytes, _ = self._block_at(at)
@@ -82,7 +62,7 @@ class Bundle:
         return self._edges[index] + tensor * tensor_bytes + round(within / row_bytes) * row_bytes
 
     def boxes(self, begin: int, end: int) -> Iterator[Box]:
-        """What lies between two places where the line can be cut."""
+        """The boxes between bytes `begin` and `end`, which `cut` has returned."""
         while begin < end:
             index, tensor_bytes, row_bytes, axis = self._block_at(begin)
             block, until = self.blocks[index], min(end, self._edges[index + 1])
@@ -98,7 +78,7 @@ class Bundle:
                 begin += taken
 
     def _block_at(self, at: int) -> tuple[int, int, int, int]:
-        """The block at this byte, bytes of one of its boxes and of one of their rows, and the axis of the rows."""
+        """The index of the block at this byte, the bytes of one of its boxes, of one row of it, and the rows' axis."""
         index = bisect_right(self._edges, at) - 1
         shape, item_bytes = self.blocks[index].shape, ITEM_BYTES[self.dtype]
         axis = next((axis for axis, size in enumerate(shape) if size > 1), 0)
@@ -112,7 +92,7 @@ _Classes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Cell:
-    """A region of a kind of tensor, all of which the same classes hold and want."""
+    """A region of a kind of tensor whose elements all have the same holders and the same takers, as classes."""
 
     region: Region
     holders: _Classes
@@ -122,9 +102,10 @@ class _Cell:
 
 
 def bundles_of(sources: Sequence[HolderClass], destinations: Sequence[HolderClass]) -> list[Bundle]:
-    """Everything that the destinations have a box for, each element in as many bundles as there are kinds of want.
+    """All elements that destinations have a box for. An element that is wanted in two dtypes, or twice by one
+    destination, is in two bundles.
 
-    Raises: WeightPlanError naming each tensor of which no source holds all that is wanted.
+    Raises: WeightPlanError naming each tensor with elements that no source holds.
     """
     held: dict[str, list[_Held]] = defaultdict(list)
     for index, of_class in enumerate(sources):
@@ -145,7 +126,7 @@ def bundles_of(sources: Sequence[HolderClass], destinations: Sequence[HolderClas
     for (holds, wishes), tensors in kinds.items():
         cells, missing = _cells(holds, wishes)
         if missing:
-            problems += [_nobody_holds(tensor, missing, holds, sources, destinations) for tensor in tensors]
+            problems += [_missing_source(tensor, missing, holds, sources, destinations) for tensor in tensors]
         for cell in cells:
             block = Block(tuple(tensors), *cell.region)
             blocks[cell.holders, cell.wanted_by, cell.dtype, cell.copy].append(block)
@@ -166,13 +147,13 @@ def bundles_of(sources: Sequence[HolderClass], destinations: Sequence[HolderClas
 
 
 def _cells(holds: Sequence[_Held], wants: Sequence[_Wanted]) -> tuple[list[_Cell], list[tuple[Region, _Classes]]]:
-    """What one kind of tensor is cut into; and what no source holds, with the classes that want it."""
+    """The cells of one kind of tensor; and the regions that no source holds, with the classes that want them."""
     sources = disjoint((start, shape, index) for start, shape, index in holds)
     cells: list[_Cell] = []
     missing: list[tuple[Region, _Classes]] = []
     for dtype in dict.fromkeys(dtype for *_, dtype in wants):
         of_dtype = [(start, shape, index) for start, shape, index, its in wants if its == dtype]
-        # Every placement is a holder of its own here, so that a class that wants an element twice is counted twice.
+        # Each placement counts as a holder, so that a class that wants an element twice is counted twice.
         placements = disjoint((start, shape, ordinal) for ordinal, (start, shape, _) in enumerate(of_dtype))
         for box, ordinals in placements:
             times = Counter(of_dtype[ordinal][2] for ordinal in ordinals)
@@ -191,7 +172,7 @@ def _cells(holds: Sequence[_Held], wants: Sequence[_Wanted]) -> tuple[list[_Cell
     return cells, missing
 
 
-def _nobody_holds(
+def _missing_source(
     tensor: str,
     missing: Sequence[tuple[Region, _Classes]],
     holds: Sequence[_Held],
@@ -210,7 +191,7 @@ def _nobody_holds(
 
 
 def disjoint(held: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]]) -> list[tuple[Box, tuple[int, ...]]]:
-    """Regions (start, shape) and who holds each, cut so that no two overlap: all holders of each. By first row."""
+    """Cuts regions (start, shape, holder) so that no two overlap; returns each with all its holders, by first row."""
     holders: dict[Region, set[int]] = defaultdict(set)
     for start, shape, holder in held:
         holders[start, shape].add(holder)

@@ -1,4 +1,4 @@
-"""What a plan costs before it runs: bytes by rank, device and link, buckets, and expected seconds beside other ways.
+"""The cost of a weight plan before it runs: bytes by rank, device and link, buckets, and seconds beside a gather.
 
 The seconds are predictions: every link runs at the speed given for it, all kinds of link work at the same time, and a
 sync lasts as long as the busiest of them. Packing, digests, set-up and congestion inside the network are not in them.
@@ -6,18 +6,59 @@ sync lasts as long as the busiest of them. Packing, digests, set-up and congesti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from megagrpo.weights.boxes import ITEM_BYTES, Box
-from megagrpo.weights.bundles import classes_of
+from megagrpo.weights.boxes import ITEM_BYTES, Box, Link, Place, Topology, classes_of
 from megagrpo.weights.plan import WeightPlan
-from megagrpo.weights.routes import STRAIGHT, Flows
-from megagrpo.weights.topology import Link, Place
+from megagrpo.weights.planning import Routes
+
+STRAIGHT = -1
+"""In place of the destination that passes bytes on: they come from the source itself."""
+
+
+def topology_of(sources: Iterable[int], destinations: Iterable[int], devices_per_node: int) -> Topology:
+    """From device numbers that count through the cluster: number // devices_per_node is the node."""
+    return Topology(
+        *(
+            tuple(Place(f"node {number // devices_per_node}", number % devices_per_node) for number in numbers)
+            for numbers in (sources, destinations)
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Flows:
+    """Bytes by source, destination, and the destination that passes them on, or STRAIGHT. int64 arrays of equal length;
+    the same ends may occur several times."""
+
+    source: np.ndarray
+    destination: np.ndarray
+    via: np.ndarray
+    bytes: np.ndarray
+
+
+def flows_of(plan: WeightPlan) -> Flows:
+    """The flows of a whole plan, without writing its transfers out."""
+    routes = plan.transfers
+    if not isinstance(routes, Routes):
+        raise TypeError("flows are those of a whole plan, not of a rank's part")
+    segments = routes.segments
+    sizes = np.diff(segments.first)[segments.group]
+    ends = np.cumsum(sizes)
+    within_group = np.arange(sizes.sum()) - np.repeat(ends - sizes, sizes)
+    destination = segments.members[np.repeat(segments.first[segments.group], sizes) + within_group]
+    landing = np.repeat(segments.landing, sizes)
+    return Flows(
+        np.repeat(segments.source, sizes),
+        destination,
+        np.where(landing == destination, STRAIGHT, landing),
+        np.repeat(segments.end - segments.begin, sizes),
+    )
 
 
 @dataclass(frozen=True)
@@ -71,7 +112,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class GatherEverything:
-    """The way without a plan: every training rank gathers every tensor, and every engine rank is sent every tensor.
+    """A sync without a plan: every training rank gathers every tensor, and every engine rank is sent every tensor.
 
     Counted in its favour: what is on a node is never sent to it again, all NICs of a node take equal parts of a gather,
     and an engine rank on a training rank's device takes the tensors from there. An engine rank elsewhere gets them by a
@@ -83,7 +124,7 @@ class GatherEverything:
 
 
 def traffic_of(plan: WeightPlan, speeds: LinkSpeeds, bucket_bytes: int) -> Traffic:
-    flows, topology = plan.flows(), plan.topology
+    flows, topology = flows_of(plan), plan.topology
     nodes, devices = _Numbers(), _Numbers()
     source_node, source_device = _numbered(topology.sources, "source", nodes, devices)
     other_node, other_device = _numbered(topology.destinations, "destination", nodes, devices)

@@ -1,8 +1,9 @@
 """Buckets in memory that both ends map: a file in /dev/shm on CPUs, a buffer shared by CUDA IPC on GPUs.
 
-A sender owns one area with two slots and keeps it from sync to sync, so that its pages are there from the second sync
-on. A file's name holds the run's token. It goes when its owner closes it. An owner that is killed cannot: whoever next
-makes a file on its node, in any run, removes those that nobody holds the lock of.
+A sender owns one area with two slots and keeps it from sync to sync, so that its pages are mapped already from the
+second sync on. A file's name holds the run's token. The file is removed when its owner closes it. An owner that is
+killed leaves its file behind: the next process that makes a file on the node, in any run, removes all files that no
+process has locked.
 """
 
 from __future__ import annotations
@@ -14,83 +15,90 @@ import os
 import secrets
 import stat
 import time
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.multiprocessing import reductions
 
 from megagrpo.errors import Problem, WeightSyncError
-from megagrpo.weights.executors.buckets import SLOTS, read_only_tensor
-from megagrpo.weights.executors.meeting import Member, Sync
-from megagrpo.weights.executors.streams import Party
+from megagrpo.weights.transport.buckets import SLOTS, Peer
+from megagrpo.weights.transport.rendezvous import Member, Sync
 
 DIRECTORY = Path("/dev/shm")
 YOUNG_SECONDS = 5.0
-"""A file's age below which its owner may not have locked it yet."""
+"""A file below this age may not have been locked by its owner yet."""
 
 
 class SharedMemory:
-    """Implements Carrier (flow.py) for parties on one node. `run` is the meeting's token."""
+    """Implements Transport (buckets.py) for peers on one node. `run` is the rendezvous's token."""
 
     def __init__(self, run: str) -> None:
-        self._stem = file_stem(run)
-        self._own: list[_Area] = []  # none before the first sync
+        self._stem = f"megagrpo-{run}-"
+        self._own: FileArea | CudaArea | None = None
         self._slot_bytes = 0
-        self._others: dict[Party, tuple[Any, torch.Tensor]] = {}
+        self._others: dict[Peer, tuple[Any, torch.Tensor]] = {}
 
-    def begin(self, sync: Sync, member: Member, device: torch.device, slot_bytes: int) -> None:
+    def connect(
+        self, sync: Sync, member: Member, peers: Mapping[Peer, str], device: torch.device, slot_bytes: int
+    ) -> None:
         if slot_bytes > self._slot_bytes:
             self._release()
             aligned = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
             if device.type == "cuda":
-                self._own = [CudaArea(SLOTS * aligned, device)]
+                self._own = CudaArea(SLOTS * aligned, device)
             else:
-                self._own = [FileArea(f"{self._stem}{secrets.token_hex(8)}", SLOTS * aligned)]
+                self._own = FileArea(f"{self._stem}{secrets.token_hex(8)}", SLOTS * aligned)
             self._slot_bytes = aligned
 
     def slot(self, index: int) -> torch.Tensor:
-        return self._own[0].flat[index * self._slot_bytes : (index + 1) * self._slot_bytes]
+        return self._area().flat[index * self._slot_bytes : (index + 1) * self._slot_bytes]
 
-    def hand_over(self, index: int, parcel_bytes: int, receiver: Party) -> Any:
-        return [self._own[0].ticket(receiver), index * self._slot_bytes]
+    def send(self, index: int, bucket_bytes: int, receiver: Peer) -> Any:
+        return [self._area().ticket(receiver), index * self._slot_bytes]
 
-    def taken(self, index: int, label: str) -> None:
+    def sent(self, index: int, label: str) -> None:
         pass
 
-    def fetch(self, sender: Party, parcel_bytes: int, handed_over: Any, label: str) -> Callable[[], torch.Tensor]:
-        ticket, begin = handed_over
+    def receive(self, sender: Peer, bucket_bytes: int, ticket: Any, label: str) -> Callable[[], torch.Tensor]:
+        of_area, begin = ticket
         known, flat = self._others.get(sender, (None, None))
-        if flat is None or known != ticket:
-            flat = map_cuda(ticket, label) if isinstance(ticket, dict) else map_file(self._stem, ticket, label)
-            self._others[sender] = (ticket, flat)
-        return lambda: flat[begin : begin + parcel_bytes]
+        if flat is None or known != of_area:
+            flat = map_cuda(of_area, label) if isinstance(of_area, dict) else map_file(self._stem, of_area, label)
+            self._others[sender] = (of_area, flat)
+        return lambda: flat[begin : begin + bucket_bytes]
 
     def close(self) -> None:
         self._release()
         self._others.clear()
 
+    def _area(self) -> FileArea | CudaArea:
+        if self._own is None:
+            raise WeightSyncError(Problem("shared memory for weights", "no slots", "connect first"))
+        return self._own
+
     def _release(self) -> None:
-        for area in self._own:
-            area.close()
-        self._own, self._slot_bytes = [], 0
+        if self._own is not None:
+            self._own.close()
+        self._own, self._slot_bytes = None, 0
 
 
 def remove_left_over(run: str) -> None:
     """Removes the files of a run whose processes have ended, on this node."""
-    for file in DIRECTORY.glob(f"{file_stem(run)}*"):
+    for file in DIRECTORY.glob(f"megagrpo-{run}-*"):
         file.unlink(missing_ok=True)
 
 
 def remove_abandoned() -> None:
-    """Removes the files on this node, of any run, whose owners were killed. Those of other users are left alone."""
+    """Removes the files on this node, of any run, whose owners were killed. Other users' files stay."""
     for path in DIRECTORY.glob("megagrpo-*"):
-        with suppress(OSError):  # gone, or another user's, or locked: its owner lives
+        with suppress(OSError):  # it is gone, or another user's, or locked by an owner that lives
             found = path.lstat()
             if not stat.S_ISREG(found.st_mode) or time.time() - found.st_mtime < YOUNG_SECONDS:
                 continue
@@ -102,32 +110,22 @@ def remove_abandoned() -> None:
                 os.close(descriptor)
 
 
-class _Area(Protocol):
-    """Memory of a sender. `ticket` is what a receiver needs to map it, as JSON."""
-
-    flat: torch.Tensor
-
-    def ticket(self, receiver: Party) -> Any: ...
-
-    def close(self) -> None: ...
-
-
 class FileArea:
     """A file in /dev/shm that no other user may read, locked for as long as it is mapped here.
 
-    Raises WeightSyncError if there is no room for all of it.
+    Raises WeightSyncError if /dev/shm has no room for all of it.
     """
 
     def __init__(self, name: str, area_bytes: int) -> None:
         remove_abandoned()
         self._path = DIRECTORY / name
-        # Also when its owner is forgotten, or ends without closing it.
+        # Also removes it when the owner is collected, or ends without closing it.
         self._remove = weakref.finalize(self, self._path.unlink, missing_ok=True)
         descriptor = -1
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # the mapping keeps a copy of the descriptor, and so the lock
-            os.posix_fallocate(descriptor, 0, area_bytes)  # a write to a page that is not there would kill the process
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # the mapping keeps a copy of the descriptor, and with it the lock
+            os.posix_fallocate(descriptor, 0, area_bytes)  # a write beyond the room left would kill the process
             mapped = mmap.mmap(descriptor, area_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             self.close()
@@ -144,7 +142,8 @@ class FileArea:
                 os.close(descriptor)
         self.flat = torch.frombuffer(mapped, dtype=torch.uint8)
 
-    def ticket(self, receiver: Party) -> str:
+    def ticket(self, receiver: Peer) -> str:
+        """What a receiver needs to map it, as JSON."""
         return self._path.name
 
     def close(self) -> None:
@@ -152,29 +151,23 @@ class FileArea:
         self._remove()
 
 
-def map_file(stem: str, name: str, label: str, *, writable: bool = False) -> torch.Tensor:
-    """The other end's file, which must be of this run, read-only or to write into.
+def map_file(stem: str, name: str, label: str) -> torch.Tensor:
+    """The other end's file, read-only. It must be of this run: its name begins with `stem`.
 
-    Its pages are mapped at once: one by one they cost more than the copy.
+    All its pages are mapped at once: to map them one by one takes longer than the copy.
     """
     if not name.startswith(stem) or "/" in name:
         raise WeightSyncError(Problem(label, f"a file called {name}", f"a file of this run, {stem}…"))
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     try:
-        with (DIRECTORY / name).open("r+b" if writable else "rb") as opened:
-            mapped = mmap.mmap(opened.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
+        with (DIRECTORY / name).open("rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
     except OSError as error:
-        fix = "weights.transfer: process_group or broadcast, if the engine is on another node or in another container"
+        fix = "weights.transfer: process_group, if the engine is on another node or in another container"
         where = f"{label}: {DIRECTORY / name}"
         raise WeightSyncError(Problem(where, error.strerror or str(error), "the other end's memory", fix)) from error
-    if writable:
-        return torch.frombuffer(mapped, dtype=torch.uint8)
-    return read_only_tensor(np.frombuffer(mapped, np.uint8))
-
-
-def file_stem(run: str) -> str:
-    """How the names of a run's files begin; `run` is the meeting's token."""
-    return f"megagrpo-{run}-"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.frombuffer(mapped, np.uint8))
 
 
 class CudaArea:
@@ -182,10 +175,10 @@ class CudaArea:
 
     def __init__(self, area_bytes: int, device: torch.device) -> None:
         self.flat = torch.empty(area_bytes, dtype=torch.uint8, device=device)
-        self._tickets: dict[Party, dict[str, Any]] = {}
+        self._tickets: dict[Peer, dict[str, Any]] = {}
 
-    def ticket(self, receiver: Party) -> dict[str, Any]:
-        """One for each receiver: torch counts by ticket who still has the memory mapped."""
+    def ticket(self, receiver: Peer) -> dict[str, Any]:
+        """One for each receiver: torch counts by ticket which processes still map the memory."""
         if receiver not in self._tickets:
             _, arguments = reductions.reduce_tensor(self.flat)
             handle, storage_bytes, storage_offset, _, counter, counter_offset, event, event_sync = arguments[7:]

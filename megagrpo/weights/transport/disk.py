@@ -1,37 +1,39 @@
 """A checkpoint on a file system that training ranks and engines share, loaded by the engine's server itself.
 
-Every training rank writes its boxes into the files of `directory/version_<n>`; nothing is gathered. The first of them
-lays the files out and gives the directory its name when all have written, so that nobody sees half a checkpoint. A file
-in it says that it is ours: a directory without it is neither replaced nor removed.
+Every training rank writes its boxes into the files of `directory/version_<n>`; nothing is gathered. The first training
+rank lays the files out, and gives the directory its name when all have written, so that no process sees half a
+checkpoint. A marker file in it says that a weight sync made it: a directory without the marker is neither replaced nor
+removed.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megagrpo.errors import CheckpointError, MegagrpoError, Problem, WeightSyncError
-from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.executors.meeting import Meeting, Sync
-from megagrpo.weights.executors.staging import Post, engine_queue, next_word, posted, source_queue
-from megagrpo.weights.executors.whole_tensors import whole_tensors
+from megagrpo.errors import CheckpointError, EngineError, MegagrpoError, Problem, WeightSyncError
+from megagrpo.weights.boxes import Manifest, classes_of
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.export import FILE_BYTES, Export, finish_export, lay_out, write_part
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import checkpoint
+from megagrpo.weights.transport.rendezvous import Rendezvous, Sync
 
 MARKER = "megagrpo_sync.json"
 """The file that says that a directory holds weights for engines, and may be removed after them."""
 LEADER = 0
 """The source that lays out the files and names the directory."""
+
+Post = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
+"""post(path, body): one request to the engine's server; its answer. Raises EngineError, naming the engine."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +43,30 @@ class DiskFiles:
     directory: Path
     model_directory: Path
     dtype: str
-    """What config.json says; each tensor has the dtype in which the engines hold it."""
+    """The dtype in config.json; each tensor has the dtype in which the engines hold it."""
 
     def version(self, version: int) -> Path:
         return self.directory.absolute() / f"version_{version}"
 
 
 def plan_for_files(sources: Sequence[Manifest], destinations: Sequence[Manifest], files: DiskFiles) -> WeightPlan:
-    """From training ranks to the files of a checkpoint, each tensor in the dtype in which the engine ranks have it."""
-    whole = whole_tensors(destinations, "checkpoint")
-    dtypes = {name: storage.dtype for name, storage in whole.storages.items()}
+    """From training ranks to the files of a checkpoint, each tensor in the dtype in which the engine ranks hold it."""
+    dtypes: dict[str, str] = {}
+    for of_class in classes_of(destinations):
+        for placement in of_class.manifest.placements:
+            dtypes.setdefault(placement.box.tensor, of_class.manifest.storages[placement.storage].dtype)
     return make_plan(sources, checkpoint.new_files(read_architecture(files.model_directory), dtypes, FILE_BYTES))
 
 
 class DiskSender:
-    """Implements Sender (ways.py). `plan` is plan_for_files; an engine has `ranks_per_engine` tensor ranks."""
+    """Implements Sender (choice.py). `plan` leads to the engine ranks, of which each engine has `ranks_per_engine`."""
 
     def __init__(
-        self, plan: WeightPlan, source: int, meeting: Meeting, files: DiskFiles, ranks_per_engine: int
+        self, plan: WeightPlan, source: int, rendezvous: Rendezvous, files: DiskFiles, ranks_per_engine: int
     ) -> None:
-        self._plan, self._source, self._files, self._ranks_per_engine = plan, source, files, ranks_per_engine
-        self._member = meeting.join(plan.sources[source].holder)
+        self._plan = plan_for_files(plan.sources, plan.destinations, files)
+        self._source, self._files, self._ranks_per_engine = source, files, ranks_per_engine
+        self._member = rendezvous.join(plan.sources[source].holder)
         self._member.announce()
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -72,9 +77,10 @@ class DiskSender:
             if self._source == LEADER:
                 self._lead(sync, export, tensors)
             else:
-                self._next("the files to be laid out", {LEADER})
+                missing = self._missing("the files to be laid out", [LEADER])
+                self._member.next_message(_source_queue(self._source), lambda: missing)
                 write_part(export, self._plan, self._source, tensors)
-                self._member.push(source_queue(LEADER), ["written", self._source])
+                self._member.push(_source_queue(LEADER), ["written", self._source])
 
     def close(self) -> None:
         """Nothing is kept between syncs."""
@@ -83,25 +89,26 @@ class DiskSender:
         others = set(range(len(self._plan.sources))) - {LEADER}
         engines = sorted({index // self._ranks_per_engine for index in sync.destinations})
         for engine in engines:
-            self._member.push(engine_queue(engine), ["begun", str(export.directory)])
+            self._member.push(_engine_queue(engine), ["begun", str(export.directory)])
         try:
             self._begin(export)
             for source in sorted(others):
-                self._member.push(source_queue(source), ["laid out", LEADER])
+                self._member.push(_source_queue(source), ["laid out", LEADER])
             write_part(export, self._plan, LEADER, tensors)
             while others:
-                _, source = self._next("their parts of the files", others)
+                pop = partial(self._member.pop, _source_queue(LEADER))
+                _, source = self._member.wait(pop, partial(self._missing, "their parts of the files", others))
                 others.discard(source)
             finish_export(export)
         except MegagrpoError:
-            shutil.rmtree(export.partial, ignore_errors=True)  # a full disk is given its room back
+            shutil.rmtree(export.partial, ignore_errors=True)  # a full disk gets its room back
             raise
         for engine in engines:
-            self._member.push(engine_queue(engine), ["ready", str(export.directory)])
+            self._member.push(_engine_queue(engine), ["ready", str(export.directory)])
 
     def _begin(self, export: Export) -> None:
         if export.directory.exists() and not (export.directory / MARKER).is_file():
-            given, needed = f"it is there and has no {MARKER}: it is not of a weight sync", "a directory of its own"
+            given, needed = f"it is there and has no {MARKER}: no weight sync made it", "a directory of its own"
             raise CheckpointError(Problem(str(export.directory), given, needed, "set another weights.directory"))
         try:
             shutil.rmtree(export.partial, ignore_errors=True)
@@ -111,50 +118,58 @@ class DiskSender:
         except OSError as error:
             raise CheckpointError(Problem(str(export.partial), error.strerror or str(error))) from error
 
-    def _next(self, what: str, awaited: Iterable[int]) -> list[Any]:
-        names = ", ".join(self._plan.sources[source].holder for source in sorted(awaited))
-        missing = Problem(
+    def _missing(self, what: str, sources: Iterable[int]) -> Problem:
+        names = ", ".join(self._plan.sources[source].holder for source in sorted(sources))
+        return Problem(
             f"{self._member.name} waits for {what}",
-            f"nothing from {names} within {self._member.meeting.timeout_seconds:g} s",
+            f"nothing from {names} within {self._member.rendezvous.timeout_seconds:g} s",
             fix="look for what stopped them; weights.timeout_seconds is the longest wait",
         )
-        queue = source_queue(self._source)
-        if self._source != LEADER:
-            return next_word(self._member, queue, lambda: missing)
-        message: list[Any] = self._member.wait(partial(self._member.pop, queue), lambda: missing)
-        return message
 
 
 class DiskReceiver:
-    """Implements Receiver (ways.py) for the `engine`-th engine, ours or managed elsewhere."""
+    """The end of the `engine`-th engine, beside its server. `loaded` is the directory that the server has loaded."""
 
-    def __init__(self, engine: int, meeting: Meeting, post: Post, name: str) -> None:
+    def __init__(self, engine: int, rendezvous: Rendezvous, post: Post, name: str) -> None:
         self._engine, self._post = engine, post
-        self._member = meeting.join(name)
+        self._member = rendezvous.join(name)
         self._member.announce()
+        self.loaded: Path | None = None
 
     def receive(self, version: int) -> None:
-        """The server may have an update open, or not."""
+        """Has the server load the checkpoint of the open sync. The server may have an update open, or not."""
         missing = Problem(
             f"{self._member.name}: weights of version {version}",
-            f"no checkpoint by the training ranks within {self._member.meeting.timeout_seconds:g} s",
+            f"no checkpoint by the training ranks within {self._member.rendezvous.timeout_seconds:g} s",
             fix="look for what stopped them; weights.timeout_seconds is the longest wait",
         )
         with self._member.attend(version):
-            kind = "begun"
+            kind = ""
             while kind != "ready":
-                kind, directory = next_word(self._member, engine_queue(self._engine), lambda: missing)
+                kind, directory = self._member.next_message(_engine_queue(self._engine), lambda: missing)
+            self.loaded = Path(directory)
             body = {"model_path": directory, "load_format": "auto", "flush_cache": False}
-            posted(self._post, "/update_weights_from_disk", body, f"{self._member.name}: {directory}")
+            with server_errors(f"{self._member.name}: {directory}"):
+                self._post("/update_weights_from_disk", body)
 
     def close(self) -> None:
         """Nothing is kept between syncs."""
 
 
-def remove_older(directory: Path, version: int) -> None:
-    """Removes the checkpoints of weights before `version`, which every engine has committed, and broken-off ones.
+@contextmanager
+def server_errors(where: str) -> Iterator[None]:
+    """Raises what a server refused as a WeightSyncError: the engine is then asked again before it is restarted."""
+    try:
+        yield
+    except EngineError as error:
+        problems = [replace(problem, where=f"{where}: {problem.where}") for problem in error.problems]
+        raise WeightSyncError(problems) from error
 
-    What a slow file system does not let go of now goes with the next call. What DiskSender did not write stays.
+
+def remove_older(directory: Path, version: int) -> None:
+    """Removes the checkpoints of weights before `version`, which every engine has committed, and unfinished ones.
+
+    Files that a slow file system does not let go of now go with the next call. What DiskSender did not write stays.
     """
     for entry, of_version, whole in _written(directory):
         if of_version < version or not whole:
@@ -178,7 +193,7 @@ def _written(directory: Path) -> Iterator[tuple[Path, int, bool]]:
 
 
 def _remove(entry: Path) -> None:
-    """The marker goes last: what stays is still known as ours."""
+    """Removes the marker last: until then the rest is known as a weight sync's."""
     with suppress(OSError):
         for inside in entry.iterdir():
             if inside.name != MARKER:
@@ -195,3 +210,11 @@ def _as_sync_error() -> Iterator[None]:
         raise WeightSyncError(
             [Problem(p.where, p.given, p.needed or needed, p.fix or fix) for p in error.problems]
         ) from error
+
+
+def _source_queue(source: int) -> str:
+    return f"source {source}"
+
+
+def _engine_queue(engine: int) -> str:
+    return f"engine {engine}"

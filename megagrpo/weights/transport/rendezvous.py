@@ -1,7 +1,8 @@
-"""Where the two ends of a weight sync find each other: a key-value store hosted by the driver.
+"""The rendezvous: a key-value store, hosted by the driver, in which the ends of a weight sync find each other.
 
-It carries announcements, acknowledgements, reports and "abort" as JSON, never weights. Nobody blocks in it: who waits
-asks again after a tenth of the time waited so far, so that an abort or the deadline ends every wait, by name.
+It carries announcements, acknowledgements, answers and aborts as JSON, never weights. No call blocks in the store: a
+waiting process asks again after a tenth of the time that it has waited, so that an abort or the deadline ends every
+wait, with the name of what was missing.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ import torch.distributed as dist
 from megagrpo.errors import MegagrpoError, Problem, WeightSyncError
 
 LONGEST_PAUSE_SECONDS = 0.25
-"""Between two looks at the store: thousands of waiting ranks ask a few thousand times a second, which it can bear."""
+"""Between two looks at the store. Thousands of waiting ranks ask a few thousand times a second, which it can bear."""
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where to meet. Travels to every training rank and engine rank."""
+class Rendezvous:
+    """Where the store is. Sent to every training rank and engine rank."""
 
     host: str
     port: int
     run: str
     """A random token: part of the name of everything that this run leaves outside its processes."""
     timeout_seconds: float
-    """Longest wait of anybody for one sync, counted from when it takes part."""
+    """The longest wait of a process in one sync, measured from when it begins to take part."""
 
     def join(self, name: str) -> Member:
-        """Connects `name`, such as "train rank 3". Raises WeightSyncError if nobody answers there."""
+        """Connects the process called `name`, such as "train rank 3". Raises WeightSyncError if no store answers."""
         return Member(self, name)
 
 
@@ -44,7 +45,8 @@ class Meeting:
 class Sync:
     """One attempt to bring `destinations` (indices of a plan) to `version`.
 
-    `generation` counts how often those who take part have changed, or failed: connections of an older one are void.
+    `generation` changes when the destinations change, when an end is opened anew, and after a failed attempt:
+    connections of an older generation are void.
     """
 
     attempt: int
@@ -56,10 +58,11 @@ class Sync:
 NO_SYNC = Sync(0, -1, 0, frozenset())
 
 
-class MeetingHost:
-    """The driver's end: it owns the store and says which sync is open. Listens on the address of `host` alone.
+class RendezvousHost:
+    """The driver's end: it owns the store and says which sync is open.
 
-    `host` is this node as every training rank and engine rank reaches it.
+    `host` is the address of this node by which every training rank and engine rank reaches it; the store listens there
+    alone.
     """
 
     def __init__(self, host: str, timeout_seconds: float) -> None:
@@ -68,14 +71,15 @@ class MeetingHost:
             self._store = dist.TCPStore(
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
             )
-        self.meeting = Meeting(host, port, secrets.token_hex(8), timeout_seconds)
+        self.rendezvous = Rendezvous(host, port, secrets.token_hex(8), timeout_seconds)
         self._sync = NO_SYNC
         self._opened = 0
 
     def open(self, version: int, destinations: Iterable[int]) -> Sync:
-        """Begins an attempt. Whoever still waits in the one before ends with WeightSyncError.
+        """Begins an attempt. Processes that still wait in the attempt before end with WeightSyncError.
 
-        If the one before failed in a way that nobody in it can have noticed, such as a death, call `abort` first.
+        If the attempt before failed in a way that no process in it can have noticed, such as a death, call `abort`
+        first.
         """
         before, wanted, opened = self._sync, frozenset(destinations), self._store.add("opened", 0)
         failed = self._store.check([f"abort/{before.attempt}"])
@@ -88,32 +92,32 @@ class MeetingHost:
         return self._sync
 
     def abort(self, problems: Iterable[Problem]) -> None:
-        """Ends the open attempt for everybody in it, with these reasons."""
+        """Ends the open attempt for all processes in it, with these reasons."""
         _abort(self._store, self._sync.attempt, problems)
 
 
 class Member:
-    """One connection to the meeting. Each thread that waits needs its own.
+    """One process's connection to the rendezvous. Each thread that waits needs its own.
 
     All methods raise WeightSyncError: if the store does not answer, if the attempt was aborted, at the deadline.
     """
 
-    def __init__(self, meeting: Meeting, name: str) -> None:
-        self.meeting, self.name = meeting, name
+    def __init__(self, rendezvous: Rendezvous, name: str) -> None:
+        self.rendezvous, self.name = rendezvous, name
         self._sync = NO_SYNC
-        self._deadline = time.monotonic() + meeting.timeout_seconds
+        self._deadline = time.monotonic() + rendezvous.timeout_seconds
         with self._reaching():
             self._store = dist.TCPStore(
-                meeting.host,
-                meeting.port,
+                rendezvous.host,
+                rendezvous.port,
                 is_master=False,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=meeting.timeout_seconds),
+                timeout=timedelta(seconds=rendezvous.timeout_seconds),
             )
 
     @property
     def store(self) -> dist.Store:
-        """For torch's process groups to meet in."""
+        """For torch's process groups."""
         return self._store
 
     @contextmanager
@@ -122,7 +126,7 @@ class Member:
         with self._reaching():
             attempt, opened, generation, destinations = json.loads(self._store.get("sync"))
         self._sync = Sync(attempt, opened, generation, frozenset(destinations))
-        self._deadline = time.monotonic() + self.meeting.timeout_seconds
+        self._deadline = time.monotonic() + self.rendezvous.timeout_seconds
         try:
             if opened != version:
                 raise WeightSyncError(
@@ -137,55 +141,75 @@ class Member:
             self._sync = NO_SYNC
 
     def announce(self) -> None:
-        """Says that a sender or a receiver begins its life here, in place of whatever was connected before."""
+        """Says that a sender or a receiver was opened here, in place of any that was connected before."""
         self.add("opened")
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Adds to a counter of the meeting and returns it."""
+        """Adds to a counter of the rendezvous and returns it."""
         with self._reaching():
             return self._store.add(key, amount)
 
     def push(self, to: str, message: Any) -> None:
-        """Leaves a message in the queue of `to`, for this attempt only."""
+        """Puts a message into the queue called `to`, for this attempt only."""
         with self._reaching():
             self._store.queue_push(f"queue/{self._sync.attempt}/{to}", json.dumps(message))
 
-    def pop(self, of: str) -> Any | None:
-        """The oldest message in the queue of `of`, or None."""
+    def pop(self, queue: str) -> Any | None:
+        """The oldest message in a queue, or None."""
         with self._reaching():
             try:
-                return json.loads(self._store.queue_pop(f"queue/{self._sync.attempt}/{of}", block=False))
+                return json.loads(self._store.queue_pop(f"queue/{self._sync.attempt}/{queue}", block=False))
             except dist.QueueEmptyError:
                 return None
 
-    def say(self, key: str, value: Any) -> None:
-        """Writes something for whoever asks for `key`, until it is forgotten."""
+    def write(self, key: str, value: Any) -> None:
+        """Writes a value that any member can read, until it is deleted."""
         with self._reaching():
-            self._store.set(f"said/{key}", json.dumps(value))
+            self._store.set(f"value/{key}", json.dumps(value))
 
-    def hear(self, key: str) -> Any | None:
-        """What was said under `key`, or None."""
+    def read(self, key: str) -> Any | None:
+        """The value written under `key`, or None."""
         with self._reaching():
-            return json.loads(self._store.get(f"said/{key}")) if self._store.check([f"said/{key}"]) else None
+            return json.loads(self._store.get(f"value/{key}")) if self._store.check([f"value/{key}"]) else None
 
-    def forget(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         with self._reaching():
-            self._store.delete_key(f"said/{key}")
+            self._store.delete_key(f"value/{key}")
 
-    def wait(self, look: Callable[[], Any | None], awaited: Callable[[], Problem]) -> Any:
-        """The first thing other than None that `look` returns. `awaited` tells a deadline's error what was awaited."""
+    def wait(self, look: Callable[[], Any | None], missing: Callable[[], Problem]) -> Any:
+        """Calls `look` until it returns something other than None. At the deadline it raises `missing()`."""
         begun = now = time.monotonic()
         while (found := look()) is None:  # at or after `now`: a look that moves the deadline does so in time
             self._check_abort()
             if now >= self._deadline:
-                raise WeightSyncError(awaited())
+                raise WeightSyncError(missing())
             time.sleep(min(LONGEST_PAUSE_SECONDS, max(1e-4, (now - begun) / 10), max(0.0, self._deadline - now)))
             now = time.monotonic()
         return found
 
+    def next_message(self, queue: str, missing: Callable[[], Problem]) -> list[Any]:
+        """The next message in `queue`, from a sender that may itself wait for other processes.
+
+        The receiver waits twice the time-out, measured from the sender's last message: if one of those processes is
+        missing, only the sender knows which, and must be the first to say so.
+        """
+        extended = False
+
+        def look() -> Any:
+            nonlocal extended
+            message = self.pop(queue)
+            if message is None and not extended and not self.seconds_left():
+                extended = True
+                self.start_clock()
+            return message
+
+        message: list[Any] = self.wait(look, missing)
+        self.start_clock()
+        return message
+
     def start_clock(self) -> None:
-        """Counts the deadline from here on, for what is not part of a sync."""
-        self._deadline = time.monotonic() + self.meeting.timeout_seconds
+        """Measures the deadline from now on."""
+        self._deadline = time.monotonic() + self.rendezvous.timeout_seconds
 
     def seconds_left(self) -> float:
         """Until the deadline; not below 0."""
@@ -205,13 +229,13 @@ class Member:
         try:
             yield
         except dist.DistError as error:
-            where = f"{self.name}: the driver's meeting at {self.meeting.host}:{self.meeting.port}"
+            where = f"{self.name}: the driver's rendezvous at {self.rendezvous.host}:{self.rendezvous.port}"
             raise WeightSyncError(
                 Problem(where, str(error).splitlines()[0], "a driver that runs and is reachable from here")
             ) from error
 
 
 def _abort(store: dist.Store, attempt: int, problems: Iterable[Problem]) -> None:
-    """The first reason stays: what others say of the same attempt only follows from it."""
-    reasons = json.dumps([[p.where, p.given, p.needed, p.fix] for p in problems])
+    """Keeps the first reason: later errors of the same attempt only follow from it."""
+    reasons = json.dumps([astuple(problem) for problem in problems])
     store.compare_set(f"abort/{attempt}", "", reasons)

@@ -1,9 +1,8 @@
-"""Exact shards on their way: which buckets there are, both ends of every way in threads, and all that can go wrong."""
+"""Exact shards in buckets: what is in each, both ends of each transport in threads, and all that can go wrong."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 import subprocess
 import sys
@@ -22,36 +21,34 @@ from hypothesis import strategies as st
 from megagrpo.errors import ModelError, Problem, WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.boxes import ITEM_BYTES
-from megagrpo.weights.digest import digests
-from megagrpo.weights.executors import meeting, shared_memory, streams, torch_groups
-from megagrpo.weights.executors.flow import FlowReceiver, FlowSender
-from megagrpo.weights.executors.meeting import Meeting, MeetingHost
-from megagrpo.weights.executors.shared_memory import DIRECTORY, FileArea, SharedMemory, remove_left_over
-from megagrpo.weights.executors.staging import StagingSender, source_queue
-from megagrpo.weights.executors.update_group import UpdateGroup
-from megagrpo.weights.executors.ways import Receiver, Sender, Way, open_receiver, open_sender
-from megagrpo.weights.plan import WeightPlan
-from megagrpo.weights.verification import (
-    arrived_bucket_digests,
+from megagrpo.weights.digest import digest_problems, digests, expected_digests, sent_digests
+from megagrpo.weights.transport import process_group, rendezvous, shared_memory
+from megagrpo.weights.transport.buckets import (
+    Bucket,
+    BucketReceiver,
+    BucketSender,
     bucket_problems,
-    digest_problems,
-    expected_digests,
-    sent_bucket_digests,
-    sent_digests,
+    destination_peer,
+    incoming,
+    label_of,
+    outgoing,
 )
+from megagrpo.weights.transport.choice import Sender, TransportName, open_receiver, open_sender
+from megagrpo.weights.transport.rendezvous import Rendezvous, RendezvousHost
+from megagrpo.weights.transport.shared_memory import DIRECTORY, FileArea, SharedMemory, remove_left_over
 from tests.weight_streams import Case, StandstillClock, at_once, empty, sync
 from tests.weights_oracle import Tensors, architecture, moe_architecture, random_checkpoint
 
-IN_PLACE = [Way.SHARED_MEMORY, Way.PROCESS_GROUP]
+TRANSPORTS = [TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP]
 SMALL = Case(architecture(heads=4, query_groups=2), ParallelLayout(tensor=2, pipeline=2), tensor=2, engines=2)
 
 
 @pytest.fixture
-def host() -> MeetingHost:
-    return MeetingHost("127.0.0.1", timeout_seconds=200.0)
+def host() -> RendezvousHost:
+    return RendezvousHost("127.0.0.1", timeout_seconds=200.0)
 
 
-# --- streams: no process, no bytes ------------------------------------------------------------------------------------
+# --- buckets: no process, no bytes ------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -82,47 +79,47 @@ def test_both_ends_see_the_same_buckets_and_every_element_travels_once(
     plan = case.plan()
     everyone = range(len(plan.destinations))
     active = frozenset(data.draw(st.sets(st.sampled_from(everyone), min_size=1)))
-    sent: dict[int, dict[tuple[int, int], streams.Parcel]] = defaultdict(dict)
-    parties = [(source, plan.part_for_source(source)) for source in range(len(plan.sources))]
-    parties += [(len(plan.sources) + index, plan.part_for_destination(index)) for index in sorted(active)]
-    for party, part in parties:
-        for parcel in streams.outgoing(part, party, active, bucket_bytes):
-            assert parcel.sender == party
-            assert parcel.bytes <= max(bucket_bytes, ITEM_BYTES[case.dtype])
-            assert (party, parcel.number) not in sent[parcel.receiver]
-            sent[parcel.receiver][party, parcel.number] = parcel
+    sent: dict[int, dict[tuple[int, int], Bucket]] = defaultdict(dict)
+    peers = [(source, plan.part_for_source(source)) for source in range(len(plan.sources))]
+    peers += [(len(plan.sources) + index, plan.part_for_destination(index)) for index in sorted(active)]
+    for peer, part in peers:
+        for bucket in outgoing(part, peer, active, bucket_bytes):
+            assert bucket.sender == peer
+            assert bucket.bytes <= max(bucket_bytes, ITEM_BYTES[case.dtype])
+            assert (peer, bucket.number) not in sent[bucket.receiver]
+            sent[bucket.receiver][peer, bucket.number] = bucket
     for index in active:
-        party = streams.destination_party(plan, index)
+        peer = destination_peer(plan, index)
         part = plan.part_for_destination(index)
-        awaited = {(p.sender, p.number): p for p in streams.incoming(part, index, active, bucket_bytes)}
-        assert awaited.keys() == sent[party].keys()
+        awaited = {(b.sender, b.number): b for b in incoming(part, index, active, bucket_bytes)}
+        assert awaited.keys() == sent[peer].keys()
         written = 0
-        for key, parcel in awaited.items():
-            ours, theirs = parcel.pieces, sent[party][key].pieces
+        for key, bucket in awaited.items():
+            ours, theirs = bucket.pieces, sent[peer][key].pieces
             assert [(p.destination, p.begin, p.end) for p in ours] == [(p.destination, p.begin, p.end) for p in theirs]
             assert all(one.end <= other.begin for one, other in pairwise(ours))
-            assert streams.label(part, parcel) == streams.label(plan, sent[party][key])
+            assert label_of(part, bucket) == label_of(plan, sent[peer][key])
             written += sum(piece.destination.box.elements for piece in ours)
         assert written == sum(placement.box.elements for placement in plan.destinations[index].placements)
 
 
 def test_a_relay_that_takes_no_part_is_bypassed() -> None:
     plan = SMALL.plan()
-    via = next(index for index in range(4) if plan.relays_of(index))
-    other = plan.relays_of(via)[0]
-    relay = streams.destination_party(plan, via)
-    everyone = streams.incoming(plan, other, frozenset(range(4)), 1000)
-    assert relay in {parcel.sender for parcel in everyone}
-    alone = list(streams.incoming(plan, other, frozenset({other}), 1000))
-    assert all(parcel.sender < len(plan.sources) for parcel in alone)
+    via = next(index for index in range(4) if plan.passed_on(index))
+    other = plan.passed_on(via)[0].destination
+    relay = destination_peer(plan, via)
+    everyone = incoming(plan, other, frozenset(range(4)), 1000)
+    assert relay in {bucket.sender for bucket in everyone}
+    alone = list(incoming(plan, other, frozenset({other}), 1000))
+    assert all(bucket.sender < len(plan.sources) for bucket in alone)
 
 
-# --- the meeting ------------------------------------------------------------------------------------------------------
+# --- the rendezvous ---------------------------------------------------------------------------------------------------
 
 
-def test_an_abort_ends_every_wait_with_its_reason(host: MeetingHost) -> None:
+def test_an_abort_ends_every_wait_with_its_reason(host: RendezvousHost) -> None:
     host.open(1, [0])
-    one, other = host.meeting.join("one"), host.meeting.join("other")
+    one, other = host.rendezvous.join("one"), host.rendezvous.join("other")
     waits = threading.Event()
 
     def wait() -> None:
@@ -140,7 +137,7 @@ def test_an_abort_ends_every_wait_with_its_reason(host: MeetingHost) -> None:
 
 
 class SleepingClock:
-    """Time passes only while somebody sleeps, and then at once."""
+    """Time passes only in sleeps, and then at once."""
 
     now = 0.0
 
@@ -151,18 +148,18 @@ class SleepingClock:
         self.now += seconds
 
 
-def test_a_deadline_says_what_was_awaited_and_is_kept(host: MeetingHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_says_what_was_awaited_and_is_kept(host: RendezvousHost, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SleepingClock()
-    monkeypatch.setattr(meeting, "time", clock)
+    monkeypatch.setattr(rendezvous, "time", clock)
     host.open(1, [0])
-    member = host.meeting.join("one")
+    member = host.rendezvous.join("one")
     with pytest.raises(WeightSyncError, match="nobody came"), member.attend(1):
         member.wait(lambda: member.pop("1"), lambda: Problem("nobody came"))
     assert clock.now == pytest.approx(200.0)
 
 
-def test_messages_of_a_failed_attempt_are_not_seen_in_the_next(host: MeetingHost) -> None:
-    member = host.meeting.join("one")
+def test_messages_of_a_failed_attempt_are_not_seen_in_the_next(host: RendezvousHost) -> None:
+    member = host.rendezvous.join("one")
     first = host.open(1, [0])
     with member.attend(1):
         member.push("1", ["sent", 0])
@@ -173,9 +170,9 @@ def test_messages_of_a_failed_attempt_are_not_seen_in_the_next(host: MeetingHost
         assert member.pop("1") is None
 
 
-def test_a_generation_lasts_until_somebody_fails_or_is_replaced(host: MeetingHost) -> None:
+def test_a_generation_lasts_until_somebody_fails_or_is_replaced(host: RendezvousHost) -> None:
     generations = [host.open(version, [0, 1]).generation for version in (1, 2, 3)]
-    host.meeting.join("engine 0 rank 1").announce()
+    host.rendezvous.join("engine 0 rank 1").announce()
     generations.append(host.open(4, [0, 1]).generation)
     host.abort([Problem("failed")])
     generations.append(host.open(5, [0, 1]).generation)
@@ -183,9 +180,9 @@ def test_a_generation_lasts_until_somebody_fails_or_is_replaced(host: MeetingHos
     assert [after - before for before, after in pairwise(generations)] == [0, 0, 1, 1, 1]
 
 
-def test_another_version_than_the_open_one_is_refused_for_all(host: MeetingHost) -> None:
+def test_another_version_than_the_open_one_is_refused_for_all(host: RendezvousHost) -> None:
     host.open(7, [0])
-    one, other = host.meeting.join("one"), host.meeting.join("other")
+    one, other = host.rendezvous.join("one"), host.rendezvous.join("other")
     with pytest.raises(WeightSyncError, match="version 7"), one.attend(6):
         pass
     with pytest.raises(WeightSyncError, match="version 7"), other.attend(7):
@@ -193,29 +190,31 @@ def test_another_version_than_the_open_one_is_refused_for_all(host: MeetingHost)
 
 
 def test_a_driver_that_is_gone_is_named() -> None:
-    meeting = Meeting("127.0.0.1", 9, "run", 0.5)
-    with pytest.raises(WeightSyncError, match=r"train rank 3: the driver's meeting at 127\.0\.0\.1:9"):
-        meeting.join("train rank 3")
+    nowhere = Rendezvous("127.0.0.1", 9, "run", 0.5)
+    with pytest.raises(WeightSyncError, match=r"train rank 3: the driver's rendezvous at 127\.0\.0\.1:9"):
+        nowhere.join("train rank 3")
 
 
-# --- both ways, both ends ---------------------------------------------------------------------------------------------
+# --- both transports, both ends ---------------------------------------------------------------------------------------
 
 
 class Ends:
     """Senders and receivers of a case, and what the engine ranks hold."""
 
-    def __init__(self, case: Case, way: Way, host: MeetingHost, bucket_bytes: int = 1500) -> None:
-        self.case, self.way, self.host, self.bucket_bytes = case, way, host, bucket_bytes
+    def __init__(self, case: Case, transport: TransportName, host: RendezvousHost, bucket_bytes: int = 1500) -> None:
+        self.case, self.transport, self.host, self.bucket_bytes = case, transport, host, bucket_bytes
         self.plan = case.plan()
         self.arrived = [empty(manifest) for manifest in self.plan.destinations]
-        self.senders: list[Sender] = [self.sender(source) for source in range(len(self.plan.sources))]
-        self.receivers: list[Receiver] = [self.receiver(index) for index in range(len(self.arrived))]
+        self.senders: list[Any] = [self.sender(source) for source in range(len(self.plan.sources))]
+        self.receivers: list[BucketReceiver] = [self.receiver(index) for index in range(len(self.arrived))]
 
     def sender(self, source: int) -> Sender:
-        return open_sender(self.way, self.plan, source, self.host.meeting, self.bucket_bytes)
+        return open_sender(self.transport, self.plan, source, self.host.rendezvous, self.bucket_bytes)
 
-    def receiver(self, index: int) -> Receiver:
-        return open_receiver(self.way, self.plan, index, self.arrived[index], self.host.meeting, self.bucket_bytes)
+    def receiver(self, index: int) -> BucketReceiver:
+        return open_receiver(
+            self.transport, self.plan, index, self.arrived[index], self.host.rendezvous, self.bucket_bytes
+        )
 
     def sync(self, version: int, checkpoint: Tensors, destinations: list[int] | None = None) -> list[Any]:
         held = self.case.held(checkpoint)
@@ -239,15 +238,15 @@ class Ends:
 
 
 @pytest.fixture
-def ends(request: pytest.FixtureRequest, host: MeetingHost) -> Iterator[Ends]:
+def ends(request: pytest.FixtureRequest, host: RendezvousHost) -> Iterator[Ends]:
     made = Ends(SMALL, request.param, host)
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("ends", IN_PLACE, indirect=True)
+@pytest.mark.parametrize("ends", TRANSPORTS, indirect=True)
 def test_ten_syncs_with_relays_leave_what_each_rank_must_hold(ends: Ends) -> None:
-    assert any(ends.plan.relays_of(index) for index in range(4))
+    assert any(ends.plan.passed_on(index) for index in range(4))
     for version in range(10):
         checkpoint = random_checkpoint(ends.case.arch, seed=version)
         assert not ends.sync(version, checkpoint)
@@ -256,17 +255,17 @@ def test_ten_syncs_with_relays_leave_what_each_rank_must_hold(ends: Ends) -> Non
     assert not any(tensor.isnan().any() for tensors in ends.arrived for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("way", IN_PLACE)
-def test_experts_and_a_cast_arrive(way: Way, host: MeetingHost) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_experts_and_a_cast_arrive(transport: TransportName, host: RendezvousHost) -> None:
     arch = moe_architecture(heads=4, query_groups=2)
-    ends = Ends(Case(arch, ParallelLayout(tensor=2, data=2, expert=2), 2, 1, 2, "bfloat16"), way, host)
+    ends = Ends(Case(arch, ParallelLayout(tensor=2, data=2, expert=2), 2, 1, 2, "bfloat16"), transport, host)
     checkpoint = random_checkpoint(arch)
     assert not ends.sync(1, checkpoint)
     assert not ends.wrong(checkpoint)
     ends.close()
 
 
-@pytest.mark.parametrize("ends", IN_PLACE, indirect=True)
+@pytest.mark.parametrize("ends", TRANSPORTS, indirect=True)
 def test_a_replaced_engine_rank_is_brought_up_to_date_alone_and_then_takes_part(ends: Ends) -> None:
     arch = ends.case.arch
     checkpoint = random_checkpoint(arch, seed=1)
@@ -281,7 +280,7 @@ def test_a_replaced_engine_rank_is_brought_up_to_date_alone_and_then_takes_part(
     assert not ends.wrong(random_checkpoint(arch, seed=2))
 
 
-@pytest.mark.parametrize("ends", IN_PLACE, indirect=True)
+@pytest.mark.parametrize("ends", TRANSPORTS, indirect=True)
 def test_after_an_aborted_sync_the_same_ends_go_on(ends: Ends) -> None:
     checkpoint = random_checkpoint(ends.case.arch)
     held = ends.case.held(checkpoint)
@@ -293,22 +292,24 @@ def test_after_an_aborted_sync_the_same_ends_go_on(ends: Ends) -> None:
     assert not ends.wrong(checkpoint)
 
 
-@pytest.mark.parametrize("way", IN_PLACE)
-def test_who_never_comes_is_named_with_the_bucket(way: Way, host: MeetingHost, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_missing_peer_is_named_with_the_bucket(
+    transport: TransportName, host: RendezvousHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(architecture(), ParallelLayout(tensor=2), tensor=1)
-    ends = Ends(case, way, host)
+    ends = Ends(case, transport, host)
     held = case.held(random_checkpoint(case.arch))
     host.open(1, [0])
     with monkeypatch.context() as patch:
-        StandstillClock(patch, host, parties=1)
+        StandstillClock(patch, host, peers=1)
         (without_receiver,) = at_once([lambda: ends.senders[0].send(1, held[0])])
     host.open(2, [0])
     receives = [lambda: ends.senders[0].send(2, held[0]), lambda: ends.receivers[0].receive(2)]
     with monkeypatch.context() as patch:
-        StandstillClock(patch, host, parties=2)
+        StandstillClock(patch, host, peers=2)
         without_sender = at_once(receives)[1]
     ends.close()
-    if way is Way.PROCESS_GROUP:
+    if transport is TransportName.PROCESS_GROUP:
         assert "train rank 1 did not join within 200 s" in str(without_receiver)
         assert "train rank 1 did not join within 200 s" in str(without_sender)
     else:
@@ -319,16 +320,16 @@ def test_who_never_comes_is_named_with_the_bucket(way: Way, host: MeetingHost, m
         assert "nothing came from train rank 1" in str(without_sender)
 
 
-def test_who_goes_between_the_roll_call_and_connecting_keeps_nobody_past_an_abort(
-    host: MeetingHost, monkeypatch: pytest.MonkeyPatch
+def test_a_peer_that_ends_between_the_roll_call_and_connecting_keeps_no_process_past_an_abort(
+    host: RendezvousHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(architecture(), ParallelLayout(), tensor=1)
-    sender = open_sender(Way.PROCESS_GROUP, case.plan(), 0, host.meeting, 1500)
+    sender = open_sender(TransportName.PROCESS_GROUP, case.plan(), 0, host.rendezvous, 1500)
     opened = host.open(1, [0])
-    gone = host.meeting.join("engine 0 rank 0")
-    gone.say(f"group/{opened.generation}/1", True)
-    connects, own_address = threading.Event(), torch_groups._own_address
-    monkeypatch.setattr(torch_groups, "_own_address", lambda peer: connects.set() or own_address(peer))
+    gone = host.rendezvous.join("engine 0 rank 0")
+    gone.write(f"group/{opened.generation}/1", True)
+    connects, own_address = threading.Event(), process_group._own_address
+    monkeypatch.setattr(process_group, "_own_address", lambda peer: connects.set() or own_address(peer))
 
     def notice() -> None:
         connects.wait()
@@ -340,26 +341,27 @@ def test_who_goes_between_the_roll_call_and_connecting_keeps_nobody_past_an_abor
 
 
 @pytest.mark.parametrize("raised", [OSError("no such network"), ValueError("no such device")])
-def test_what_goes_wrong_while_a_group_is_made_is_raised_where_it_is_awaited(
-    raised: Exception, host: MeetingHost, monkeypatch: pytest.MonkeyPatch
+def test_an_error_while_a_group_is_made_ends_the_sync(
+    raised: Exception, host: RendezvousHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(peer: str) -> str:
         raise raised
 
-    monkeypatch.setattr(torch_groups, "_own_address", fail)
-    group = UpdateGroup("group", "engine 0", 1, host.meeting, torch.device("cpu"))
+    case = Case(architecture(), ParallelLayout(), tensor=1)
+    sender = open_sender(TransportName.PROCESS_GROUP, case.plan(), 0, host.rendezvous, 1500)
+    host.rendezvous.join("engine 0 rank 0").write(f"group/{host.open(1, [0]).generation}/1", True)
+    monkeypatch.setattr(process_group, "_own_address", fail)
     with pytest.raises((WeightSyncError, ValueError), match=str(raised)):
-        group.wait_until_joined(host.meeting.join("train rank 0"))
-    assert not group.usable
+        sender.send(1, case.held(random_checkpoint(case.arch))[0])
 
 
-def test_a_wrong_shape_or_name_is_refused_before_anything_moves(host: MeetingHost) -> None:
+def test_a_wrong_shape_or_name_is_refused_before_anything_moves(host: RendezvousHost) -> None:
     plan = SMALL.plan()
     tensors = empty(plan.destinations[1])
     tensors["model.norm.weight"] = torch.zeros(3)
     tensors["extra.weight"] = torch.zeros(3)
     with pytest.raises(ModelError) as caught:
-        open_receiver(Way.SHARED_MEMORY, plan, 1, tensors, host.meeting, 1000)
+        open_receiver(TransportName.SHARED_MEMORY, plan, 1, tensors, host.rendezvous, 1000)
     assert [problem.where for problem in caught.value.problems] == [
         "engine 0 rank 1: extra.weight",
         "engine 0 rank 1: model.norm.weight",
@@ -370,30 +372,29 @@ def test_a_wrong_shape_or_name_is_refused_before_anything_moves(host: MeetingHos
 
 
 class Corrupting(SharedMemory):
-    """Flips one bit of the `nth` bucket that it hands over, where it lies in the file."""
+    """Flips one bit of the `nth` bucket that it sends, where it lies in the file."""
 
     def __init__(self, run: str, nth: int) -> None:
         super().__init__(run)
         self._before = nth
 
-    def hand_over(self, index: int, parcel_bytes: int, receiver: int) -> Any:
-        name, begin = super().hand_over(index, parcel_bytes, receiver)
+    def send(self, index: int, bucket_bytes: int, receiver: int) -> Any:
+        name, begin = super().send(index, bucket_bytes, receiver)
         if self._before == 0:
             with (DIRECTORY / name).open("r+b") as file:
-                file.seek(begin + parcel_bytes // 2)
+                file.seek(begin + bucket_bytes // 2)
                 byte = file.read(1)[0]
-                file.seek(begin + parcel_bytes // 2)
+                file.seek(begin + bucket_bytes // 2)
                 file.write(bytes([byte ^ 4]))
         self._before -= 1
         return [name, begin]
 
 
-def test_a_byte_that_changes_in_shared_memory_is_found_and_its_bucket_named(host: MeetingHost) -> None:
+def test_a_byte_that_changes_in_shared_memory_is_found_and_its_bucket_named(host: RendezvousHost) -> None:
     case = Case(architecture(), ParallelLayout(tensor=2), tensor=2, dtype="bfloat16")
-    ends = Ends(case, Way.SHARED_MEMORY, host)
+    ends = Ends(case, TransportName.SHARED_MEMORY, host)
     plan, active = ends.plan, frozenset({0, 1})
-    carrier = Corrupting(host.meeting.run, nth=3)
-    ends.senders[1] = FlowSender(plan, 1, host.meeting, 1500, carrier)
+    ends.senders[1] = BucketSender(plan, 1, host.rendezvous, 1500, Corrupting(host.rendezvous.run, nth=3))
     checkpoint = random_checkpoint(case.arch)
     assert not ends.sync(1, checkpoint)
     (problem,) = ends.wrong(checkpoint)
@@ -401,38 +402,38 @@ def test_a_byte_that_changes_in_shared_memory_is_found_and_its_bucket_named(host
     held = case.held(checkpoint)
     sent: dict[str, int] = {}
     for source in range(2):
-        sent |= sent_bucket_digests(plan.part_for_source(source), source, held[source], tensor, active, 1500)
-    arrived = arrived_bucket_digests(plan, rank, ends.arrived[rank], tensor, active, 1500)
+        sent |= ends.senders[source].bucket_digests(held[source], tensor, active)
+    arrived = ends.receivers[rank].bucket_digests(tensor, active)["arrived"]
     (found,) = bucket_problems(tensor, sent, arrived)
-    fourth = list(streams.outgoing(plan, 1, active, 1500))[3]
-    assert found.where == f"{tensor}: {streams.label(plan, fourth)}"
+    fourth = list(outgoing(plan, 1, active, 1500))[3]
+    assert found.where == f"{tensor}: {label_of(plan, fourth)}"
     ends.close()
 
 
-def test_files_are_private_reused_and_removed(host: MeetingHost) -> None:
+def test_files_are_private_reused_and_removed(host: RendezvousHost) -> None:
     case = Case(architecture(), ParallelLayout(tensor=2), tensor=2, one_node=False)
-    ends = Ends(case, Way.SHARED_MEMORY, host)
+    ends = Ends(case, TransportName.SHARED_MEMORY, host)
     seen = []
     for version in range(3):
         assert not ends.sync(version, random_checkpoint(case.arch, seed=version))
-        seen.append(sorted(DIRECTORY.glob(f"megagrpo-{host.meeting.run}-*")))
+        seen.append(sorted(DIRECTORY.glob(f"megagrpo-{host.rendezvous.run}-*")))
     assert seen[0] == seen[1] == seen[2]
     assert len(seen[0]) == 2  # one for each sender
     assert {stat.S_IMODE(file.stat().st_mode) for file in seen[0]} == {0o600}
     assert {file.stat().st_size for file in seen[0]} == {2 * shared_memory.mmap.PAGESIZE}
     ends.senders[0].close()
     assert not seen[0][0].exists() or not seen[0][1].exists()
-    remove_left_over(host.meeting.run)
+    remove_left_over(host.rendezvous.run)
     assert not any(file.exists() for file in seen[0])
     ends.close()
 
 
-def test_a_full_shared_memory_is_named_and_nothing_is_left(host: MeetingHost) -> None:
+def test_a_full_shared_memory_is_named_and_nothing_is_left(host: RendezvousHost) -> None:
     room = os.statvfs(DIRECTORY)
     with pytest.raises(WeightSyncError, match=r"No space left on device") as caught:
-        FileArea(f"megagrpo-{host.meeting.run}-full", room.f_blocks * room.f_frsize + (1 << 20))
+        FileArea(f"megagrpo-{host.rendezvous.run}-full", room.f_blocks * room.f_frsize + (1 << 20))
     assert "weights.bucket_bytes" in str(caught.value)
-    assert not list(DIRECTORY.glob(f"megagrpo-{host.meeting.run}-*"))
+    assert not list(DIRECTORY.glob(f"megagrpo-{host.rendezvous.run}-*"))
 
 
 def test_the_next_file_on_a_node_removes_those_of_killed_owners_alone(
@@ -443,7 +444,7 @@ def test_the_next_file_on_a_node_removes_those_of_killed_owners_alone(
     stem = "megagrpo-0"
     left, young = tmp_path / f"{stem}-left", tmp_path / f"{stem}-young"
     owner_code = (
-        "import pathlib, sys, time; from megagrpo.weights.executors import shared_memory; "
+        "import pathlib, sys, time; from megagrpo.weights.transport import shared_memory; "
         "shared_memory.DIRECTORY = pathlib.Path(sys.argv[1]); "
         "area = shared_memory.FileArea(sys.argv[2], 4096); print(flush=True); time.sleep(1000)"
     )
@@ -468,44 +469,22 @@ def test_the_next_file_on_a_node_removes_those_of_killed_owners_alone(
     assert not list(tmp_path.iterdir())
 
 
-def test_only_files_of_the_run_are_mapped(host: MeetingHost) -> None:
-    stem = f"megagrpo-{host.meeting.run}-"
+def test_only_files_of_the_run_are_mapped(host: RendezvousHost) -> None:
+    stem = f"megagrpo-{host.rendezvous.run}-"
     with pytest.raises(WeightSyncError, match="a file of this run"):
         shared_memory.map_file(stem, "../etc/passwd", "bucket 1")
     with pytest.raises(WeightSyncError, match="No such file"):
         shared_memory.map_file(stem, f"{stem}gone", "bucket 1")
 
 
-@pytest.mark.parametrize("name", ["{other}", "{stem}../{other}"])
-def test_a_source_writes_into_no_file_but_the_runs(host: MeetingHost, name: str) -> None:
-    """Whoever reaches the meeting can name one."""
-    case = Case(architecture(), ParallelLayout(), tensor=1)
-    sender = StagingSender(case.plan(), 0, host.meeting)
-    other = DIRECTORY / f"other-{secrets.token_hex(8)}"
-    other.write_bytes(bytes(4096))
-    given = name.format(stem=shared_memory.file_stem(host.meeting.run), other=other.name)
-    stranger = host.meeting.join("engine 0 rank 0")
-    host.open(1, [0])
-
-    def ask() -> None:
-        with stranger.attend(1):
-            stranger.push(source_queue(0), ["open", "engine 0", {0: given}, {}])
-
-    _, error = at_once([ask, lambda: sender.send(1, case.held(random_checkpoint(case.arch))[0])])
-    assert other.read_bytes() == bytes(4096)
-    other.unlink()
-    assert "engine 0 rank 0" in str(error)
-    assert "a file of this run" in str(error)
-
-
-def test_a_bucket_that_comes_twice_is_refused(host: MeetingHost) -> None:
+def test_a_bucket_that_comes_twice_is_refused(host: RendezvousHost) -> None:
     case = Case(architecture(), ParallelLayout(), tensor=1)
     plan = case.plan()
     arrived = empty(plan.destinations[0])
-    receiver = FlowReceiver(plan, 0, arrived, host.meeting, 1500, SharedMemory(host.meeting.run))
+    receiver = BucketReceiver(plan, 0, arrived, host.rendezvous, 1500, SharedMemory(host.rendezvous.run))
     host.open(1, [0])
-    area = FileArea(f"megagrpo-{host.meeting.run}-twice", 4096)
-    stranger = host.meeting.join("train rank 0")
+    area = FileArea(f"megagrpo-{host.rendezvous.run}-twice", 4096)
+    stranger = host.rendezvous.join("train rank 0")
 
     def send_twice() -> None:
         with stranger.attend(1):
@@ -519,7 +498,7 @@ def test_a_bucket_that_comes_twice_is_refused(host: MeetingHost) -> None:
 
 
 def test_the_plan_is_the_same_for_parts_and_whole() -> None:
-    plan: WeightPlan = SMALL.plan()
+    plan = SMALL.plan()
     part = plan.part_for_destination(0)
     active = frozenset(range(4))
-    assert list(streams.incoming(part, 0, active, 999)) == list(streams.incoming(plan, 0, active, 999))
+    assert list(incoming(part, 0, active, 999)) == list(incoming(plan, 0, active, 999))

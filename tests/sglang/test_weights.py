@@ -1,4 +1,4 @@
-"""Exact shards into real SGLang servers: every layout, every rank, ten syncs while it generates, and faults."""
+"""Weights into real SGLang servers: every layout, every rank, ten syncs while it generates, and faults."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megagrpo.errors import MegagrpoError, WeightSyncError
@@ -26,27 +27,21 @@ from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.server import members
 from megagrpo.types import Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.executors.flow import FlowSender
-from megagrpo.weights.executors.meeting import MeetingHost
-from megagrpo.weights.executors.sglang_loader import LOAD_FORMAT, check_derived, read_plan
-from megagrpo.weights.executors.sglang_remote import RemoteLoader, serialize
-from megagrpo.weights.executors.ways import IN_PLACE, Sender, Way, open_sender
+from megagrpo.weights.digest import digest_problems, expected_digests, sent_digests
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
-from megagrpo.weights.verification import (
-    bucket_problems,
-    digest_problems,
-    expected_digests,
-    sent_bucket_digests,
-    sent_digests,
-)
+from megagrpo.weights.transport.buckets import BucketSender, bucket_problems
+from megagrpo.weights.transport.choice import TransportName, open_sender
+from megagrpo.weights.transport.disk import DiskFiles
+from megagrpo.weights.transport.rendezvous import RendezvousHost
+from megagrpo.weights.transport.sglang import LOAD_FORMAT, read_plan, serialize
 from tests.rollout_engines import model_directory, request
 from tests.sglang.expected import logprobs_of
 from tests.sglang.servers import AT_ONCE, WAIT_SECONDS, Served
 from tests.tiny_models import FAMILIES
-from tests.unit.test_weights_executors import Corrupting
+from tests.unit.test_weights_transport import Corrupting
 from tests.weight_streams import at_once, empty
 from tests.weights_oracle import Tensors, rank_tensors
 
@@ -57,6 +52,7 @@ SERVERS = {
     "moe_server": "qwen3_moe",
     "latent_server": "deepseek_v3",
 }
+EXACT = [TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP]
 Weights = Callable[[str, int], Path]
 
 
@@ -68,25 +64,28 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 
 class Policy:
-    """Training ranks of a layout, in threads, and one engine that they bring up to date."""
+    """Training ranks of a layout, in threads, and one engine that they bring up to date. `files` is for DISK."""
 
     def __init__(
         self,
         engine: SglangEngine,
         served: Served,
         layout: ParallelLayout,
-        way: Way,
+        transport: TransportName,
         timeout_seconds: float = WAIT_SECONDS,
+        files: DiskFiles | None = None,
     ) -> None:
         self.engine, self.layout, self.served = engine, layout, served
         self.arch = read_architecture(served.directory)
         sources = [LOCAL_SPEC.manifest(self.arch, layout, where, "float32") for where in rank_grid(layout)]
         self.plan = make_plan(sources, engine.manifests())
-        self.host = MeetingHost("127.0.0.1", timeout_seconds)
+        self.host = RendezvousHost("127.0.0.1", timeout_seconds)
         self.ranks = range(len(self.plan.destinations))
-        engine.connect(self.plan, self.ranks, way, self.host.meeting, BUCKET_BYTES)
-        self.senders: list[Sender] = [
-            open_sender(way, self.plan, source, self.host.meeting, BUCKET_BYTES) for source in range(len(sources))
+        engine.connect(self.plan, self.ranks, transport, self.host.rendezvous, BUCKET_BYTES)
+        each = len(self.ranks)
+        self.senders: list[Any] = [
+            open_sender(transport, self.plan, i, self.host.rendezvous, BUCKET_BYTES, ranks_per_engine=each, files=files)
+            for i in range(len(sources))
         ]
 
     def held(self, directory: Path) -> list[Tensors]:
@@ -122,12 +121,12 @@ class Policy:
 
 
 @pytest.fixture
-def policy(request: pytest.FixtureRequest) -> Iterator[Policy]:
-    """Parametrized by (server, layout, way) or (server, layout, way, timeout)."""
+def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Policy]:
+    """Parametrized by (server, layout, transport) or (server, layout, transport, timeout)."""
     server, *settings = request.param
     served = request.getfixturevalue(server)
     with served.borrowed() as engine:
-        made = Policy(engine, served, *settings)
+        made = Policy(engine, served, *settings, files=DiskFiles(tmp_path / "versions", served.directory, "float32"))
         yield made
         made.close()
         if engine._update_open:  # the test failed: others need the server
@@ -172,18 +171,20 @@ PROMPT = (5, 6, 9, 11)
     "policy",
     [
         pytest.param(
-            (server, LAYOUTS[layout], way),
-            id=f"{server}-{layout}-{way}",
+            (server, LAYOUTS[layout], transport),
+            id=f"{server}-{layout}-{transport}",
             marks=[pytest.mark.long] if server == "latent_server" else [],
         )
-        for server, layouts in {
-            "tied_server": ["pipeline2", "data2"],
-            "split_server": ["tensor2", "2x2"],
-            "moe_server": ["2x2", "expert2"],
-            "latent_server": ["tensor2"],
-        }.items()
-        for layout in layouts
-        for way in IN_PLACE
+        for server, layout, transports in [
+            ("tied_server", "pipeline2", ["shared_memory", "disk"]),
+            ("tied_server", "data2", ["process_group"]),
+            ("split_server", "tensor2", ["process_group"]),
+            ("split_server", "2x2", ["shared_memory", "disk"]),
+            ("moe_server", "2x2", ["process_group", "disk"]),
+            ("moe_server", "expert2", ["shared_memory"]),
+            ("latent_server", "tensor2", ["shared_memory", "process_group", "disk"]),
+        ]
+        for transport in map(TransportName, transports)
     ],
     indirect=True,
 )
@@ -198,6 +199,10 @@ def test_every_rank_holds_what_the_training_ranks_sent_and_samples_from_it(
         samples = policy.engine.generate([ask(PROMPT, SamplingParams(24), seed=version)])
         assert (samples[0].versions == version).all()
         check_logprobs(samples, [PROMPT], {version: directory})
+        # Again with some of its tokens in the prompt, whose keys and values are cached already.
+        longer = (*PROMPT, *samples[0].tokens.tolist()[:12])
+        samples = policy.engine.generate([ask(longer, SamplingParams(12), seed=version)])
+        check_logprobs(samples, [longer], {version: directory})
 
 
 ask = request
@@ -206,8 +211,10 @@ ask = request
 @pytest.mark.parametrize(
     ("policy", "family"),
     [
-        pytest.param(("split_server", LAYOUTS["2x2"], Way.SHARED_MEMORY), "qwen3", id="dense-shared_memory"),
-        pytest.param(("moe_server", LAYOUTS["expert2"], Way.PROCESS_GROUP), "qwen3_moe", id="moe-process_group"),
+        pytest.param(("split_server", LAYOUTS["2x2"], TransportName.SHARED_MEMORY), "qwen3", id="dense-shared_memory"),
+        pytest.param(
+            ("moe_server", LAYOUTS["expert2"], TransportName.PROCESS_GROUP), "qwen3_moe", id="moe-process_group"
+        ),
     ],
     indirect=["policy"],
 )
@@ -233,24 +240,21 @@ def test_ten_syncs_while_it_generates(policy: Policy, family: str, weights: Weig
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [("split_server", LAYOUTS["tensor2"], Way.SHARED_MEMORY)], indirect=True)
+@pytest.mark.parametrize("policy", [("split_server", LAYOUTS["tensor2"], TransportName.SHARED_MEMORY)], indirect=True)
 def test_a_bucket_that_changes_on_the_way_is_named_and_the_next_sync_mends_it(policy: Policy, weights: Weights) -> None:
     directory = weights("qwen3", 1)
     good = policy.senders[1]
-    policy.senders[1] = FlowSender(
-        policy.plan, 1, policy.host.meeting, BUCKET_BYTES, Corrupting(policy.host.meeting.run, nth=2)
-    )
+    rendezvous = policy.host.rendezvous
+    policy.senders[1] = BucketSender(policy.plan, 1, rendezvous, BUCKET_BYTES, Corrupting(rendezvous.run, nth=2))
     policy.engine.begin_update(1)
     assert not policy.move(1, directory)
-    loader = policy.engine._weights._loader
-    assert loader is not None
+    loader = policy.engine._weights
     (wrong,) = policy.wrong(directory, loader.digests())
     tensor, _, holder = wrong.removesuffix(" after the sync").partition(" on ")
     active, held = frozenset(policy.ranks), policy.held(directory)
     sent: dict[str, int] = {}
     for source in range(2):
-        part = policy.plan.part_for_source(source)
-        sent |= sent_bucket_digests(part, source, held[source], tensor, active, BUCKET_BYTES)
+        sent |= policy.senders[source].bucket_digests(held[source], tensor, active)
     arrived = loader.bucket_digests(tensor, policy.ranks)
     (found,) = [problem for of_rank in arrived for problem in bucket_problems(tensor, sent, of_rank["arrived"])]
     assert f"from train rank 1 to {holder}" in found.where
@@ -260,7 +264,9 @@ def test_a_bucket_that_changes_on_the_way_is_named_and_the_next_sync_mends_it(po
     check_holds(policy.engine, directory)
 
 
-@pytest.mark.parametrize("policy", [("split_server", LAYOUTS["tensor2"], way, 3.0) for way in IN_PLACE], indirect=True)
+@pytest.mark.parametrize(
+    "policy", [("split_server", LAYOUTS["tensor2"], transport, 3.0) for transport in EXACT], indirect=True
+)
 def test_a_rank_that_stops_answering_is_named_at_the_deadline_and_syncs_again_when_it_lives(
     policy: Policy, weights: Weights, split_server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,18 +319,17 @@ def then_release(send: Callable[..., None], semaphore: threading.Semaphore, *arg
 
 def test_wrong_shapes_and_commands_are_answered_and_the_server_lives(tied_server: Served, weights: Weights) -> None:
     with tied_server.borrowed() as engine:
-        policy = Policy(engine, tied_server, LAYOUTS["data2"], Way.SHARED_MEMORY)
+        policy = Policy(engine, tied_server, LAYOUTS["data2"], TransportName.SHARED_MEMORY)
         engine.begin_update(1)
-        loader = engine._weights._loader
-        assert loader is not None
+        loader, rendezvous = engine._weights, policy.host.rendezvous
         with pytest.raises(WeightSyncError) as caught:
-            loader.connect(misshapen(policy.plan), policy.ranks, Way.SHARED_MEMORY, BUCKET_BYTES)
+            loader.connect(misshapen(policy.plan), policy.ranks, EXACT[0], rendezvous, BUCKET_BYTES)
         assert [problem.where for problem in caught.value.problems] == ["engine 0 rank 0: model.norm.weight"]
         with pytest.raises(WeightSyncError, match="no weight plan"):
             loader.receive(1)
         with pytest.raises(WeightSyncError, match="no such action: reset"):
             loader._ask_all("reset")
-        loader.connect(policy.plan, policy.ranks, Way.SHARED_MEMORY, BUCKET_BYTES)
+        loader.connect(policy.plan, policy.ranks, EXACT[0], rendezvous, BUCKET_BYTES)
         assert not policy.move(1, weights("qwen2_tied", 1))
         assert not policy.wrong(weights("qwen2_tied", 1), engine.end_update(1))
         engine.commit_update(1)
@@ -339,16 +344,45 @@ def misshapen(plan: WeightPlan) -> WeightPlan:
     return replace(plan, destinations=(replace(manifest, storages=storages),))
 
 
-def test_the_server_describes_its_own_parameters(split_server: Served) -> None:
+def test_a_server_without_our_loader_is_verified_by_its_checksums(
+    split_server: Served, weights: Weights, tmp_path: Path
+) -> None:
     with split_server.borrowed() as engine:
-        policy = Policy(engine, split_server, LAYOUTS["tensor2"], Way.SHARED_MEMORY)
-        engine.begin_update(1)
-        loader = engine._weights._loader
-        assert isinstance(loader, RemoteLoader)
-        described = loader.describe()
-        engine.end_update(1)
+        engine._weights._info = {**engine._weights._info, "custom_weight_loader": []}
+        files = DiskFiles(tmp_path / "versions", split_server.directory, "float32")
+        policy = Policy(engine, split_server, LAYOUTS["tensor2"], TransportName.DISK, files=files)
+        policy.sync(1, weights("qwen3", 1))
+        check_holds(engine, weights("qwen3", 1))
+        engine.begin_update(2)
+        assert not policy.move(2, weights("qwen3", 2))
+        engine._client.post("/update_weights_from_disk", {"model_path": str(files.version(1)), "flush_cache": False})
+        with pytest.raises(WeightSyncError) as caught:
+            engine.end_update(2)
+        places = {problem.where for problem in caught.value.problems}
+        manifests = engine.manifests()
+        assert places == {f"{manifest.holder}: {name}" for manifest in manifests for name in manifest.storages}
+        policy.sync(3, weights("qwen3", 2))
         policy.close()
-    assert described == [dict(manifest.storages) for manifest in engine.manifests()]
+        with pytest.raises(WeightSyncError, match="a server without megagrpo's weight loader"):
+            Policy(engine, split_server, LAYOUTS["tensor2"], TransportName.SHARED_MEMORY)
+
+
+@pytest.mark.parametrize("policy", [("latent_server", ParallelLayout(), TransportName.DISK)], indirect=True)
+@pytest.mark.long
+def test_derived_weights_that_stayed_old_are_named(policy: Policy, weights: Weights) -> None:
+    """SGLang computes latent attention with w_kc and w_vc, which it makes of the kv_b_proj that it loads."""
+    engine, derived_from = policy.engine, "model.layers.1.self_attn.kv_b_proj.weight"
+    engine.begin_update(1)
+    assert not policy.move(1, weights("deepseek_v3", 1))
+    shape = engine.manifests()[0].storages[derived_from].shape
+    payload = base64.b64encode(pickle.dumps([(derived_from, torch.ones(shape))])).decode()
+    body = {"serialized_named_tensors": [payload] * 2, "load_format": "direct", "flush_cache": False}
+    engine._client.post("/update_weights_from_tensor", body)
+    with pytest.raises(WeightSyncError) as caught:
+        engine.end_update(1)
+    stale = ["model.layers.1.self_attn.w_kc", "model.layers.1.self_attn.w_vc"]
+    assert [problem.where for problem in caught.value.problems] == stale * 2  # on both ranks
+    policy.sync(1, weights("deepseek_v3", 1))
 
 
 def test_a_plan_that_would_run_code_is_not_read() -> None:
@@ -363,7 +397,7 @@ def test_a_plan_that_would_run_code_is_not_read() -> None:
 
 
 def test_a_command_is_what_sglang_unpickles() -> None:
-    [(name, data)] = pickle.loads(base64.b64decode(serialize({"action": "describe"})))
-    assert (name, bytes(data.numpy())) == ("megagrpo command", b'{"action": "describe"}')
-    assert LOAD_FORMAT.rpartition(".")[0] == check_derived.__module__
+    [(name, data)] = pickle.loads(base64.b64decode(serialize({"action": "digest"})))
+    assert (name, bytes(data.numpy())) == ("megagrpo command", b'{"action": "digest"}')
+    assert LOAD_FORMAT.rpartition(".")[0] == read_plan.__module__
     assert set(SERVERS.values()) <= FAMILIES.keys()

@@ -1,0 +1,305 @@
+"""Cuts bundles among the sources that hold them, spreads the load, and writes out one rank's transfers when it asks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from megagrpo.weights.boxes import Box, HolderClass, Link, Place, Placement, Topology, Transfer
+from megagrpo.weights.coverage import Located
+from megagrpo.weights.planning.bundles import Bundle, bundles_of
+
+Holders = tuple[int, ...]
+"""Indices of sources, or of destinations, that have the same bytes."""
+
+GAP = 0.01
+"""The largest load is at most this much above the least that is possible."""
+SWEEPS = 1000
+"""Sets of holders as they come from layouts need fewer than ten."""
+
+
+def routes_between(sources: Sequence[HolderClass], destinations: Sequence[HolderClass], topology: Topology) -> Routes:
+    """Chooses a source for every element that a destination has a box for, and where it lands on a node.
+
+    A destination takes from a source on its own device what that source has, then from the sources on its node. The
+    rest crosses the network once for all destinations of a node that want the same: each of them receives a part and
+    passes it on to the others. Sources share evenly what they all hold, over the network and within nodes separately;
+    destinations share evenly what they all want.
+
+    Raises: WeightPlanError naming each tensor with elements that no source holds.
+    """
+    bundles = bundles_of(sources, destinations)
+    return Routes(bundles, _segments(bundles, topology), sources, destinations)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Parts of bundles: bytes begin .. end of `bundle` go from `source` to the destination `landing`, which passes them
+    on to the other members of `group`. int64 arrays of equal length; group g is members[first[g]:first[g + 1]].
+    """
+
+    bundle: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    source: np.ndarray
+    landing: np.ndarray
+    group: np.ndarray
+    members: np.ndarray
+    first: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, ...]], groups: Iterable[tuple[int, ...]]) -> Segments:
+        """From rows of (bundle, begin, end, source, landing, group)."""
+        each = list(groups)
+        members = np.array([member for one in each for member in one], np.int64)
+        first = np.array([0, *accumulate(len(one) for one in each)], np.int64)
+        bundle, begin, end, source, landing, group = np.array(rows, np.int64).reshape(-1, 6).T
+        return cls(bundle, begin, end, source, landing, group, members, first)
+
+    def group_members(self, group: int) -> np.ndarray:
+        return self.members[self.first[group] : self.first[group + 1]]
+
+    def groups_with(self, member: int) -> np.ndarray:
+        return np.searchsorted(self.first, np.flatnonzero(self.members == member), side="right") - 1
+
+
+class Routes:
+    """Implements Transfers (plan.py) as segments of bundles. Transfers are written out for one end at a time, and not
+    kept."""
+
+    def __init__(
+        self,
+        bundles: Sequence[Bundle],
+        segments: Segments,
+        sources: Sequence[HolderClass],
+        destinations: Sequence[HolderClass],
+    ) -> None:
+        self.bundles, self.segments = tuple(bundles), segments
+        self._sources, self._destinations = _Placements(sources), _Placements(destinations)
+
+    def outgoing(self, source: int, destination: int | None = None) -> tuple[Transfer, ...]:
+        """All bytes that come from a source, to one destination or to all, also those that a destination passes on."""
+        chosen = self.segments.source == source
+        return self._written_out(chosen if destination is None else chosen & self._reaches(destination), destination)
+
+    def incoming(self, destination: int) -> tuple[Transfer, ...]:
+        """All that a destination receives: first what sources send to it, then what destinations pass on to it."""
+        return self._written_out(self._reaches(destination), destination)
+
+    def passed_on(self, via: int) -> tuple[Transfer, ...]:
+        """All that a destination passes on to others."""
+        landed = self._written_out(self.segments.landing == via, None)
+        return tuple(transfer for transfer in landed if transfer.via is not None)
+
+    def _reaches(self, destination: int) -> np.ndarray:
+        return np.isin(self.segments.group, self.segments.groups_with(destination))
+
+    def _written_out(self, chosen: np.ndarray, destination: int | None) -> tuple[Transfer, ...]:
+        rows = np.flatnonzero(chosen)
+        if destination is not None:
+            rows = rows[np.argsort(self.segments.landing[rows] != destination, kind="stable")]
+        return tuple(transfer for row in rows for transfer in self._transfers(int(row), destination))
+
+    def _transfers(self, row: int, destination: int | None) -> Iterator[Transfer]:
+        """The transfers of one segment, to one destination or to all of its group."""
+        segments = self.segments
+        bundle = self.bundles[segments.bundle[row]]
+        source, landing = int(segments.source[row]), int(segments.landing[row])
+        members = segments.group_members(segments.group[row]).tolist() if destination is None else [destination]
+        boxes = list(bundle.boxes(int(segments.begin[row]), int(segments.end[row])))
+        come = [self._sources.around(source, box)[0].part(box) for box in boxes]
+        for member in members:
+            for box, placement in zip(boxes, come, strict=True):
+                into = self._destinations.around(member, box, bundle.dtype)[bundle.copy].part(box)
+                yield Transfer(source, placement, member, into, None if member == landing else landing)
+
+
+class _Placements:
+    """Finds where a holder has a box. Each class of holders has one index, which is made when it is first needed and is
+    not pickled."""
+
+    def __init__(self, classes: Sequence[HolderClass]) -> None:
+        self._manifests = tuple(of_class.manifest for of_class in classes)
+        self._class_of = {member: index for index, of_class in enumerate(classes) for member in of_class.members}
+        self._located: dict[int, Located] = {}
+
+    def around(self, holder: int, box: Box, dtype: str | None = None) -> list[Placement]:
+        """The placements that have all of a box: all of them, or those in storages of one dtype."""
+        index = self._class_of[holder]
+        if index not in self._located:
+            self._located[index] = Located(self._manifests[index])
+        storages, found = self._manifests[index].storages, self._located[index].around(box)
+        return [its for its in found if dtype in (None, storages[its.storage].dtype)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_located": {}}
+
+
+# --- which source sends, and which destination passes on --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """A whole bundle from these sources, each of which sends a part of it, to these destinations on one node."""
+
+    bundle: int
+    senders: Holders
+    receivers: Holders
+    link: Link
+
+
+def _segments(bundles: Sequence[Bundle], topology: Topology) -> Segments:
+    deliveries = _deliveries(bundles, topology)
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    groups: dict[Holders, int] = {}
+    for link in ("device", "node", "network"):
+        of_link = [delivery for delivery in deliveries if delivery.link == link]
+        # In the order of nodes, so that a source has few peers.
+        of_link.sort(key=lambda delivery: (delivery.senders, delivery.receivers, delivery.bundle))
+        sending = _lines((delivery.senders, bundles[delivery.bundle].bytes) for delivery in of_link)
+        landing = _lines((delivery.receivers, bundles[delivery.bundle].bytes) for delivery in of_link)
+        for delivery in of_link:
+            bundle = bundles[delivery.bundle]
+            group = groups.setdefault(delivery.receivers, len(groups))
+            senders = sending[delivery.senders].take(bundle.bytes)
+            receivers = landing[delivery.receivers].take(bundle.bytes)
+            for begin, end, source, receiver in _cut(bundle, senders, receivers):
+                rows.append((delivery.bundle, begin, end, source, receiver, group))
+    return Segments.of(rows, groups)
+
+
+def _cut(
+    bundle: Bundle, senders: Sequence[tuple[int, int]], receivers: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, int, int]]:
+    """Parts of the bundle with one sender and one receiver each: first byte, end, sender, receiver."""
+    begin = sender = receiver = 0
+    while begin < bundle.bytes:
+        (until, source), (other, landing) = senders[sender], receivers[receiver]
+        end = bundle.cut(min(until, other))
+        if begin < end:
+            yield begin, end, source, landing
+            begin = end
+        sender += until <= other
+        receiver += other <= until
+
+
+def _deliveries(bundles: Sequence[Bundle], topology: Topology) -> list[_Delivery]:
+    found = []
+    holders_on: dict[Holders, dict[str, Holders]] = {}
+    wanted_on: dict[Holders, dict[str, Holders]] = {}
+    for index, bundle in enumerate(bundles):
+        if bundle.holders not in holders_on:
+            holders_on[bundle.holders] = _by_node(bundle.holders, topology.sources)
+        if bundle.wanted_by not in wanted_on:
+            wanted_on[bundle.wanted_by] = _by_node(bundle.wanted_by, topology.destinations)
+        for node, receivers in wanted_on[bundle.wanted_by].items():
+            near = holders_on[bundle.holders].get(node)
+            if near is None:
+                found.append(_Delivery(index, bundle.holders, receivers, "network"))
+                continue
+            for receiver in receivers:
+                place = topology.destinations[receiver]
+                own = next((source for source in near if topology.sources[source].link_to(place) == "device"), None)
+                senders = near if own is None else (own,)
+                found.append(_Delivery(index, senders, (receiver,), "node" if own is None else "device"))
+    return found
+
+
+def _by_node(indices: Holders, places: Sequence[Place]) -> dict[str, Holders]:
+    on: dict[str, list[int]] = defaultdict(list)
+    for index in indices:
+        on[places[index].node].append(index)
+    return {node: tuple(of_node) for node, of_node in on.items()}
+
+
+class _Line:
+    """All bytes that one set of holders shares, as a line in which each holder has one part."""
+
+    def __init__(self, holders: Holders, shares: Iterable[int]) -> None:
+        self._edges = list(accumulate(shares))
+        self._holders = holders
+        self._at = self._index = 0
+
+    def take(self, size: int) -> list[tuple[int, int]]:
+        """The holders of the next `size` bytes, each with the offset at which its part ends."""
+        begin, pieces = self._at, []
+        self._at += size
+        while self._edges[self._index] < self._at:
+            pieces.append((self._edges[self._index] - begin, self._holders[self._index]))
+            self._index += 1
+        return [*pieces, (size, self._holders[self._index])]
+
+
+def _lines(demands: Iterable[tuple[Holders, int]]) -> dict[Holders, _Line]:
+    total: dict[Holders, int] = defaultdict(int)
+    for holders, size in demands:
+        total[holders] += size
+    return {holders: _Line(holders, shares.tolist()) for holders, shares in even_shares(total).items()}
+
+
+# --- even loads -------------------------------------------------------------------------------------------------------
+
+
+def even_shares(demands: Mapping[Holders, int]) -> dict[Holders, np.ndarray]:
+    """How many bytes each holder of a set carries, so that the busiest carries as little as possible: int64 [holders of
+    the set], which add up to the set's demand.
+
+    Set after set, holders are filled to a common level on top of what they carry for other sets. This descends on the
+    sum of squared loads, whose minimum has the smallest largest load too. It ends when that load is within GAP of
+    `least_load`, a lower bound that does not depend on how the shares were found.
+    """
+    order = sorted(
+        (holders for holders, demand in demands.items() if demand), key=lambda holders: (len(holders), holders)
+    )
+    members = [np.array(holders) for holders in order]
+    shares = [np.zeros(len(holders)) for holders in order]
+    loads = np.zeros(max((holder for holders in order for holder in holders), default=-1) + 1)
+    for sweep in range(SWEEPS):
+        before = loads.copy()
+        for index, holders in enumerate(order):
+            of_set = members[index]
+            loads[of_set] -= shares[index]
+            shares[index] = _fill(loads[of_set], demands[holders])
+            loads[of_set] += shares[index]
+        moved, largest = np.abs(loads - before).max(initial=0.0), loads.max(initial=0.0)
+        if sweep and moved <= GAP * largest and largest <= (1 + GAP) * least_load(demands, loads):
+            break
+    whole = {holders: _whole_bytes(share, demands[holders]) for holders, share in zip(order, shares, strict=True)}
+    return whole | {holders: np.zeros(len(holders), np.int64) for holders in demands if holders not in whole}
+
+
+def least_load(demands: Mapping[Holders, int], loads: np.ndarray) -> float:
+    """A lower bound on the largest load, for any sharing.
+
+    The holders of a group must carry among themselves the bytes that only they have. The groups tried are the k busiest
+    holders, for every k; at the optimum the bound is exact for one of them.
+    """
+    place = np.empty(len(loads), np.int64)
+    place[np.argsort(-loads, kind="stable")] = np.arange(len(loads))
+    within = np.zeros(len(loads))
+    for holders, demand in demands.items():
+        if demand:
+            within[place[list(holders)].max()] += demand
+    return float((np.cumsum(within) / np.arange(1, len(loads) + 1)).max(initial=0.0))
+
+
+def _fill(levels: np.ndarray, amount: float) -> np.ndarray:
+    """What to add to each of these levels, `amount` in all, so that all that get something end at the same level."""
+    order = np.sort(levels)
+    # With the k lowest filled, the common level is (amount + their sum) / k: right for the first k for which it is not
+    # above the next level.
+    reached = (amount + np.cumsum(order)) / np.arange(1, len(order) + 1)
+    right = np.flatnonzero(reached[:-1] <= order[1:])
+    return np.maximum(reached[right[0] if len(right) else -1] - levels, 0.0)
+
+
+def _whole_bytes(share: np.ndarray, demand: int) -> np.ndarray:
+    """Rounded so that they still add up to the demand."""
+    edges = np.round(np.cumsum(share) * (demand / share.sum())).astype(np.int64)
+    edges[-1] = demand
+    return np.diff(edges, prepend=0)

@@ -1,0 +1,444 @@
+"""Buckets: what is in each bucket between two peers, and how buckets flow through a transport that moves bytes.
+
+Both ends derive the buckets from the plan alone, and derive the same ones: a message says only which bucket it is. A
+sender packs a bucket into a free slot, gives it to the transport, and tells the receiver through the rendezvous. The
+receiver unpacks it and tells the sender that the slot is free again. A sender thus packs one bucket while another is
+being unpacked, and no end holds more than two. All waiting is in the rendezvous: an abort or the deadline ends it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import zip_longest
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+from megagrpo.errors import Problem, WeightPlanError, WeightSyncError
+from megagrpo.weights.boxes import ITEM_BYTES, Box, Placement, Transfer
+from megagrpo.weights.coverage import few
+from megagrpo.weights.digest import MODULUS, digests
+from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.transport.rendezvous import Member, Rendezvous, Sync
+from megagrpo.weights.views import box_view, fill_padding, stored_tensors, torch_dtype
+
+ALIGNMENT = 16
+SLOTS = 2
+"""Buckets that one end holds at a time: one is filled while the other is received."""
+
+Peer = int
+"""All holders of a plan, by one number: its sources, then its destinations."""
+
+
+class Transport(Protocol):
+    """Moves the bytes of buckets between peers, and knows nothing of weights. All methods may raise WeightSyncError."""
+
+    def connect(
+        self, sync: Sync, member: Member, peers: Mapping[Peer, str], device: torch.device, slot_bytes: int
+    ) -> None:
+        """Before a sync of these peers, which have names: makes connections, and SLOTS slots of at least `slot_bytes`
+        (0: this end sends nothing) on `device`."""
+        ...
+
+    def slot(self, index: int) -> torch.Tensor:
+        """uint8 [slot_bytes or more], into which a bucket is packed."""
+        ...
+
+    def send(self, index: int, bucket_bytes: int, receiver: Peer) -> Any:
+        """Begins to send the bucket in a slot. Returns, as JSON, the ticket that the receiver needs."""
+        ...
+
+    def sent(self, index: int, label: str) -> None:
+        """The receiver has acknowledged the bucket in this slot. `label` names it in errors."""
+        ...
+
+    def receive(self, sender: Peer, bucket_bytes: int, ticket: Any, label: str) -> Callable[[], torch.Tensor]:
+        """Begins to receive a bucket. The function that it returns waits for it: uint8 [bucket_bytes or more]."""
+        ...
+
+    def close(self) -> None:
+        """Frees everything. May be called twice."""
+        ...
+
+
+# --- what is in each bucket -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a transfer, at bytes begin .. end of its bucket, in row-major order of its box."""
+
+    source: Placement
+    destination: Placement
+    dtype: torch.dtype
+    begin: int
+    end: int
+
+    def view_in(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.begin : self.end].view(self.dtype).view(self.source.box.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The `number`-th of the `count` buckets from one peer to another."""
+
+    sender: Peer
+    receiver: Peer
+    number: int
+    count: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        return self.pieces[-1].end
+
+    @torch.no_grad()
+    def pack(self, storages: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
+        """Copies values of `storages` into `flat`, which is uint8 [self.bytes or more]."""
+        for piece in self.pieces:
+            piece.view_in(flat).copy_(box_view(storages[piece.source.storage], piece.source))
+
+    @torch.no_grad()
+    def unpack(self, storages: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
+        """Copies values of `flat` into `storages`."""
+        for piece in self.pieces:
+            box_view(storages[piece.destination.storage], piece.destination).copy_(piece.view_in(flat))
+
+
+def destination_peer(plan: WeightPlan, destination: int) -> Peer:
+    return len(plan.sources) + destination
+
+
+def name_of(plan: WeightPlan, peer: Peer) -> str:
+    """The name of its holder, such as "engine 0 rank 1"."""
+    return (*plan.sources, *plan.destinations)[peer].holder
+
+
+def label_of(plan: WeightPlan, bucket: Bucket) -> str:
+    """For errors: which bucket it is, its peers, and its tensors."""
+    tensors = sorted({piece.source.box.tensor for piece in bucket.pieces})
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    return (
+        f"bucket {bucket.number + 1} of {bucket.count} from {name_of(plan, bucket.sender)} to "
+        f"{name_of(plan, bucket.receiver)} ({tensors[0]}{more})"
+    )
+
+
+def outgoing(plan: WeightPlan, peer: Peer, active: frozenset[int], bucket_bytes: int) -> Iterator[Bucket]:
+    """All that a peer sends to the `active` destinations: one bucket to each in turn. Each peer begins with another
+    destination."""
+    via = peer - len(plan.sources)
+    transfers = plan.outgoing(peer) if via < 0 else plan.passed_on(via)
+    receivers = sorted({transfer.destination for transfer in transfers} & active)
+    first = peer % len(receivers) if receivers else 0
+    of_each = [
+        buckets_between(plan, peer, receiver, active, bucket_bytes)
+        for receiver in receivers[first:] + receivers[:first]
+    ]
+    for in_turn in zip_longest(*of_each):
+        for bucket in in_turn:
+            if bucket is not None:
+                yield bucket if via < 0 else _passed_on(plan, via, bucket)
+
+
+def incoming(plan: WeightPlan, destination: int, active: frozenset[int], bucket_bytes: int) -> Iterator[Bucket]:
+    """All that arrives at an active destination, from all peers."""
+    senders = {_sender(plan, transfer, active) for transfer in plan.incoming(destination)}
+    for sender in sorted(senders):
+        yield from buckets_between(plan, sender, destination, active, bucket_bytes)
+
+
+@lru_cache(maxsize=1024)
+def buckets_between(
+    plan: WeightPlan, sender: Peer, destination: int, active: frozenset[int], bucket_bytes: int
+) -> tuple[Bucket, ...]:
+    """All buckets from one peer to one destination, as both ends see them. Kept from sync to sync."""
+    transfers = [transfer for transfer in plan.incoming(destination) if _sender(plan, transfer, active) == sender]
+    transfers.sort(key=lambda transfer: (transfer.destination_placement.storage, transfer.destination_placement.at))
+    cut = _cut_into_buckets(plan, transfers, bucket_bytes)
+    receiver = destination_peer(plan, destination)
+    return tuple(Bucket(sender, receiver, number, len(cut), tuple(pieces)) for number, pieces in enumerate(cut))
+
+
+def _sender(plan: WeightPlan, transfer: Transfer, active: frozenset[int]) -> Peer:
+    """The peer that sends a transfer: the source itself if the destination that should pass it on takes no part."""
+    if transfer.via is None or transfer.via not in active:
+        return transfer.source
+    return destination_peer(plan, transfer.via)
+
+
+def _cut_into_buckets(plan: WeightPlan, transfers: Iterable[Transfer], bucket_bytes: int) -> list[list[Piece]]:
+    """Transfers to one destination, in their order, as buckets of at most `bucket_bytes` (but one element at least)."""
+    buckets: list[list[Piece]] = []
+    begin = bucket_bytes
+    for transfer in transfers:
+        storage = plan.destinations[transfer.destination].storages[transfer.destination_placement.storage]
+        item_bytes = ITEM_BYTES[storage.dtype]
+        for box in _cut(transfer.box, max(1, bucket_bytes // item_bytes)):
+            end = begin + box.elements * item_bytes
+            if end > bucket_bytes:
+                buckets.append([])
+                begin, end = 0, box.elements * item_bytes
+            come, go = transfer.source_placement.part(box), transfer.destination_placement.part(box)
+            buckets[-1].append(Piece(come, go, torch_dtype(storage.dtype), begin, end))
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+    return buckets
+
+
+def _cut(box: Box, elements: int) -> Iterator[Box]:
+    """The box in parts of at most this many elements: whole rows, or parts of a row if one row is too long."""
+    if box.elements <= elements:
+        yield box
+        return
+    axis = next(index for index, size in enumerate(box.shape) if size > 1)
+    step = max(1, elements // prod(box.shape[axis + 1 :]))
+    for low in range(0, box.shape[axis], step):
+        start = (*box.start[:axis], box.start[axis] + low, *box.start[axis + 1 :])
+        shape = (*box.shape[:axis], min(step, box.shape[axis] - low), *box.shape[axis + 1 :])
+        yield from _cut(Box(box.tensor, start, shape), elements)
+
+
+def _passed_on(plan: WeightPlan, via: int, bucket: Bucket) -> Bucket:
+    """The same bytes, read from the storages of the destination that received them first."""
+    pieces = []
+    for piece in bucket.pieces:
+        box = piece.destination.box
+        around = next((held for held in _by_tensor(plan, via)[box.tensor] if held.box.intersect(box) == box), None)
+        if around is None:
+            raise WeightPlanError(
+                Problem(label_of(plan, bucket), f"{box} is not there", "a relay that holds what it passes on")
+            )
+        pieces.append(replace(piece, source=around.part(box)))
+    return replace(bucket, pieces=tuple(pieces))
+
+
+@lru_cache(maxsize=8)
+def _by_tensor(plan: WeightPlan, destination: int) -> dict[str, list[Placement]]:
+    held: dict[str, list[Placement]] = defaultdict(list)
+    for placement in plan.destinations[destination].placements:
+        held[placement.box.tensor].append(placement)
+    return held
+
+
+# --- both ends --------------------------------------------------------------------------------------------------------
+
+
+class BucketSender:
+    """Implements Sender (choice.py) with a transport, for the `source`-th training rank of `plan`."""
+
+    def __init__(
+        self, plan: WeightPlan, source: int, rendezvous: Rendezvous, bucket_bytes: int, transport: Transport
+    ) -> None:
+        self._plan = plan.part_for_source(source)
+        self._source, self._bucket_bytes, self._transport = source, bucket_bytes, transport
+        self._member = rendezvous.join(plan.sources[source].holder)
+        self._member.announce()
+
+    def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._member.attend(version) as sync:
+            storages = stored_tensors(self._plan.sources[self._source], tensors)
+            buckets = list(outgoing(self._plan, self._source, sync.destinations, self._bucket_bytes))
+            _Flow(self._plan, self._source, self._member, self._transport, sync, storages).run(buckets, [])
+
+    def bucket_digests(
+        self, tensors: Mapping[str, torch.Tensor], tensor: str, active: frozenset[int]
+    ) -> dict[str, int]:
+        """Partial digests of one checkpoint tensor in each bucket that this rank sends, by the bucket's label."""
+        buckets = outgoing(self._plan, self._source, active, self._bucket_bytes)
+        return _digests_by_bucket(self._plan, buckets, tensors, tensor, lambda piece: piece.source)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class BucketReceiver:
+    """The end of the `destination`-th engine rank of `plan`; it also passes on what the plan relays through this rank.
+
+    It runs in the process that holds `tensors`, the rank's storages by name, and lasts from sync to sync.
+    """
+
+    def __init__(
+        self,
+        plan: WeightPlan,
+        destination: int,
+        tensors: Mapping[str, torch.Tensor],
+        rendezvous: Rendezvous,
+        bucket_bytes: int,
+        transport: Transport,
+    ) -> None:
+        self._plan, self._destination = plan, destination
+        self._peer, self._bucket_bytes, self._transport = destination_peer(plan, destination), bucket_bytes, transport
+        self._storages = stored_tensors(plan.destinations[destination], tensors)
+        self._member = rendezvous.join(plan.destinations[destination].holder)
+        self._member.announce()
+
+    def receive(self, version: int) -> None:
+        """Writes everything in place. The engine must not generate meanwhile.
+
+        Raises: WeightSyncError naming the missing peer and the bucket.
+        """
+        with self._member.attend(version) as sync:
+            plan, active = self._plan, sync.destinations
+            if self._destination not in active:
+                holder = plan.destinations[self._destination].holder
+                raise WeightSyncError(Problem(f"{holder}: weight sync to version {version}", "it takes no part"))
+            relayed = list(outgoing(plan, self._peer, active, self._bucket_bytes))
+            arriving = list(incoming(plan, self._destination, active, self._bucket_bytes))
+            _Flow(plan, self._peer, self._member, self._transport, sync, self._storages).run(relayed, arriving)
+            fill_padding(plan.destinations[self._destination], self._storages)
+
+    def bucket_digests(self, tensor: str, active: frozenset[int]) -> dict[str, dict[str, int]]:
+        """Partial digests of one checkpoint tensor by the label of its bucket: "arrived", as this rank holds what came
+        in each bucket, and "sent", for those that it passes on."""
+        plan, storages = self._plan, self._storages
+        relayed = outgoing(plan, self._peer, active, self._bucket_bytes)
+        arriving = incoming(plan, self._destination, active, self._bucket_bytes)
+        return {
+            "sent": _digests_by_bucket(plan, relayed, storages, tensor, lambda piece: piece.source),
+            "arrived": _digests_by_bucket(plan, arriving, storages, tensor, lambda piece: piece.destination),
+        }
+
+    def close(self) -> None:
+        """Frees buffers and connections. May be called twice."""
+        self._transport.close()
+
+
+class _Flow:
+    """One peer's part in one sync."""
+
+    def __init__(
+        self,
+        plan: WeightPlan,
+        peer: Peer,
+        member: Member,
+        transport: Transport,
+        sync: Sync,
+        storages: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._plan, self._peer, self._member, self._transport = plan, peer, member, transport
+        self._sync, self._storages = sync, storages
+        self._unsent: deque[Bucket] = deque()
+        self._free = list(range(SLOTS))
+        self._unacknowledged: dict[int, Bucket] = {}  # by slot
+        self._awaited: dict[tuple[Peer, int], Bucket] = {}  # by sender and number
+        self._from_sources = 0  # buckets from sources that have not been unpacked
+        self._arriving: deque[tuple[Bucket, int, Callable[[], torch.Tensor]]] = deque()
+
+    def run(self, outgoing: list[Bucket], incoming: list[Bucket]) -> None:
+        """Receives all of `incoming` and sends all of `outgoing`. A destination passes buckets on once all buckets from
+        sources have arrived."""
+        plan, sources = self._plan, len(self._plan.sources)
+        self._unsent.extend(outgoing)
+        self._awaited = {(bucket.sender, bucket.number): bucket for bucket in incoming}
+        self._from_sources = sum(bucket.sender < sources for bucket in incoming)
+        device = next(iter(self._storages.values())).device if self._storages else torch.device("cpu")
+        peers = [*range(sources), *(destination_peer(plan, index) for index in sorted(self._sync.destinations))]
+        names = {peer: name_of(plan, peer) for peer in peers}
+        slot_bytes = max((bucket.bytes for bucket in outgoing), default=0)
+        self._transport.connect(self._sync, self._member, names, device, slot_bytes)
+        queue = str(self._peer)
+        while self._unsent or self._unacknowledged or self._awaited or self._arriving:
+            while self._free and self._unsent and not self._from_sources:
+                self._send(self._unsent.popleft())
+            message = None if len(self._arriving) == SLOTS else self._member.pop(queue)
+            if message is None and self._arriving:
+                self._unpack_next()
+                continue
+            self._handle(message or self._member.wait(lambda: self._member.pop(queue), self._missing))
+
+    def _send(self, bucket: Bucket) -> None:
+        index = self._free.pop()
+        flat = self._transport.slot(index)
+        bucket.pack(self._storages, flat)
+        _finish_copies(flat)
+        ticket = self._transport.send(index, bucket.bytes, bucket.receiver)
+        self._unacknowledged[index] = bucket
+        self._member.push(str(bucket.receiver), ["sent", bucket.sender, bucket.number, index, ticket])
+
+    def _handle(self, message: list[Any]) -> None:
+        match message:
+            case ["sent", sender, number, index, ticket]:
+                bucket = self._awaited.pop((sender, number), None)
+                if bucket is None:
+                    raise WeightSyncError(
+                        Problem(
+                            f"{name_of(self._plan, self._peer)}: bucket {number + 1} from "
+                            f"{name_of(self._plan, sender)}",
+                            "it came twice, or is not in the plan",
+                            "the same plan and bucket size at both ends",
+                        )
+                    )
+                received = self._transport.receive(sender, bucket.bytes, ticket, label_of(self._plan, bucket))
+                self._arriving.append((bucket, index, received))
+            case ["received", index]:
+                bucket = self._unacknowledged.pop(index)
+                self._transport.sent(index, label_of(self._plan, bucket))
+                self._free.append(index)
+
+    def _unpack_next(self) -> None:
+        bucket, index, received = self._arriving.popleft()
+        flat = received()
+        bucket.unpack(self._storages, flat)
+        _finish_copies(flat)
+        self._from_sources -= bucket.sender < len(self._plan.sources)
+        self._member.push(str(bucket.sender), ["received", index])
+
+    def _missing(self) -> Problem:
+        """Names the first bucket that is late, and all peers that are."""
+        if self._unacknowledged:
+            late = list(self._unacknowledged.values())
+            missing = f"no acknowledgement by {self._names(bucket.receiver for bucket in late)}"
+        else:
+            late = list(self._awaited.values())
+            missing = f"nothing came from {self._names(bucket.sender for bucket in late)}"
+        return Problem(
+            label_of(self._plan, late[0]),
+            f"{missing} within {self._member.rendezvous.timeout_seconds:g} s",
+            fix="look for what stopped that process; weights.timeout_seconds is the longest wait",
+        )
+
+    def _names(self, peers: Iterable[Peer]) -> str:
+        return few([name_of(self._plan, peer) for peer in sorted(set(peers))])
+
+
+def _finish_copies(flat: torch.Tensor) -> None:
+    """Waits for copies on a GPU, so that the other end may look."""
+    if flat.is_cuda:
+        torch.cuda.current_stream(flat.device).synchronize()
+
+
+# --- which bucket was wrong -------------------------------------------------------------------------------------------
+
+
+def bucket_problems(tensor: str, sent: Mapping[str, int], arrived: Mapping[str, int]) -> list[Problem]:
+    """One problem for each bucket whose part of `tensor` is not what was sent. `sent` may hold other buckets too."""
+    return [
+        Problem(
+            where=f"{tensor}: {label}",
+            given=f"digest {digest:016x}",
+            needed=f"digest {sent[label]:016x}, as sent" if label in sent else "a bucket that was sent",
+            fix="the bytes changed on the way; if it comes again, look at that link and at the memory of its ends",
+        )
+        for label, digest in arrived.items()
+        if sent.get(label) != digest
+    ]
+
+
+def _digests_by_bucket(
+    plan: WeightPlan,
+    buckets: Iterable[Bucket],
+    tensors: Mapping[str, torch.Tensor],
+    tensor: str,
+    end: Callable[[Piece], Placement],
+) -> dict[str, int]:
+    """Digests at one end of the pieces of one checkpoint tensor, by their bucket's label."""
+    found = {}
+    for bucket in buckets:
+        if pieces := [piece for piece in bucket.pieces if piece.source.box.tensor == tensor]:
+            parts = [digests(tensors, [end(piece)], str(piece.dtype).removeprefix("torch.")) for piece in pieces]
+            found[label_of(plan, bucket)] = sum(part[tensor] for part in parts) % MODULUS
+    return found

@@ -1,0 +1,176 @@
+"""The one place that knows which transports there are: it chooses one, and opens both ends.
+
+    host = RendezvousHost(host="10.0.0.1", timeout_seconds=600)                            # driver
+    transport = choose_transport("auto", plan.topology, external=False)                    # driver
+    sender = WeightSender(transport, plan, source, host.rendezvous, bucket_bytes, ...)     # in every training rank
+    receiver = open_receiver(transport, plan, destination, tensors, host.rendezvous, ...)  # in every engine rank
+
+    host.open(version, destinations)               # driver, before each sync: which engine ranks take part
+    sender.send(version, tensors, destinations)    # in every training rank, all at the same time as
+    receiver.receive(version)                      # in every engine rank that takes part
+    host.abort(problems)                           # driver, if one of them failed: all others end with WeightSyncError
+
+Both ends control the flow themselves: the driver only starts them and waits. An error at either end ends the attempt;
+the next attempt begins with `host.open`, with the same senders and receivers.
+
+To add a transport, add its name here and a class that implements Transport (buckets.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+
+from megagrpo.errors import Problem, RecipeError
+from megagrpo.weights.boxes import Topology
+from megagrpo.weights.digest import sent_digests
+from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.transport.buckets import BucketReceiver, BucketSender, Peer, Transport, destination_peer
+from megagrpo.weights.transport.disk import DiskFiles, DiskSender
+from megagrpo.weights.transport.process_group import ProcessGroup
+from megagrpo.weights.transport.rendezvous import Rendezvous
+from megagrpo.weights.transport.shared_memory import SharedMemory
+
+
+class TransportName(StrEnum):
+    """The values of the recipe's weights.transfer, besides auto."""
+
+    SHARED_MEMORY = "shared_memory"
+    """Exact shards within one node: files in /dev/shm, CUDA IPC buffers on GPUs."""
+
+    PROCESS_GROUP = "process_group"
+    """Exact shards, point to point between any nodes: gloo on CPUs, NCCL on GPUs."""
+
+    DISK = "disk"
+    """A checkpoint on a file system that both ends reach."""
+
+
+class Sender(Protocol):
+    """One training rank's end. It lasts from sync to sync."""
+
+    def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Sends to the destinations of the open sync what the plan says, cast to their dtype. `tensors` are by storage
+        name, on any device, and may be changed once this returns.
+
+        Raises: WeightSyncError naming the missing peer and the bucket; ModelError if `tensors` are not those of the
+        source's manifest.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees buffers and connections. May be called twice."""
+        ...
+
+
+def choose_transport(wanted: str, topology: Topology, *, external: bool) -> TransportName:
+    """The transport for `wanted`, the recipe's weights.transfer. `external`: other people's servers are the engines.
+
+    Raises: RecipeError if the recipe names a transport that cannot work here.
+    """
+    nodes = {place.node for place in (*topology.sources, *topology.destinations)}
+    if wanted == "auto":
+        if external:
+            return TransportName.DISK
+        return TransportName.SHARED_MEMORY if len(nodes) == 1 else TransportName.PROCESS_GROUP
+    transport = TransportName(wanted)
+    if len(nodes) > 1 and transport is TransportName.SHARED_MEMORY:
+        raise RecipeError(
+            Problem(
+                "weights.transfer",
+                f"{transport} between {len(nodes)} nodes",
+                "training ranks and engines on one node: the bytes go through that node's memory",
+                "transfer: auto, process_group or disk",
+            )
+        )
+    return transport
+
+
+class WeightSender:
+    """A training rank's end of the weight sync, with any transport: it sends, and says what must have arrived.
+
+    The rank is the `source`-th of `plan`, the plan between all training ranks and all engine ranks; an engine has
+    `ranks_per_engine` of these. `files` is where TransportName.DISK writes.
+    """
+
+    def __init__(
+        self,
+        transport: TransportName,
+        plan: WeightPlan,
+        source: int,
+        rendezvous: Rendezvous,
+        bucket_bytes: int,
+        *,
+        ranks_per_engine: int,
+        files: DiskFiles,
+    ) -> None:
+        self._source, self._part = source, plan.part_for_source(source)
+        self._sender = open_sender(
+            transport, plan, source, rendezvous, bucket_bytes, ranks_per_engine=ranks_per_engine, files=files
+        )
+
+    def send(
+        self, version: int, tensors: Mapping[str, torch.Tensor], destinations: Iterable[int]
+    ) -> dict[int, dict[str, int]]:
+        """Sends this rank's part of the open sync. Returns its part of what each destination must then hold: partial
+        digests by destination and checkpoint tensor. Raises WeightSyncError or ModelError."""
+        self._sender.send(version, tensors)
+        return sent_digests(self._part, self._source, tensors, destinations)
+
+    def bucket_digests(
+        self, tensors: Mapping[str, torch.Tensor], tensor: str, destinations: Iterable[int]
+    ) -> dict[str, int]:
+        """Digests of one checkpoint tensor in each bucket of the last sync, by label; empty without buckets."""
+        if not isinstance(self._sender, BucketSender):
+            return {}
+        return self._sender.bucket_digests(tensors, tensor, frozenset(destinations))
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def open_sender(
+    transport: TransportName,
+    plan: WeightPlan,
+    source: int,
+    rendezvous: Rendezvous,
+    bucket_bytes: int,
+    *,
+    ranks_per_engine: int = 1,
+    files: DiskFiles | None = None,
+) -> Sender:
+    """A training rank's end. Exact shards need only the rank's part of the plan; DISK needs the whole and `files`."""
+    if transport is TransportName.DISK and files is not None:
+        return DiskSender(plan, source, rendezvous, files, ranks_per_engine)
+    return BucketSender(plan, source, rendezvous, bucket_bytes, _transport(transport, plan, source, rendezvous))
+
+
+def open_receiver(
+    transport: TransportName,
+    plan: WeightPlan,
+    destination: int,
+    tensors: Mapping[str, torch.Tensor],
+    rendezvous: Rendezvous,
+    bucket_bytes: int,
+) -> BucketReceiver:
+    """An engine rank's end, for exact shards, in the process that holds `tensors`, its storages by name.
+
+    `plan` may be the rank's part of the whole. Raises: ModelError if `tensors` are not those of the manifest.
+    """
+    carrier = _transport(transport, plan, destination_peer(plan, destination), rendezvous)
+    return BucketReceiver(plan, destination, tensors, rendezvous, bucket_bytes, carrier)
+
+
+def _transport(transport: TransportName, plan: WeightPlan, peer: Peer, rendezvous: Rendezvous) -> Transport:
+    match transport:
+        case TransportName.SHARED_MEMORY:
+            return SharedMemory(rendezvous.run)
+        case TransportName.PROCESS_GROUP:
+            # NCCL refuses two ranks on one GPU: if training ranks and engines share GPUs, gloo carries host memory.
+            places = plan.topology
+            shared = {*places.sources} & {place for place in places.destinations if place.device is not None}
+            return ProcessGroup(peer, on_host=bool(shared))
+        case TransportName.DISK:
+            raise ValueError("disk sends files, not buckets")

@@ -1,0 +1,403 @@
+"""Weights of a served model: what runs inside SGLang's processes, and what asks it from outside.
+
+Servers are started with `--custom-weight-loader` LOAD_FORMAT. Then POST /update_weights_from_tensor with that
+load_format calls `load` in every tensor rank, with a command in the place of tensors. The answer comes through the
+rendezvous. SGLang allows this only between /begin_weight_update and /end_weight_update: there the parameters lie as
+they are loaded, so digests are taken before the end.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import logging
+import pickle
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem, WeightSyncError
+from megagrpo.weights.boxes import ITEM_BYTES, Manifest
+from megagrpo.weights.digest import combine, digests
+from megagrpo.weights.files.loading import load_files
+from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.transport.buckets import BucketReceiver
+from megagrpo.weights.transport.choice import TransportName, open_receiver
+from megagrpo.weights.transport.disk import DiskReceiver, Post, server_errors
+from megagrpo.weights.transport.rendezvous import Member, Rendezvous
+from megagrpo.weights.views import model_tensors, stored_tensors, torch_dtype
+
+logger = logging.getLogger(__name__)
+
+LOAD_FORMAT = "megagrpo.weights.transport.sglang.load"
+COMMAND = "megagrpo command"
+"""Name of the one tensor of a request: uint8, JSON."""
+
+
+# --- outside: one server's weights ------------------------------------------------------------------------------------
+
+
+class ServerWeights:
+    """One engine's weights, as the process beside its server sees them: a receiving end, and digests of what arrived.
+
+    `manifests` are its tensor ranks', in order. All methods need an update that is open on the server. They raise
+    WeightSyncError with what went wrong on each rank, and EngineError if the server refuses or does not answer.
+    """
+
+    def __init__(self, post: Post, name: str, manifests: Sequence[Manifest], server_info: Mapping[str, Any]) -> None:
+        self._post, self._name, self._manifests, self._info = post, name, manifests, server_info
+        self._member: Member | None = None
+        self._disk: DiskReceiver | None = None
+        self._bucket_bytes = 0
+
+    def connect(
+        self,
+        plan: WeightPlan,
+        destinations: Sequence[int],
+        transport: TransportName,
+        rendezvous: Rendezvous,
+        bucket_bytes: int,
+    ) -> None:
+        """Opens the receiving end. `destinations` are the plan's indices of the tensor ranks, in order.
+
+        Refused, naming the parameters, if the served model has not the names, shapes and dtypes of the manifests.
+        """
+        self.close()
+        self._bucket_bytes = bucket_bytes
+        check_verifiable(self._info, self._name, transport)
+        self._member = rendezvous.join(f"driver of {self._manifests[0].holder}")
+        if has_our_loader(self._info):
+            parts = [pickle.dumps(plan.part_for_destination(destination)) for destination in destinations]
+            common = {"transport": str(transport), "bucket_bytes": bucket_bytes}
+            self._ask(
+                "plan",
+                [
+                    common | {"plan": base64.b64encode(part).decode(), "destination": destination}
+                    for destination, part in zip(destinations, parts, strict=True)
+                ],
+            )
+        if transport is TransportName.DISK:
+            engine = destinations[0] // len(self._manifests)
+            self._disk = DiskReceiver(engine, rendezvous, self._post, self._name)
+
+    def receive(self, version: int) -> None:
+        """Writes the weights of the open sync, while the training ranks send."""
+        if self._disk is not None:
+            self._disk.receive(version)
+        else:
+            self._ask_all("receive", version=version)
+
+    def digests(self) -> list[Mapping[str, int]]:
+        """By rank and checkpoint tensor, of what lies there."""
+        if has_our_loader(self._info):
+            return self._ask_all("digest")
+        if self._disk is None or self._disk.loaded is None:
+            raise EngineError(Problem(f"{self._name}: digests", given="no weights have come", needed="receive first"))
+        return list(checked_digests(self._post, self._disk.loaded, self._manifests, self._bucket_bytes))
+
+    def bucket_digests(self, tensor: str, active: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
+        """By rank, "sent" and "arrived" digests of one checkpoint tensor by bucket; empty if no buckets travel."""
+        if self._disk is not None or self._member is None:
+            return []
+        return self._ask_all("bucket_digests", tensor=tensor, active=list(active))
+
+    def close(self) -> None:
+        """Drops this process's end. May be called twice."""
+        self._member = self._disk = None
+
+    def _ask_all(self, action: str, **fields: Any) -> list[Any]:
+        return self._ask(action, [fields] * len(self._manifests))
+
+    def _ask(self, action: str, fields: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The ranks' answers to a command, in order; `fields` are each rank's own part of it."""
+        member = self._member
+        if member is None:
+            raise EngineError(Problem(f"{self._name}: {action}", given="no connection", needed="connect first"))
+        ranks = [(manifest.holder, f"answer/{secrets.token_hex(8)}") for manifest in self._manifests]
+        commands = [
+            {"action": action, "name": holder, "rendezvous": asdict(member.rendezvous), "answer": key, **more}
+            for (holder, key), more in zip(ranks, fields, strict=True)
+        ]
+        body = {"serialized_named_tensors": [serialize(command) for command in commands]}
+        self._post("/update_weights_from_tensor", body | {"load_format": LOAD_FORMAT, "flush_cache": False})
+        member.start_clock()
+        answers = [self._answer(member, action, holder, key) for holder, key in ranks]
+        if problems := [Problem(*problem) for answer in answers for problem in answer.get("problems", ())]:
+            raise WeightSyncError(problems)
+        return [answer["value"] for answer in answers]
+
+    def _answer(self, member: Member, action: str, holder: str, key: str) -> dict[str, Any]:
+        missing = Problem(
+            f"{holder}: {action}", "no answer, though its server answered", "the same megagrpo in the server as here"
+        )
+        answer: dict[str, Any] = member.wait(lambda: member.read(key), lambda: missing)
+        member.delete(key)
+        return answer
+
+
+def serialize(command: Mapping[str, Any]) -> str:
+    """A command as one rank's entry of serialized_named_tensors: SGLang unpickles a list of names and tensors."""
+    data = torch.from_numpy(np.frombuffer(json.dumps(command).encode(), np.uint8).copy())
+    return base64.b64encode(pickle.dumps([(COMMAND, data)])).decode()
+
+
+# --- outside: servers that others manage ------------------------------------------------------------------------------
+
+
+def has_our_loader(server_info: Mapping[str, Any]) -> bool:
+    """Whether the server of this /server_info was started with LOAD_FORMAT."""
+    return LOAD_FORMAT in (server_info.get("custom_weight_loader") or ())
+
+
+def check_verifiable(server_info: Mapping[str, Any], name: str, transport: TransportName) -> None:
+    """Raises WeightSyncError if this server cannot receive weights by `transport`, or they could not be verified."""
+    if has_our_loader(server_info):
+        return
+    needed = f"--custom-weight-loader {LOAD_FORMAT} among the server's arguments"
+    start_it = "start it with that, with megagrpo installed in its environment"
+    if transport is not TransportName.DISK:
+        where, given = f"{name}: weights.transfer: {transport}", "a server without megagrpo's weight loader"
+        raise WeightSyncError(Problem(where, given, needed, f"{start_it}; or write weights.transfer: disk"))
+    if (device := server_info.get("device")) != "cpu":
+        where = f"{name}: its weights could not be verified"
+        given = f"a server on {device} without megagrpo's weight loader; SGLang's own checksums there are different"
+        raise WeightSyncError(Problem(where, given, needed, f"{start_it}; or let megagrpo start the engines"))
+
+
+def checked_digests(
+    post: Post, directory: Path, manifests: Sequence[Manifest], bucket_bytes: int
+) -> list[dict[str, int]]:
+    """By tensor rank: the digests of what a server without our loader holds, proven by SGLang's own /weights_checker.
+
+    `directory` is the checkpoint that the server has loaded, `manifests` say what its ranks hold of it. The parameters
+    that it must have are made anew from the files, about `bucket_bytes` at a time; their checksums are compared with
+    the server's, and they are digested.
+
+    Raises WeightSyncError naming every parameter that is missing, is not planned, or whose checksum differs.
+    """
+    where = f"{manifests[0].holder}: /weights_checker"
+    with server_errors(manifests[0].holder):
+        answer = post("/weights_checker", {"action": "checksum"})
+    ranks: list[Mapping[str, str]] = [rank["checksums"] for rank in answer["ranks"]]
+    if len(ranks) != len(manifests):
+        raise WeightSyncError(Problem(where, f"{len(ranks)} tensor ranks", f"{len(manifests)}, as planned"))
+    found, problems = [], []
+    for manifest, checksums in zip(manifests, ranks, strict=True):
+        parts = []
+        problems += [
+            Problem(f"{manifest.holder}: {name}", "a parameter of the server", "one that the plan knows")
+            for name in sorted(checksums.keys() - manifest.storages.keys())
+        ]
+        for part in _parts(manifest, bucket_bytes):
+            tensors = {
+                name: torch.zeros(storage.shape, dtype=torch_dtype(storage.dtype))
+                for name, storage in part.storages.items()
+            }
+            load_files(directory, part, tensors)
+            for name, tensor in tensors.items():
+                if checksums.get(name) != (needed := checksum(tensor)):
+                    given = f"checksum {checksums[name]}" if name in checksums else "no such parameter on the server"
+                    problems.append(
+                        Problem(f"{manifest.holder}: {name}", given, f"{needed}, as the files of {directory} say")
+                    )
+            parts.append(digests(tensors, part.placements))
+        found.append(combine(parts))
+    if problems:
+        raise WeightSyncError(problems)
+    return found
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """SGLang's, on CPUs: the first 8 bytes of the SHA-256 of the tensor's bytes (SGLang 0.5.23)."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(memoryview(data)).digest()[:8].hex()
+
+
+def _parts(manifest: Manifest, part_bytes: int) -> Iterator[Manifest]:
+    """Whole storages of a manifest, in groups of at most `part_bytes`, but one storage at least."""
+    groups: list[set[str]] = []
+    left = 0
+    for storage in manifest.storages.values():
+        size = prod(storage.shape) * ITEM_BYTES[storage.dtype]
+        if not groups or size > left:
+            groups.append(set())
+            left = part_bytes
+        groups[-1].add(storage.name)
+        left -= size
+    for names in groups:
+        yield Manifest(
+            manifest.holder,
+            {name: storage for name, storage in manifest.storages.items() if name in names},
+            tuple(placement for placement in manifest.placements if placement.storage in names),
+            tuple(fill for fill in manifest.fills if fill.storage in names),
+        )
+
+
+# --- inside SGLang's processes ----------------------------------------------------------------------------------------
+
+ATTRIBUTE = "_megagrpo_weights"
+CAUGHT = (MegagrpoError, OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
+"""What a wrong command, model, plan or peer raises. An exception that leaves `load` ends the whole server."""
+
+PLAN_CLASSES = frozenset(
+    {
+        ("megagrpo.weights.boxes", "Box"),
+        ("megagrpo.weights.boxes", "Fill"),
+        ("megagrpo.weights.boxes", "Manifest"),
+        ("megagrpo.weights.boxes", "Place"),
+        ("megagrpo.weights.boxes", "Placement"),
+        ("megagrpo.weights.boxes", "Storage"),
+        ("megagrpo.weights.boxes", "Topology"),
+        ("megagrpo.weights.boxes", "Transfer"),
+        ("megagrpo.weights.plan", "ListedTransfers"),
+        ("megagrpo.weights.plan", "WeightPlan"),
+    }
+)
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Carries out one command. Writes its answer, or its error, to the rendezvous under the command's key."""
+    [(_, data)] = named_tensors
+    command = json.loads(bytes(data.cpu().numpy()))
+    state: _Loader | None = getattr(model, ATTRIBUTE, None)
+    rendezvous = Rendezvous(**command["rendezvous"])
+    try:
+        if state is None or state.rendezvous != rendezvous:
+            if state is not None:
+                state.close()
+            state = _Loader(rendezvous, rendezvous.join(command["name"]), model)
+            setattr(model, ATTRIBUTE, state)
+        answer = {"value": state.do(command)}
+    except CAUGHT as error:
+        answer = {"problems": _problems(command, error)}
+    if state is None or state.rendezvous != rendezvous:
+        logger.error("no rendezvous to answer in: %s", answer)
+        return
+    try:
+        state.member.write(command["answer"], answer)
+    except WeightSyncError as error:  # the driver is gone; another one may come
+        logger.error("%s", error)
+
+
+@dataclass
+class _Loader:
+    """What one scheduler process keeps between commands: this rank's part of a plan, and the tensors that it writes.
+
+    `receiver` is None if SGLang's own loader writes them, from disk: then the plan only says what must lie where.
+    """
+
+    rendezvous: Rendezvous
+    member: Member
+    model: torch.nn.Module
+    manifest: Manifest | None = None
+    tensors: Mapping[str, torch.Tensor] | None = None
+    receiver: BucketReceiver | None = None
+
+    def do(self, command: Mapping[str, Any]) -> Any:
+        match command["action"]:
+            case "plan":
+                return self._connect(command)
+            case "receive":
+                self._in_place()
+                return self._buckets().receive(command["version"])
+            case "digest":
+                manifest, tensors = self._in_place()
+                if self.receiver is not None and hasattr(self.model, "post_load_weights"):
+                    self.model.post_load_weights()  # SGLang's own loader, which derives w_kc and w_vc, did not run
+                check_derived(self.model)
+                return digests(tensors, manifest.placements)
+            case "bucket_digests":
+                self._in_place()
+                return self._buckets().bucket_digests(command["tensor"], frozenset(command["active"]))
+            case unknown:
+                raise ValueError(f"no such action: {unknown}")
+
+    def close(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+        self.manifest = self.tensors = self.receiver = None
+
+    def _connect(self, command: Mapping[str, Any]) -> None:
+        self.close()
+        transport, destination = TransportName(command["transport"]), command["destination"]
+        plan = read_plan(base64.b64decode(command["plan"]))
+        manifest = plan.destinations[destination]
+        tensors = stored_tensors(manifest, model_tensors(self.model, manifest))
+        if transport is not TransportName.DISK:
+            self.receiver = open_receiver(
+                transport, plan, destination, tensors, self.rendezvous, command["bucket_bytes"]
+            )
+        self.manifest, self.tensors = manifest, tensors
+
+    def _in_place(self) -> tuple[Manifest, Mapping[str, torch.Tensor]]:
+        """The manifest and the tensors. Raises ModelError if the model now computes with other memory than these."""
+        if self.manifest is None or self.tensors is None:
+            raise ModelError(Problem(self.member.name, "no weight plan", "one, before weights come"))
+        used = model_tensors(self.model, self.manifest)
+        moved = [name for name, tensor in self.tensors.items() if used[name].data_ptr() != tensor.data_ptr()]
+        if moved:
+            where = f"{self.manifest.holder}: {moved[0]}"
+            raise ModelError(Problem(where, "SGLang has put it elsewhere since", "the same memory always"))
+        return self.manifest, self.tensors
+
+    def _buckets(self) -> BucketReceiver:
+        if self.receiver is None:
+            raise ModelError(Problem(self.member.name, "weights from disk", "a transport of buckets"))
+        return self.receiver
+
+
+def read_plan(data: bytes) -> WeightPlan:
+    """A pickled plan, and nothing else. Raises: pickle.UnpicklingError."""
+    plan = _PlanReader(io.BytesIO(data)).load()
+    if not isinstance(plan, WeightPlan):
+        raise pickle.UnpicklingError(f"a weight plan is needed, not {type(plan).__name__}")
+    return plan
+
+
+class _PlanReader(pickle.Unpickler):
+    """The plan comes over HTTP: a pickle from elsewhere must not run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in PLAN_CLASSES:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a weight plan")
+        return super().find_class(module, name)
+
+
+def check_derived(model: torch.nn.Module) -> None:
+    """Raises ModelError naming latent attention whose w_kc and w_vc do not follow, bit for bit, from its kv_b_proj.
+
+    SGLang's post_load_weights derives them from weights that are not quantised: of each head's rows of kv_b_proj, the
+    first qk_nope_head_dim are w_kc [heads, nope, rank], and the others, transposed, are w_vc [heads, rank, value].
+    """
+    problems = []
+    for name, module in model.named_modules():
+        if getattr(module, "w_kc", None) is None:
+            continue
+        sizes = [module.qk_nope_head_dim, module.v_head_dim]
+        keys, values = module.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+        for derived, expected in (("w_kc", keys), ("w_vc", values.transpose(1, 2))):
+            if not torch.equal(getattr(module, derived), expected):
+                problems.append(
+                    Problem(
+                        f"{name}.{derived}",
+                        "it does not follow from the kv_b_proj.weight that was received",
+                        "SGLang's post_load_weights, after the last bucket that holds it",
+                        "report it, with the version of SGLang",
+                    )
+                )
+    if problems:
+        raise ModelError(problems)
+
+
+def _problems(command: Mapping[str, Any], error: Exception) -> list[tuple[Any, ...]]:
+    if isinstance(error, MegagrpoError):
+        return [astuple(problem) for problem in error.problems]
+    return [(f"{command['name']}: {command['action']} weights", f"{type(error).__name__}: {error}", "", "")]
