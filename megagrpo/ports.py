@@ -1,4 +1,4 @@
-"""TCP ports for servers that begin to listen some time after their port is chosen."""
+"""TCP ports for servers that start to listen seconds after their port is chosen."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ATTEMPTS = 100
 
 
 def free_port(host: str) -> int:
-    """A port of this interface that is free now, and that the kernel gives to nobody who does not ask for it.
+    """A port of this interface that is free now, and that the kernel gives to no process that does not ask for it.
 
-    Servers take seconds to start. Ports of the ephemeral range go to whoever connects somewhere or binds to port 0
-    meanwhile, so this one is from below that range; from within it only if there is none below.
+    Until the server listens, a port of the ephemeral range can be given to any process that connects or binds to
+    port 0. This port is from below that range, or from within it if none below is free.
     """
     highest = int(EPHEMERAL.read_text(encoding="ascii").split()[0])
     for port in random.SystemRandom().sample(range(LOWEST, highest), min(ATTEMPTS, max(0, highest - LOWEST))):

@@ -67,7 +67,7 @@ class Rollouts:
         self.actors = {name: self.actors[name] for name in self._index}
 
     def give_up(self) -> None:
-        """Ends all engines, whatever they do. Nothing can be asked of them afterwards."""
+        """Ends all engines, whatever they do. They cannot be used afterwards."""
         self._end(list(self.actors))
 
     def manifests(self) -> dict[str, list[Manifest]]:
@@ -83,7 +83,7 @@ class Rollouts:
         return tuple(found)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
-        """Training rollouts of step `step`, in the order of the prompts."""
+        """Training rollouts of a step, in the order of the prompts."""
         per_prompt = self._recipe.rollout.samples_per_prompt
         requests = self._requests(prompts, per_prompt, rollout_sampling(self._recipe), step)
         return groups_of(prompts, self._samples(requests), per_prompt)

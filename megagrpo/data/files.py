@@ -78,7 +78,7 @@ def near_file(path: Path) -> Path | None:
 
 
 def path_problem(path: Path) -> Problem | None:
-    """What can be known without opening the file."""
+    """What is wrong with a path, as far as it is known without opening the file."""
     if not path.exists():
         near = near_file(path)
         fix = f"did you mean {near}?" if near else "check the path; relative paths start at the working directory"

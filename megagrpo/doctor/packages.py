@@ -149,7 +149,7 @@ def _transformer_engine() -> Finding:
         return Finding("Transformer Engine", "wrong", f"not imported after {IMPORT_SECONDS:g} s", "install it anew")
     if done.returncode == 0:
         return Finding("Transformer Engine", "ok", "can be imported")
-    reason = (done.stderr.strip().splitlines() or ["without a word"])[-1]
+    reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return Finding(
         "Transformer Engine",
         "wrong",

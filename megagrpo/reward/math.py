@@ -1,7 +1,7 @@
 """Mathematical expressions compared by math-verify (https://github.com/huggingface/Math-Verify).
 
-math-verify's own time limits use SIGALRM, which works on a main thread only and not inside long C calls: they are off
-here, and the worker process that runs this is killed at the time limit instead.
+math-verify's own time limits use SIGALRM, which only works on a main thread and outside long C calls. They are off
+here; the worker process that runs this is killed at the time limit instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megagrpo.reward.functions import RewardCallable
 
 
 def make() -> RewardCallable:
-    r"""1.0 if an expression in the response equals the ground truth, else 0.0; `\boxed{}` goes before others.
+    r"""1.0 if an expression in the response equals the ground truth, else 0.0; `\boxed{}` is preferred to others.
 
     The ground truth is LaTeX or plain text, with or without `$` or `\boxed{}`. Imports sympy: about a second.
     """
@@ -27,7 +27,7 @@ def make() -> RewardCallable:
             raise ValueError(f"the ground truth {ground_truth!r} is not an expression")
         return float(verify(truth, parse(response, parsing_timeout=None), timeout_seconds=None))
 
-    math("", "$1$", "1", {})  # the first parse builds the grammar: not to be paid by the first response
+    math("", "$1$", "1", {})  # the first parse builds the grammar, which would count for the first response
     return math
 
 

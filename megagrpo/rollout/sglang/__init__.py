@@ -1,1 +1,1 @@
-"""SGLang servers as rollout engines: started here or by somebody else, spoken to over HTTP."""
+"""SGLang servers as rollout engines: started here or external, asked over HTTP."""

@@ -1,4 +1,4 @@
-"""The arguments of a server: those that megagrpo gives, and others in `rollout.sglang`, checked before a run starts."""
+"""The arguments of a server: those that megagrpo sets, and the recipe's (`rollout.sglang`), checked before a run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LOADER = "megagrpo.weights.transport.sglang.load"
 WATCHDOG_SECONDS = 300.0  # SGLang's own default
 CPU_CACHE_TOKENS = 65536
 
-# Arguments that follow from another key of the recipe, or that would break what we rely on.
+# Arguments that follow from another key of the recipe, or that would break what megagrpo relies on.
 _SERVER = "nothing: megagrpo starts the server and chooses it"
-_WEIGHTS = "nothing: weights travel into unquantised models, as rollout.layout splits them"
+_WEIGHTS = "nothing: weights are sent to unquantised models that rollout.layout splits"
 _SAMPLING = "nothing: every request says how it is sampled"
 OWNED = (
     {
@@ -57,10 +57,10 @@ OWNED = (
 
 
 def sglang_problems(settings: SglangConfig, *, plan_only: bool = False) -> list[Problem]:
-    """What is wrong with `rollout.sglang`: arguments of ours, and what the installed SGLang says of the others.
+    """What is wrong with `rollout.sglang`: arguments that megagrpo sets, and others that the installed SGLang refuses.
 
-    Asks the interpreter named, once, in a process of its own: SGLang may be of another environment. With `plan_only` it
-    may be missing, and the others are checked by name only: to import SGLang takes seconds.
+    `rollout.sglang.python` is asked once, in a process of its own, because SGLang may be in another environment. With
+    `plan_only` SGLang may be missing, and only names are checked, because its import takes seconds.
     """
     options = dict(settings.model_extra or {})
     problems = [
@@ -79,7 +79,7 @@ def sglang_problems(settings: SglangConfig, *, plan_only: bool = False) -> list[
 
 
 def _asked(python: str | None, options: Mapping[str, Any], names_only: bool) -> tuple[list[Problem], list[Problem]]:
-    """What is wrong with the environment of SGLang, and with these options."""
+    """What is wrong with SGLang's environment, and with these options."""
     interpreter = python or sys.executable
     where = "rollout.engine" if python is None else "rollout.sglang.python"
     try:
@@ -94,7 +94,7 @@ def _asked(python: str | None, options: Mapping[str, Any], names_only: bool) -> 
     except (OSError, subprocess.TimeoutExpired) as error:
         return [Problem(where, f"{interpreter}: {error}", "a Python interpreter with SGLang")], []
     if asked.returncode != 0:
-        last = (asked.stderr.strip().splitlines() or ["without a word"])[-1]
+        last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
         return [Problem(where, f"{interpreter} failed: {last}", "a Python interpreter with SGLang")], []
     answer = json.loads(asked.stdout.splitlines()[-1])
     if answer["environment"]:
@@ -114,12 +114,12 @@ def server_arguments(
     longest_pause_seconds: float,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Fields of ServerArgs for one engine; `options` (rollout.sglang without `python`) win over our defaults.
+    """Fields of ServerArgs for one engine; `options` (rollout.sglang without `python`) override the defaults.
 
     `tokens_per_request` is the longest prompt plus response. `longest_pause_seconds` is how long a weight update may
-    take: a scheduler that does nothing for longer than SGLang's watchdog allows would be ended by it.
+    take: SGLang's watchdog, which ends a scheduler that does nothing, must wait longer.
 
-    Raises: EngineError if an option is one of ours.
+    Raises: EngineError if megagrpo sets an option itself.
     """
     if ours := sorted(options.keys() & OWNED.keys()):
         raise EngineError(Problem(f"rollout.sglang.{ours[0]}", given="set", needed="not set: megagrpo sets it"))
@@ -129,11 +129,11 @@ def server_arguments(
         defaults |= {
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
-            "enable_deterministic_inference": True,  # for its seeds
-            "max_total_tokens": max(cache_tokens, 2 * tokens_per_request),  # or it takes what memory there is
+            "enable_deterministic_inference": True,  # to sample by seed
+            "max_total_tokens": max(cache_tokens, 2 * tokens_per_request),  # by default it takes all memory
             "max_running_requests": requests_at_once,
             "skip_server_warmup": True,
-            "sleep_on_idle": True,  # or an idle scheduler takes a core
+            "sleep_on_idle": True,  # otherwise an idle scheduler takes a core
         }
     return {
         **defaults,
@@ -145,14 +145,14 @@ def server_arguments(
         "tp_size": layout.tensor,
         "ep_size": layout.expert,
         "weight_version": "0",
-        "disable_shared_experts_fusion": True,  # they lie where weights are sent (weights/sides/sglang.py)
+        "disable_shared_experts_fusion": True,  # weights are sent to them as they are (weights/sides/sglang.py)
         "custom_weight_loader": [LOADER],
     }
 
 
 def server_environment(device: str, tensor: int, threads: int, engine: int = 0) -> dict[str, str]:
-    """Environment variables of a server, besides those of this process. On CPUs its ranks have `threads` together, and
-    those of other engines of the run, counted by `engine`, other cores where there are enough."""
+    """Environment variables of a server, besides those of this process. On CPUs its ranks share `threads`. Engines,
+    counted by `engine`, get different cores if there are enough."""
     if device != "cpu":
         return {}
     each = max(1, threads // tensor)
@@ -163,7 +163,7 @@ def server_environment(device: str, tensor: int, threads: int, engine: int = 0) 
     }
     if tensor == 1:
         return common
-    # SGLang wants to be told cores by rank where there are fewer memory nodes than ranks.
+    # With fewer memory nodes than ranks, SGLang needs the cores of each rank.
     cores = sorted(os.sched_getaffinity(0))
     first = engine * tensor * each
     blocks = [[cores[(first + rank * each + i) % len(cores)] for i in range(each)] for rank in range(tensor)]

@@ -1,8 +1,8 @@
 """Says which of the arguments on standard input the installed SGLang's ServerArgs does not take.
 
-Standard input is a JSON object: `options`, and `names_only`, whether their values are to be left alone. Run by the
-interpreter that has SGLang, which need not have megagrpo. Prints one line of JSON: `environment`, what is wrong with
-the environment itself, and what is `needed`; or `problems`, each with where, given, needed and fix.
+Standard input is a JSON object: `options`, and `names_only`, to check no values. Run by the interpreter that has
+SGLang, which need not have megagrpo. Prints one line of JSON: `environment`, what is wrong with the environment itself,
+and what is `needed`; or `problems`, each with where, given, needed and fix.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def environment_problem() -> tuple[str, str]:
 
 
 def declared_names() -> set[str]:
-    """The fields of ServerArgs by SGLang's source: its import takes seconds. Empty if they are not where 0.5.23 has
-    them."""
+    """The fields of ServerArgs, read from SGLang's source because its import takes seconds. Empty if they are not where
+    0.5.23 has them."""
     spec = importlib.util.find_spec("sglang")
     places = list(spec.submodule_search_locations or ()) if spec else []
     files = [file for place in places for file in Path(place, "srt", "arg_groups", "fields").glob("*.py")]
