@@ -21,19 +21,15 @@ def free_port(host: str) -> int:
     for port in random.SystemRandom().sample(range(LOWEST, highest), min(ATTEMPTS, max(0, highest - LOWEST))):
         if _is_free(host, port):
             return port
-    with _probe(host) as probe:
+    with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def _is_free(host: str, port: int) -> bool:
-    with _probe(host) as probe:
+    with socket.socket() as probe:
         try:
             probe.bind((host, port))
         except OSError:
             return False
         return True
-
-
-def _probe(host: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

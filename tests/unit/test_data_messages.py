@@ -77,13 +77,9 @@ def test_every_turn_of_the_assistant_is_trained_on_with_its_end(tmp_path: Path) 
     whole = "<|system|>Add.<|user|>1+1=<|assistant|>2<|end|><|user|>2+2=<|assistant|>4<|end|>"
     assert TOKENIZER.decode(examples.examples[0].tokens) == whole
     assert [example.id for example in examples.examples] == ["a.jsonl:1", "a.jsonl:2"]
-
-
-def test_a_line_end_after_the_end_token_is_not_the_assistants(tmp_path: Path) -> None:
-    tokenizer = with_template(LINE_AFTER_END)
-    examples = load(write(tmp_path / "a.jsonl", chat("1+1=", "2\n", "2+2=", "4")), tokenizer=tokenizer)
-    assert said(examples) == [["2\n<|end|>", "4<|end|>"]]
-    assert TOKENIZER.decode(examples.examples[0].tokens).endswith("4<|end|>\n")
+    line_end = load(path, tokenizer=with_template(LINE_AFTER_END))
+    assert said(line_end) == said(examples), "the line end after the end token is not the assistant's"
+    assert TOKENIZER.decode(line_end.examples[0].tokens).endswith("4<|end|>\n")
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3), st.booleans())
@@ -125,13 +121,10 @@ def test_longer_examples_are_dropped_cut_or_errors_and_always_counted(tmp_path: 
     told = problems(path, tokens_max=10, overlong="error")
     assert "2 problems" in told
     assert "data.tokens_max" in told
-    assert "no example is left" in problems(path, tokens_max=3)
-
-
-def test_what_truncation_leaves_nothing_of_is_not_told_to_truncate(tmp_path: Path) -> None:
-    told = problems(write(tmp_path / "a.jsonl", chat("what is one and one?", "2")), tokens_max=3, overlong="truncate")
-    assert "none of the 1 rows has a token of the assistant's within 3 tokens" in told
-    assert "fix: raise data.tokens_max\n" in told + "\n"
+    assert "set data.overlong_examples to truncate" in problems(path, tokens_max=3)
+    told = problems(path, tokens_max=3, overlong="truncate")
+    assert "none of the 3 rows has a token of the assistant's within 3 tokens" in told
+    assert told.endswith("fix: raise data.tokens_max")
 
 
 def test_a_generation_prompt_that_no_message_begins_with_is_the_cause_that_is_told(tmp_path: Path) -> None:
@@ -150,19 +143,16 @@ def test_a_generation_prompt_that_no_message_begins_with_is_the_cause_that_is_to
     assert said(load(thought, tokenizer=tokenizer), tokenizer) == [["1</think>2<|end|>"]]
 
 
-def test_a_parquet_file_with_fields_of_other_rows_is_read(tmp_path: Path) -> None:
+def test_files_are_mixed_in_their_order_and_with_fields_of_other_rows(tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "1+1=", "name": "eve"}, {"role": "assistant", "content": "2"}]},
         {"messages": chat("2+2=", "4"), "source": "elsewhere"},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert said(load(tmp_path / "a.parquet")) == [["2<|end|>"], ["4<|end|>"]]
-
-
-def test_files_are_mixed_in_their_order_with_their_amounts(tmp_path: Path) -> None:
-    first, second = write(tmp_path / "a.jsonl", chat("a", "1")), write(tmp_path / "b.jsonl", *[chat("b", "2")] * 3)
-    files = [ConversationFileConfig(path=str(first)), ConversationFileConfig(path=str(second), amount=2)]
-    assert said(load_examples(files, TOKENIZER, tokens_max=99)) == [["1<|end|>"], ["2<|end|>"], ["2<|end|>"]]
+    second = write(tmp_path / "b.jsonl", *[chat("b", "2")] * 3)
+    files = [ConversationFileConfig(path=str(tmp_path / "a.parquet"))]
+    files += [ConversationFileConfig(path=str(second), amount=2)]
+    assert said(load_examples(files, TOKENIZER, tokens_max=99)) == [["2<|end|>"], ["4<|end|>"], *[["2<|end|>"]] * 2]
 
 
 @pytest.mark.parametrize(

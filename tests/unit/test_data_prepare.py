@@ -39,12 +39,15 @@ def write_parquet(path: Path, rows: list[dict]) -> Path:
         (write_jsonl, "{}.jsonl"),
         (write_jsonl, "grade_school_math/data/{}.jsonl"),
         (write_parquet, "{}-00000-of-00001.parquet"),
-        (write_parquet, "main/{}-00000-of-00001.parquet"),
+        (write_parquet, "main/{}-00000-of-00002.parquet"),
     ],
 )
 def test_gsm8k_is_prepared_from_its_published_files(write, pattern, tmp_path):
     source = tmp_path / "source"
-    write(source / pattern.format("train"), GSM8K)
+    shards = 1 + ("of-00002" in pattern)
+    for shard in range(shards):  # they are joined in order
+        name = pattern.format("train").replace("-00000-", f"-{shard:05}-")
+        write(source / name, GSM8K[2 * shard :] if shard or shards == 1 else GSM8K[:2])
     write(source / pattern.format("test"), GSM8K[:1])
     prepared = prepare_gsm8k(source, tmp_path / "out")
     assert (prepared.train_rows, prepared.test_rows) == (3, 1)
@@ -62,21 +65,16 @@ def test_gsm8k_is_prepared_from_its_published_files(write, pattern, tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == ["test.parquet", "train.parquet"]
 
 
-def test_shards_of_a_split_are_joined_in_order(tmp_path):
-    write_parquet(tmp_path / "main" / "train-00000-of-00002.parquet", GSM8K[:2])
-    write_parquet(tmp_path / "main" / "train-00001-of-00002.parquet", GSM8K[2:])
-    write_parquet(tmp_path / "main" / "test-00000-of-00001.parquet", GSM8K)
-    prepared = prepare_gsm8k(tmp_path, tmp_path / "out")
-    assert [row.extra_info["index"] for row in read_rows(prepared.train)] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("answer", ["it is 18", "#### ", "18 ####", "#### many", None, 18])
-def test_a_row_without_a_final_answer_is_named_and_nothing_is_written(answer, tmp_path):
+def test_rows_without_a_final_answer_are_named_and_nothing_is_written(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", GSM8K)
-    bad = write_jsonl(tmp_path / "test.jsonl", [GSM8K[0], {"question": "?", "answer": answer}])
+    answers = ["it is 18", "#### ", "18 ####", "#### many", None, 18]
+    rows = [GSM8K[0], *({"question": "?", "answer": answer} for answer in answers)]
+    bad = write_jsonl(tmp_path / "test.jsonl", rows)
     with pytest.raises(DataError, match="no final answer") as raised:
         prepare_gsm8k(tmp_path, tmp_path / "out")
-    assert raised.value.problems[0].where.startswith(f"{bad} line 2")
+    assert [problem.where.partition(":")[0] for problem in raised.value.problems] == [
+        f"{bad} line {number}" for number in range(2, 8)
+    ]
     assert not (tmp_path / "out").exists()
 
 
@@ -97,12 +95,8 @@ def test_a_source_is_never_overwritten(tmp_path):
     with pytest.raises(DataError, match="overwrite its own source"):
         prepare_gsm8k(tmp_path, tmp_path)
     assert (tmp_path / "train.parquet").read_bytes() == before
-
-
-def test_an_output_that_cannot_be_a_folder_is_a_data_error(tmp_path):
-    source = write_jsonl(tmp_path / "mine.jsonl", [{"prompt": "2+3", "answer": 5}])
     with pytest.raises(DataError, match="cannot be written"):
-        prepare_jsonl(source, source)
+        prepare_gsm8k(tmp_path, tmp_path / "train.parquet")
 
 
 @given(st.integers(-(10**12), 10**12), st.text(alphabet="ab #,1\n", max_size=20))

@@ -1,17 +1,20 @@
-"""Rendering through a chat template, the limit on length, and mixtures of files."""
+"""Rendering through a chat template, the limit on length, mixtures of files, and the rows of their epochs."""
 
 import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
-from megagrpo.data.mixture import file_labels, take
+from megagrpo.data.files import records, row_count
+from megagrpo.data.mixture import epoch_rows, file_labels, mix, take
 from megagrpo.data.prompts import load_mixture
+from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError, ModelError
 from megagrpo.recipe.schema import DataFileConfig
 from megagrpo.tokenizer import load_chat_tokenizer
@@ -22,19 +25,15 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
+def byte_tokenizer(chat_template: str | None) -> PreTrainedTokenizerBase:
     """One token per byte: lengths are plain to see."""
-    vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = make_tokenizer()
     tokenizer.chat_template = chat_template
     return tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> PreTrainedTokenizerBase:
     return byte_tokenizer(TEMPLATE)
 
 
@@ -60,29 +59,18 @@ def test_prompts_go_through_the_template_with_its_arguments(tokenizer, tmp_path)
 EDGE = len("<user>1234567890\n<assistant>")
 
 
-def test_overlong_prompts_are_dropped_and_counted(tokenizer, tmp_path):
+def test_overlong_prompts_are_dropped_cut_or_errors_and_always_counted(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", "1234567890", "12345678901", "1")
-    mixture = load_mixture([file], tokenizer, tokens_max=EDGE, overlong="drop")
-    assert [prompt.id for prompt in mixture.prompts] == ["a.jsonl:1", "a.jsonl:3"]
-    assert (mixture.files[0].rows, mixture.files[0].overlong, mixture.files[0].used) == (3, 1, 2)
-
-
-def test_overlong_prompts_lose_their_beginning(tokenizer, tmp_path):
-    file = write(tmp_path / "a.jsonl", "1234567890", "12345678901")
-    mixture = load_mixture([file], tokenizer, tokens_max=EDGE, overlong="truncate_left")
-    assert tokenizer.decode(mixture.prompts[1].tokens) == "user>12345678901\n<assistant>"
-    assert mixture.files[0].overlong == 1
-
-
-def test_overlong_prompts_are_errors_naming_the_row(tokenizer, tmp_path):
-    file = write(tmp_path / "a.jsonl", "1234567890", "12345678901")
+    dropped = load_mixture([file], tokenizer, tokens_max=EDGE, overlong="drop")
+    assert [prompt.id for prompt in dropped.prompts] == ["a.jsonl:1", "a.jsonl:3"]
+    assert (dropped.files[0].rows, dropped.files[0].overlong, dropped.files[0].used) == (3, 1, 2)
+    cut = load_mixture([file], tokenizer, tokens_max=EDGE, overlong="truncate_left")
+    assert tokenizer.decode(cut.prompts[1].tokens) == "user>12345678901\n<assistant>"
+    assert cut.files[0].overlong == 1
     with pytest.raises(DataError, match=rf"a.jsonl line 2: the prompt is too long\n\s+given: {EDGE + 1} tokens"):
         load_mixture([file], tokenizer, tokens_max=EDGE, overlong="error")
-
-
-def test_a_file_with_only_overlong_prompts_is_an_error(tokenizer, tmp_path):
-    with pytest.raises(DataError, match="all 1 rows are longer than 3 tokens"):
-        load_mixture([write(tmp_path / "a.jsonl", "hello")], tokenizer, tokens_max=3)
+    with pytest.raises(DataError, match="all 3 rows are longer than 3 tokens"):
+        load_mixture([file], tokenizer, tokens_max=3)
 
 
 def test_a_row_that_the_template_refuses_is_named(tokenizer, tmp_path):
@@ -153,9 +141,8 @@ def test_a_share_takes_whole_copies_and_a_random_rest(available, share, seed):
 
 
 def test_more_rows_than_there_are_is_an_error_with_a_remedy():
-    assert sorted(take(5, 5, path=Path("a"))) == [0, 1, 2, 3, 4]
-    assert len(take(5, "all", path=Path("a"))) == 5
-    assert len(take(5, 1.0, path=Path("a"))) == 5
+    for amount in (5, "all", 1.0):
+        assert sorted(take(5, amount, path=Path("a"))) == [0, 1, 2, 3, 4]
     with pytest.raises(DataError, match=r"a share such as 1\.20"):
         take(5, 6, path=Path("a"))
 
@@ -164,3 +151,22 @@ def test_labels_are_as_short_as_unique():
     assert file_labels(["/d/a/t.parquet", "/d/b/t.parquet", "/d/v.jsonl"]) == ["a/t.parquet", "b/t.parquet", "v.jsonl"]
     assert file_labels(["/d/t.parquet", "/d/t.parquet"]) == ["t.parquet", "t.parquet"]
     assert file_labels(["/t.parquet", "/d/t.parquet"]) == ["/t.parquet", "d/t.parquet"]
+
+
+@pytest.mark.parametrize("amounts", [("all", "all"), (5, "all"), (0.5, 2.5), (1.0, 3)])
+def test_an_epoch_has_as_many_rows_by_count_as_mixing_takes(amounts, tmp_path):
+    table, lines = tmp_path / "a.parquet", tmp_path / "b.jsonl"
+    pq.write_table(pa.table({"number": list(range(23))}), table, row_group_size=5)
+    lines.write_text("".join(json.dumps({"number": i}) + "\n\n" * (i % 3) for i in range(17)) + '{"number": 17}')
+
+    def read(path: Path, label: str) -> tuple[list[object], int, int]:
+        found = [record for _, record in records(path)]
+        assert row_count(path) == len(found)
+        return found, len(found), 0
+
+    asked = [
+        DataFileConfig(path=str(path), amount=amount) for path, amount in zip((table, lines), amounts, strict=True)
+    ]
+    assert epoch_rows(asked) == len(mix(asked, read, seed=1)[0])
+    with pytest.raises(DataError, match="no such file"):
+        epoch_rows([DataFileConfig(path=str(tmp_path / "none.jsonl"))])

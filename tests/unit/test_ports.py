@@ -10,18 +10,12 @@ from megagrpo import ports
 from megagrpo.ports import free_port
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", ""])
-def test_a_free_port_is_one_that_nobody_gets_without_asking_for_it(host: str) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as server:
-        try:
-            server.bind((host, 0))
-        except OSError:
-            pytest.skip(f"this machine has no {host}")
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_a_free_port_is_one_that_the_kernel_does_not_give_away(host: str) -> None:
     lowest_ephemeral = int(ports.EPHEMERAL.read_text().split()[0])
     port = free_port(host)
     assert ports.LOWEST <= port < lowest_ephemeral
-    with socket.socket(family) as server:
+    with socket.socket() as server:
         server.bind((host, port))
 
 

@@ -156,6 +156,7 @@ def few(response, ground_truth):
     return 1
 
 number = 3
+mean = good
 """
 
 
@@ -182,50 +183,54 @@ def test_a_good_section_has_no_problems(user_file):
     )
     assert reward_problems(section) == []
     assert [spec.name for spec in function_specs(section)] == ["gsm8k", "math", "format", "good", "good_2"]
+    assert reward_problems(reward("gsm8k", workers=0)) == []
 
 
-@pytest.mark.parametrize(
-    ("entry", "needle"),
-    [
-        ("gsm8", "did you mean gsm8k?"),
-        ("mine.py", "FILE.py:FUNCTION"),
-        ("nowhere.py:good", "nowhere.py, which does not exist"),
-        ({"function": "gsm8k", "arguments": {"method": "loose"}}, "'loose', not strict or flexible"),
-        ({"function": "gsm8k", "arguments": {"methd": "strict"}}, "unexpected keyword argument 'methd'"),
-        ({"function": "math", "arguments": {"precision": 3}}, "math has no arguments"),
-        ("format", "missing a required argument: 'pattern'"),
-        ({"function": "format", "arguments": {"pattern": "("}}, "not a regular expression"),
-        ({"function": "format", "arguments": {"pattern": 5}}, "not a regular expression"),
-        ("FILE:nothing", "one of its functions: good, few"),
-        ("FILE:number", "has no function number"),
-        ("FILE:few", "called by these names"),
-        ({"function": "FILE:good", "arguments": {"size": 1}}, "unexpected keyword argument 'size'"),
-    ],
-)
-def test_each_load_error_is_found_before_a_run(entry, needle, user_file):
-    entry = {"function": entry} if isinstance(entry, str) else entry
-    entry = (
-        {**entry, "function": entry["function"].replace("FILE", str(user_file))}
-        if "FILE" in entry["function"]
-        else entry
-    )
-    (problem,) = reward_problems(reward(entry))
-    assert problem.where.startswith("reward.functions[0].")
-    assert needle in str(problem)
+def test_all_load_errors_are_found_at_once_before_a_run(user_file, tmp_path):
+    (tmp_path / "syntax.py").write_text("def good(:")
+    (tmp_path / "missing.py").write_text("import nowhere_at_all")
+    (tmp_path / "raises.py").write_text("x = 1\nx / 0")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit()")
+    wrong = {
+        "gsm8": "did you mean gsm8k?",
+        "mine.py": "FILE.py:FUNCTION",
+        "nowhere.py:good": "nowhere.py, which does not exist",
+        "gsm8k method=loose": "'loose', not strict or flexible",
+        "gsm8k methd=strict": "unexpected keyword argument 'methd'",
+        "math precision=3": "math has no arguments",
+        "format": "missing a required argument: 'pattern'",
+        "format pattern=(": "not a regular expression",
+        f"{user_file}:mean": "reward/mean",  # would be the metric of the whole reward
+        f"{user_file}:nothing": "one of its functions: good, few",
+        f"{user_file}:number": "has no function number",
+        f"{user_file}:few": "called by these names",
+        f"{user_file}:good size=1": "unexpected keyword argument 'size'",
+        f"{tmp_path / 'syntax.py'}:good": "SyntaxError: invalid syntax (line 1)",
+        f"{tmp_path / 'missing.py'}:good": "ModuleNotFoundError: No module named 'nowhere_at_all' (line 1)",
+        f"{tmp_path / 'raises.py'}:good": "ZeroDivisionError: division by zero (line 2)",
+        f"{tmp_path / 'exits.py'}:good": "SystemExit",
+    }
+    entries = []
+    for entry in wrong:
+        function, _, argument = entry.partition(" ")
+        name, _, value = argument.partition("=")
+        entries.append({"function": function, "arguments": {name: value} if name else {}})
+    section = reward(*entries, workers=0)
+    *problems, no_workers = sorted(reward_problems(section), key=lambda problem: problem.where)
+    assert no_workers.where == "reward.workers"
+    texts = {problem.where.partition("]")[0] + "]": str(problem) for problem in problems}
+    assert len(texts) == len(problems) == len(wrong)
+    for index, (entry, words) in enumerate(wrong.items()):
+        assert words in texts[f"reward.functions[{index}]"], entry
+    with pytest.raises(RewardError, match=r"\(10 problems\)"):  # what is known without a user's code
+        Scorer(section, 10)
 
 
 @pytest.mark.parametrize(
     ("code", "needle"),
-    [
-        ("def good(:", "SyntaxError: invalid syntax (line 1)"),
-        ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all' (line 1)"),
-        ("x = 1\nx / 0", "ZeroDivisionError: division by zero (line 2)"),
-        ("import sys\nsys.exit()", "SystemExit"),
-        ("import os\nos._exit(7)", "its process died (exit status 7)"),
-        ("while True: pass", "not ready after 1 s"),
-    ],
+    [("import os\nos._exit(7)", "its process died (exit status 7)"), ("while True: pass", "not ready after 1 s")],
 )
-def test_a_file_that_cannot_be_imported_is_a_problem_not_a_crash_or_a_hang(code, needle, tmp_path, monkeypatch):
+def test_a_file_that_ends_or_holds_its_process_is_a_problem(code, needle, tmp_path, monkeypatch):
     if "while" in code:
         monkeypatch.setattr(workers, "START_TIMEOUT_SECONDS", 1.0)
     (tmp_path / "mine.py").write_text(code)
@@ -233,30 +238,6 @@ def test_a_file_that_cannot_be_imported_is_a_problem_not_a_crash_or_a_hang(code,
     assert needle in str(problem)
 
 
-@pytest.mark.parametrize("name", TAKEN_NAMES)
-def test_a_function_cannot_take_the_name_of_a_metric_of_the_whole_reward(name, tmp_path):
-    (tmp_path / "mine.py").write_text(f"def {name}(data_source, response, ground_truth, extra_info):\n    return 1.0\n")
-    section = reward(f"{tmp_path / 'mine.py'}:{name}")
-    (problem,) = reward_problems(section)
-    assert f"reward/{name}" in problem.given
-    with pytest.raises(RewardError, match=f"{name}_score"):
-        Scorer(section, 10)
-
-
-def test_the_names_taken_are_those_of_the_metrics():
+def test_the_names_that_functions_cannot_take_are_those_of_the_metrics():
     rewards = [metric.name.removeprefix("reward/") for metric in METRICS if metric.name.startswith("reward/")]
     assert sorted(TAKEN_NAMES) == sorted(name for name in rewards if "{" not in name)
-
-
-def test_all_problems_are_found_at_once_and_workers_are_needed(user_file):
-    problems = reward_problems(reward("gsm8", "format", f"{user_file}:few", workers=0))
-    assert [p.where for p in problems] == [
-        "reward.functions[0].function",
-        "reward.functions[1].arguments",
-        "reward.workers",
-        "reward.functions[2].function",
-    ]
-    with pytest.raises(RewardError, match=r"\(3 problems\)"):
-        Scorer(reward("gsm8", "format", f"{user_file}:few", workers=0), 10)
-    assert reward_problems(reward("gsm8k", workers=0)) == []
-    assert function_specs(reward("gsm8k"))[0].built_in

@@ -25,6 +25,7 @@ from megagrpo.ports import free_port
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE
 
 LAUNCH = Path(__file__).with_name("launch.py")
+HOST = "127.0.0.1"  # the engine that speaks to a server is on its node
 POLL_SECONDS = 0.25
 HEALTH_SECONDS = 60.0  # one /health generates a token, which on a busy machine takes long the first time
 END_SECONDS = 10.0
@@ -51,19 +52,18 @@ class Server:
         name: str,
         log: Path,
         python: str | None = None,
-        host: str = "127.0.0.1",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.log = name, log
         self.api_key = secrets.token_urlsafe(32)
-        port = free_port(host)
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        port = free_port(HOST)
+        self.url = f"http://{HOST}:{port}"
         self._directory = tempfile.mkdtemp(prefix="sglang-")  # a short path: SGLang makes sockets in it
         self._shared: set[Path] = set()
         settings = {
             "owner": os.getpid(),
             "directory": self._directory,
-            "arguments": {**arguments, "host": host, "port": port, "api_key": self.api_key},
+            "arguments": {**arguments, "host": HOST, "port": port, "api_key": self.api_key},
         }
         log.parent.mkdir(parents=True, exist_ok=True)
         self._note = log.with_name(f"{log.name}.leftovers.json")
