@@ -7,7 +7,7 @@ checkpoint tensors, and a checkpoint made of them does not depend on the layout 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -57,13 +57,11 @@ def fills_in_range(fill: Fill, storage_shape: Sequence[int], start: int, stop: i
 
 
 def _common_regions(
-    at: Sequence[int], shape: Sequence[int], storage_shape: Sequence[int], start: int, stop: int
-) -> Iterable[Region]:
-    for range_at, range_shape in _regions(tuple(storage_shape), start, stop):
-        low = tuple(map(max, at, range_at))
-        high = tuple(min(a + n, b + m) for a, n, b, m in zip(at, shape, range_at, range_shape, strict=True))
-        if all(a < b for a, b in zip(low, high, strict=True)):
-            yield low, tuple(b - a for a, b in zip(low, high, strict=True))
+    at: tuple[int, ...], shape: tuple[int, ...], storage_shape: Sequence[int], start: int, stop: int
+) -> Iterator[Region]:
+    for region in _regions(tuple(storage_shape), start, stop):
+        if (common := Box("", at, shape).intersect(Box("", *region))) is not None:
+            yield common.start, common.shape
 
 
 def _regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:

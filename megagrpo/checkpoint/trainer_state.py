@@ -40,7 +40,7 @@ class TrainerState:
     """The place in the prompts, as the data cursor describes it."""
 
     recipe: Mapping[str, Any]
-    """The resolved recipe of the run, to be compared on resume (recipe_changes)."""
+    """The resolved recipe of the run, to be compared on resume (allow_changes)."""
 
     episodes: int = 0
     """Responses generated for training so far."""
@@ -83,57 +83,39 @@ class TrainerState:
         return cls(**values)
 
 
-@dataclass(frozen=True)
-class Change:
-    """One value that differs. `where` is a dotted key, with an index for lists: data.train[0].path."""
-
-    where: str
-    saved: Any
-    new: Any
-
-    def __str__(self) -> str:
-        return f"{self.where}: {_show(self.saved)} -> {_show(self.new)}"
-
-
 _ABSENT = object()
 
 
-def recipe_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Every leaf that differs between two resolved recipes (as JSON values), in the order of the new one."""
-    return list(_differences("", dict(saved), dict(new)))
-
-
-def allow_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """The changes between two recipes. Raises RecipeError naming every change with which a run may not continue."""
-    changes = recipe_changes(saved, new)
+def allow_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Compares two resolved recipes (as JSON values). Raises RecipeError naming every change that is not allowed."""
     problems = [
         Problem(
-            change.where,
-            given=_show(change.new),
-            needed=f"{_show(change.saved)}, as in the run so far: {reason}",
+            where,
+            given=_show(given),
+            needed=f"{_show(before)}, as in the run so far: {reason}",
             fix="set it back, or give the recipe another name to start a new run",
         )
-        for change in changes
-        if (reason := _reason(change.where)) is not None
+        for where, before, given in _changes("", dict(saved), dict(new))
+        if (reason := _reason(where)) is not None
     ]
     if problems:
         raise RecipeError(problems)
-    return changes
 
 
 def _reason(where: str) -> str | None:
     return next((why for key, why in FIXED.items() if where == key or where.startswith((f"{key}.", f"{key}["))), None)
 
 
-def _differences(where: str, saved: Any, new: Any) -> Iterator[Change]:
+def _changes(where: str, saved: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Every leaf that differs: its dotted key, with an index for lists (data.train[0].path), and both values."""
     if isinstance(saved, dict) and isinstance(new, dict):
         for key in (*new, *(key for key in saved if key not in new)):
-            yield from _differences(f"{where}.{key}" if where else key, saved.get(key, _ABSENT), new.get(key, _ABSENT))
+            yield from _changes(f"{where}.{key}" if where else key, saved.get(key, _ABSENT), new.get(key, _ABSENT))
     elif isinstance(saved, list) and isinstance(new, list) and len(saved) == len(new):
-        for index, (a, b) in enumerate(zip(saved, new, strict=True)):
-            yield from _differences(f"{where}[{index}]", a, b)
+        for index, (before, given) in enumerate(zip(saved, new, strict=True)):
+            yield from _changes(f"{where}[{index}]", before, given)
     elif saved != new:
-        yield Change(where, saved, new)
+        yield where, saved, new
 
 
 def _show(value: Any) -> str:

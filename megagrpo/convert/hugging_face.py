@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -60,7 +59,7 @@ class HuggingFaceTarget:
         ]
 
     def begin(self, directory: Path) -> None:
-        lay_out(directory, self._files, self._source.model_directory, self.main_dtype)
+        lay_out(directory, self._files, self._source.model_directory, self._source.main_dtype(self._dtypes))
 
     def write(self, index: int, directory: Path, advance: Advance) -> Any:
         _, tensors = self._units[index]
@@ -85,14 +84,6 @@ class HuggingFaceTarget:
 
     def finish(self, directory: Path, written: Sequence[Any]) -> None:
         """Nothing is left to do: the files had their headers and full sizes from the beginning."""
-
-    @property
-    def main_dtype(self) -> str:
-        """The dtype of most bytes."""
-        sizes: Counter[str] = Counter()
-        for tensor in self._source.tensors:
-            sizes[self._dtypes[tensor.name]] += self._bytes(tensor)
-        return sizes.most_common(1)[0][0]
 
     def _write_tensor(self, descriptor: int, entry: checkpoint.Entry, tensor: Tensor, advance: Advance) -> None:
         dtype = self._dtypes[tensor.name]

@@ -11,7 +11,7 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ class MegatronTarget:
     def __init__(self, source: Source, dtype: str | None) -> None:
         """`dtype` is that of the model; None keeps each tensor's own."""
         self._source = source
-        self._manifest = torch_dist.manifest(source.architecture, source.dtypes_as(dtype))
+        self._dtypes = source.dtypes_as(dtype)
+        self._manifest = torch_dist.manifest(source.architecture, self._dtypes)
         self._units = _by_layer(torch_dist.chunks(self._manifest))
         self.units: Sequence[Unit] = [
             Unit(name, sum(self._bytes(chunk) for chunk in chunks)) for name, chunks in self._units
@@ -64,7 +65,7 @@ class MegatronTarget:
     def begin(self, directory: Path) -> None:
         (directory / ITERATION).mkdir()
         (directory / COMPANION_MODEL).mkdir()
-        lay_out(directory / COMPANION_MODEL, (), self._source.model_directory, self._main_dtype())
+        lay_out(directory / COMPANION_MODEL, (), self._source.model_directory, self._source.main_dtype(self._dtypes))
 
     def write(self, index: int, directory: Path, advance: Advance) -> Any:
         written = []
@@ -72,7 +73,7 @@ class MegatronTarget:
             for chunk in self._units[index][1]:
                 for part in _parts(chunk, self._item_bytes(chunk)):
                     values = self._assemble(part)
-                    written.append(file.add(part.key, part.start, values).as_json())
+                    written.append(asdict(file.add(part.key, part.start, values)))
                     advance(values.nbytes)
                 self._source.forget()
         return written
@@ -110,10 +111,6 @@ class MegatronTarget:
 
     def _bytes(self, chunk: Chunk) -> int:
         return math.prod(chunk.shape) * self._item_bytes(chunk)
-
-    def _main_dtype(self) -> str:
-        storages = self._manifest.storages.values()
-        return max(storages, key=lambda storage: math.prod(storage.shape) * ITEM_BYTES[storage.dtype]).dtype
 
 
 def _by_layer(chunks: Sequence[Chunk]) -> list[tuple[str, list[Chunk]]]:

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -20,10 +20,18 @@ import torch
 from megagrpo.checkpoint.store import RANK
 from megagrpo.convert.hugging_face import HuggingFaceTarget
 from megagrpo.convert.job import Converted, convert
-from megagrpo.convert.source import MAIN_WEIGHTS, RegionReader, Source, open_source, trainer_state, training_checkpoint
+from megagrpo.convert.source import (
+    MAIN_WEIGHTS,
+    RegionReader,
+    Source,
+    open_source,
+    trainer_state,
+    training_checkpoint,
+    whole,
+)
 from megagrpo.convert.torch_checkpoint import TorchCheckpoint
 from megagrpo.errors import CheckpointError, ModelError, Problem
-from megagrpo.weights.boxes import Box
+from megagrpo.weights.boxes import Box, Placement
 from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.files.adapters import PREFIX, SUFFIX_A, SUFFIX_B, key_a, key_b, merged
 from megagrpo.weights.files.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FILE_BYTES
@@ -34,25 +42,15 @@ from megagrpo.weights.views import torch_dtype
 PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 """PEFT's init_lora_weights that leave W as it is. Others (pissa, olora, corda, loftq, lora_ga) change it first."""
 NEVER_SET = (
-    "use_dora",
-    "fan_in_fan_out",
-    "lora_bias",
-    "modules_to_save",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-    "layer_replication",
-    "use_qalora",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-)
+    "use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "trainable_token_indices", "alora_invocation_tokens",
+    "layer_replication", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
+)  # fmt: skip
 """Fields of PEFT's LoraConfig with which the model is not W + s B A, or something besides its matrices is trained."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A's [r, in] and B's [out, r] by PEFT's names, and by matrix of the model the factor of B A."""
+    """A's [r, in] and B's [out, r] by PEFT's names, and the factor of B A by matrix of the model."""
 
     path: Path
     files: tuple[Path, ...]
@@ -61,7 +59,7 @@ class Adapter:
     read: RegionReader
 
     def check(self, tensors: tuple[Tensor, ...]) -> None:
-        """Raises ModelError if a tensor of it belongs to no matrix of the model, or is not as large as that needs."""
+        """Raises ModelError for a tensor that belongs to no matrix of the model, or has another size than it needs."""
         shapes = {tensor.name: tensor.shape for tensor in tensors if len(tensor.shape) == 2}
         needed: dict[str, tuple[int, ...]] = {}
         for matrix, (out, inputs) in shapes.items():
@@ -77,24 +75,6 @@ class Adapter:
                 problems.append(Problem(f"{self.path}: {key}", given, str(list(needed[key]))))
         if problems:
             raise ModelError(problems)
-
-
-@dataclass(frozen=True)
-class MergedSource(Source):
-    """A checkpoint whose values are read with an adapter added. Memory stays near the part that is read."""
-
-    adapter: Adapter
-
-    def read(self, box: Box) -> torch.Tensor:
-        weight = super().read(box)
-        scale = self.adapter.scales.get(box.tensor)
-        if scale is None:
-            return weight
-        (row, column), (rows, columns) = box.start, box.shape
-        rank = self.adapter.shapes[key_a(box.tensor)][0]
-        a = self.adapter.read(key_a(box.tensor), (0, column), (rank, columns))
-        b = self.adapter.read(key_b(box.tensor), (row, 0), (rows, rank))
-        return merged(weight, a, b, scale)
 
 
 def merge_lora(
@@ -113,30 +93,37 @@ def merge_lora(
     to_hugging_face. Raises: ModelError or CheckpointError; `output` is as it was then.
     """
     adapter = open_adapter(adapter_path)
-    source = merged_source(open_source(path, model), adapter, dtype)
+    source = _merged_source(open_source(path, model), adapter, dtype)
     options = ["merged", dtype, file_bytes, str(adapter.path), json.dumps(dict(adapter.scales), sort_keys=True)]
     return convert(source, output, overwrite, options, partial(HuggingFaceTarget, dtype=dtype, file_bytes=file_bytes))
 
 
-def merged_source(source: Source, adapter: Adapter, dtype: str | None) -> MergedSource:
-    """Raises ModelError if the adapter is of another model."""
+def _merged_source(source: Source, adapter: Adapter, dtype: str | None) -> Source:
+    """The same checkpoint with the adapter added to every matrix that is read.
+
+    Only the result is rounded: a matrix is read in a dtype no narrower than what is stored or wanted.
+    Raises ModelError if the adapter is of another model.
+    """
     adapter.check(source.tensors)
-    values = {field.name: getattr(source, field.name) for field in fields(Source)}
-    return MergedSource(
-        **values | {"dtypes": _exact(source, adapter, dtype), "files": source.files + adapter.files}, adapter=adapter
-    )
+    dtypes = dict(source.dtypes)
+    for name in adapter.scales if dtype is not None else ():
+        wide = torch.promote_types(torch_dtype(dtypes[name]), torch_dtype(str(dtype)))
+        dtypes[name] = str(wide).removeprefix("torch.")
+    plain = replace(source, dtypes=dtypes, files=source.files + adapter.files)
 
+    def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        (row, column), (rows, columns), rank = start, shape, adapter.shapes[key_a(name)][0]
+        a = adapter.read(key_a(name), (0, column), (rank, columns))
+        b = adapter.read(key_b(name), (row, 0), (rows, rank))
+        return merged(plain.read(Box(name, start, shape)), a, b, adapter.scales[name])
 
-def _exact(source: Source, adapter: Adapter, dtype: str | None) -> Mapping[str, str]:
-    """The dtypes to merge into: no narrower than what is stored or wanted, so that only the result is rounded."""
-    if dtype is None:
-        return source.dtypes
-    wide = {name: torch.promote_types(torch_dtype(source.dtypes[name]), torch_dtype(dtype)) for name in adapter.scales}
-    return dict(source.dtypes) | {name: str(of_matrix).removeprefix("torch.") for name, of_matrix in wide.items()}
+    adapted = [whole(tensor) for tensor in source.tensors if tensor.name in adapter.scales]
+    held = {box.tensor: [(Placement(box.tensor, box.start, (0, 1), box), read)] for box in adapted}
+    return replace(plain, held={**source.held, **held})
 
 
 def open_adapter(path: Path) -> Adapter:
-    """The adapters at `path`: a PEFT directory, or a run's checkpoints (the newest whole one), or one of these.
+    """The adapters at `path`: a PEFT directory, a training checkpoint, or a run's checkpoints (the newest whole one).
 
     Raises: CheckpointError or ModelError.
     """
@@ -198,7 +185,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _method_problems(file: Path, config: Mapping[str, Any]) -> list[Problem]:
-    """What makes the model anything but W + s B A of the model that the adapter is added to."""
+    """Refuses adapters with which the model is not W + s B A."""
     fix = "merge it with PEFT (merge_and_unload), if that can"
     problems = [
         Problem(f"{file}: {name}", _shown(config[name]), plain, fix)
@@ -247,7 +234,7 @@ def _shown(value: Any) -> str:
 
 
 def _of_modules(pattern: str) -> str:
-    """As PEFT does: the end of a module's name, from the beginning of one of its parts."""
+    """PEFT's expression for modules whose name ends with the pattern, from the beginning of one of its parts."""
     return rf"(.*\.)?({pattern})$"
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from megagrpo.checkpoint.store import RANK, TRAINER, CheckpointStore, damage
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.convert.torch_checkpoint import METADATA, TorchCheckpoint
+from megagrpo.convert.torch_checkpoint import METADATA, TorchCheckpoint, part_of
 from megagrpo.errors import CheckpointError, ModelError, Problem
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
 from megagrpo.weights.coverage import check_sources
@@ -32,7 +31,6 @@ COMPANION_MODEL = "hugging_face"
 MAIN_WEIGHTS = "param."
 """The prefix of the weights in a training checkpoint (megatron/state.py). Adam's moments are not converted."""
 
-Kind = Literal["hugging face", "torch_dist", "training checkpoint"]
 RegionReader = Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 """(storage, start, shape) to the values of that part of the storage. Raises CheckpointError."""
 
@@ -41,7 +39,6 @@ RegionReader = Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 class Source:
     """A checkpoint to read from. `model_directory` has its config.json and tokenizer."""
 
-    kind: Kind
     directory: Path
     model_directory: Path
     architecture: Architecture
@@ -49,8 +46,9 @@ class Source:
     left_out: tuple[str, ...]
     """Names of stored tensors that are not of the model."""
     files: tuple[Path, ...]
-    _held: Mapping[str, Sequence[tuple[Placement, RegionReader]]]
-    _forget: Callable[[], None]
+    held: Mapping[str, Sequence[tuple[Placement, RegionReader]]]
+    forget: Callable[[], None]
+    """Frees the stored chunks that were kept for the tensors read next."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -62,13 +60,20 @@ class Source:
             return dict(self.dtypes)
         return {tensor.name: tensor.stored_as(dtype) for tensor in self.tensors}
 
+    def main_dtype(self, dtypes: Mapping[str, str]) -> str:
+        """The dtype of most bytes of a model whose tensors have these dtypes."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.tensors:
+            sizes[dtypes[tensor.name]] += math.prod(tensor.shape) * ITEM_BYTES[dtypes[tensor.name]]
+        return sizes.most_common(1)[0][0]
+
     def read(self, box: Box) -> torch.Tensor:
         """The values of `box`, in its shape and the dtype that dtypes[box.tensor] says.
 
         Raises CheckpointError if they cannot be read.
         """
         values = torch.empty(box.shape, dtype=torch_dtype(self.dtypes[box.tensor]))
-        for placement, region in self._held[box.tensor]:
+        for placement, region in self.held[box.tensor]:
             common = placement.box.intersect(box)
             if common is None:
                 continue
@@ -77,13 +82,8 @@ class Source:
             found = box_view(region(part.storage, part.at, part.local_shape), read)
             if common == box and found.dtype == values.dtype:
                 return found.contiguous()
-            at = (slice(s - b, s - b + n) for s, b, n in zip(common.start, box.start, common.shape, strict=True))
-            values[tuple(at)].copy_(found)
+            part_of(values, box.start, common).copy_(found)
         return values
-
-    def forget(self) -> None:
-        """Frees the stored chunks that were kept for the tensors read next."""
-        self._forget()
 
 
 def open_source(path: Path, model: Path | None = None, *, otherwise: Path | None = None) -> Source:
@@ -132,7 +132,6 @@ def trainer_state(path: Path) -> TrainerState:
 
 
 def _make_source(
-    kind: Kind,
     directory: Path,
     model: Path,
     arch: Architecture,
@@ -153,7 +152,7 @@ def _make_source(
         given = f"tensors in {', '.join(unknown)}"
         raise ModelError(Problem(str(directory), given, f"one of {', '.join(ITEM_BYTES)}"))
     dtypes = {name: torch_dist.common_dtype(in_tensor) for name, in_tensor in found.items()}
-    return Source(kind, directory, model, arch, dtypes, tuple(sorted(left_out)), tuple(files), placements, forget)
+    return Source(directory, model, arch, dtypes, tuple(sorted(left_out)), tuple(files), placements, forget)
 
 
 def _hugging_face_source(path: Path, model: Path | None) -> Source:
@@ -163,7 +162,7 @@ def _hugging_face_source(path: Path, model: Path | None) -> Source:
     files = ModelFiles(path)
     held = [(file, files.read) for file in files.manifests]
     left_out = checkpoint.extra_tensors(path)
-    return _make_source("hugging face", path, path, read_architecture(path), held, left_out, files.paths)
+    return _make_source(path, path, read_architecture(path), held, left_out, files.paths)
 
 
 def _torch_source(path: Path, root: Path, model: Path | None, otherwise: Path | None) -> Source:
@@ -178,7 +177,7 @@ def _torch_source(path: Path, root: Path, model: Path | None, otherwise: Path | 
     known = torch_dist.other_names(arch)
     left_out = [key for key in stored.tensors if key not in known]
     held = [(manifest, stored.read)]
-    return _make_source("torch_dist", path, directory, arch, held, left_out, stored.files, stored.forget)
+    return _make_source(path, directory, arch, held, left_out, stored.files, stored.forget)
 
 
 def _training_source(path: Path, model: Path | None, otherwise: Path | None) -> Source:
@@ -216,7 +215,7 @@ def _main_weights_source(path: Path, stored: TorchCheckpoint, model: Path) -> So
         paths += began.paths
     names = {MAIN_WEIGHTS + tensor.name for tensor in tensors}
     left_out = [key for key in stored.tensors if key.startswith(MAIN_WEIGHTS) and key not in names]
-    return _make_source("training checkpoint", path, model, arch, held, left_out, paths, stored.forget)
+    return _make_source(path, model, arch, held, left_out, paths, stored.forget)
 
 
 def _only(tensors: set[str], file: Manifest) -> Manifest:
@@ -262,4 +261,4 @@ def whole(tensor: Tensor) -> Box:
 def fingerprint(source: Source) -> str:
     """Changes when any file of the source changes, as far as sizes and times tell."""
     described = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
-    return json.dumps([source.kind, str(source.directory), described])
+    return json.dumps([str(source.directory), described])

@@ -11,7 +11,7 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megagrpo.errors import CheckpointError, Problem
-from megagrpo.weights.boxes import Storage
+from megagrpo.weights.boxes import Box, Storage
 from megagrpo.weights.views import torch_dtype
 
 METADATA = ".metadata"
@@ -53,8 +53,7 @@ KNOWN = {
 class StoredChunk:
     """A part of a tensor as one writer wrote it, at bytes offset .. offset + length of a file."""
 
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
+    box: Box
     file: str
     offset: int
     length: int
@@ -88,13 +87,10 @@ class TorchCheckpoint:
         values = torch.empty(shape, dtype=getattr(torch, self.tensors[key].dtype))
         written = 0
         for chunk in self._chunks[key]:
-            low = tuple(map(max, start, chunk.start))
-            high = tuple(min(a + n, b + m) for a, n, b, m in zip(start, shape, chunk.start, chunk.shape, strict=True))
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                into = values[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))]
-                come = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, chunk.start, strict=True))
-                into.copy_(self._load(key, chunk)[come])
-                written += into.numel()
+            common = chunk.box.intersect(Box(key, start, shape))
+            if common is not None:
+                part_of(values, start, common).copy_(part_of(self._load(key, chunk), chunk.box.start, common))
+                written += common.elements
         if written != values.numel():
             given = f"{written} of the {values.numel()} elements of {list(shape)} from {list(start)}"
             raise CheckpointError(Problem(f"{self.directory}: {key}", given, "each element in one stored chunk"))
@@ -114,9 +110,10 @@ class TorchCheckpoint:
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 where = f"{self.directory / chunk.file}: {key}"
                 raise CheckpointError(Problem(where, f"{type(error).__name__}: {error}", "a stored tensor")) from error
-            if not isinstance(kept, torch.Tensor) or tuple(kept.shape) != chunk.shape:
+            if not isinstance(kept, torch.Tensor) or tuple(kept.shape) != chunk.box.shape:
                 given = f"{list(kept.shape)}" if isinstance(kept, torch.Tensor) else type(kept).__name__
-                raise CheckpointError(Problem(f"{self.directory / chunk.file}: {key}", given, f"{list(chunk.shape)}"))
+                needed = f"{list(chunk.box.shape)}"
+                raise CheckpointError(Problem(f"{self.directory / chunk.file}: {key}", given, needed))
             self._kept[chunk.file, chunk.offset] = kept
         return kept
 
@@ -130,8 +127,9 @@ class TorchCheckpoint:
             if getattr(info, "transform_descriptors", None):
                 given = ", ".join(info.transform_descriptors)
                 raise CheckpointError(Problem(f"{self.directory}: {key}", f"transformed by {given}", "plain tensors"))
-            name, offset, length = info.relative_path, info.offset, info.length
-            chunks.append(StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), name, offset, length))
+            if 0 not in chunk.sizes:
+                box = Box(key, tuple(chunk.offsets), tuple(chunk.sizes))
+                chunks.append(StoredChunk(box, info.relative_path, info.offset, info.length))
         return chunks
 
     def _check_files(self) -> None:
@@ -149,6 +147,12 @@ class TorchCheckpoint:
                 )
         if problems:
             raise CheckpointError(problems)
+
+
+def part_of(values: torch.Tensor, start: tuple[int, ...], box: Box) -> torch.Tensor:
+    """The elements of `box` in `values`, which begin at `start` of the same tensor, as a view."""
+    lows = (low - first for low, first in zip(box.start, start, strict=True))
+    return values[tuple(slice(low, low + size) for low, size in zip(lows, box.shape, strict=True))]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -203,9 +207,6 @@ class Written:
     file: str
     offset: int
     length: int
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Written:

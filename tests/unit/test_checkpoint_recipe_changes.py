@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megagrpo.checkpoint.trainer_state import FIXED, allow_changes, recipe_changes
+from megagrpo.checkpoint.trainer_state import FIXED, allow_changes
 from megagrpo.errors import RecipeError
 from megagrpo.recipe.schema import Recipe
 
@@ -25,22 +25,15 @@ def recipe() -> dict[str, Any]:
     ).model_dump(mode="json")
 
 
-def test_an_unchanged_recipe_has_no_changes() -> None:
-    assert allow_changes(recipe(), recipe()) == []
-
-
-def test_layout_learning_rate_and_run_length_may_change_and_are_listed() -> None:
+def test_layout_learning_rate_and_run_length_may_change() -> None:
+    allow_changes(recipe(), recipe())
     new = recipe()
     new["train"]["layout"]["tensor"] = 2
     new["train"]["optimizer"]["lr"] = 1e-5
     new["train"]["total_steps"] = 20
     new["model"]["dtype"] = "float32"
-    assert [str(change) for change in allow_changes(recipe(), new)] == [
-        "model.dtype: 'auto' -> 'float32'",
-        "train.layout.tensor: 1 -> 2",
-        "train.total_steps: 10 -> 20",
-        "train.optimizer.lr: 1e-06 -> 1e-05",
-    ]
+    del new["cluster"]["device"]
+    allow_changes(recipe(), new)
 
 
 def test_model_seed_and_data_may_not_change_and_all_are_named_at_once() -> None:
@@ -63,12 +56,10 @@ def test_a_file_added_to_the_data_is_refused() -> None:
     new["data"]["train"].append({"path": "c.parquet", "amount": "all"})
     with pytest.raises(RecipeError, match=r"data\.train"):
         allow_changes(recipe(), new)
-
-
-def test_a_key_that_only_one_side_has_is_a_change() -> None:
     saved = recipe()
-    del saved["cluster"]["device"]
-    assert [str(change) for change in recipe_changes(saved, recipe())] == ["cluster.device: not given -> 'auto'"]
+    del saved["seed"]
+    with pytest.raises(RecipeError, match="not given, as in the run so far"):
+        allow_changes(saved, recipe())
 
 
 @pytest.mark.parametrize("key", FIXED)
