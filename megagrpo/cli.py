@@ -1,10 +1,10 @@
-"""The megagrpo command. Thin: each command reads its arguments, calls one function and prints what it returned."""
+"""The megagrpo command. Each subcommand reads its arguments, calls one function and prints what it returns."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ DIFFERENCES_SHOWN = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 2 for what the user can correct, 3 for a run that failed."""
+    """Runs one command and returns its exit code: 2 for what the user can correct, others as in errors.py."""
     asked = parse(arguments)
     try:
         code: int = asked.command(asked)
@@ -36,12 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked; `command` is the function that does it. Exits with code 2 for arguments that are not valid."""
+    """The arguments; `command` is the function to call. Exits with code 2 if they are not valid."""
     parser = _parser()
     asked, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(asked, "overrides") or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # overrides behind a flag, which argparse does not take for those before it
+    if rest:  # overrides behind a flag: argparse does not add them to those before it
         asked.overrides = [*asked.overrides, *rest]
     if getattr(asked, "gpus", None) is not None and not asked.search:
         parser.error("--gpus is for --search")
@@ -131,7 +131,7 @@ def doctor(asked: argparse.Namespace) -> int:
 def prepare_gsm8k(asked: argparse.Namespace) -> int:
     from megagrpo.data.prepare import prepare_gsm8k as prepare
 
-    return _report(prepare(asked.source, asked.output))
+    return _print_prepared(prepare(asked.source, asked.output))
 
 
 def prepare_jsonl(asked: argparse.Namespace) -> int:
@@ -148,7 +148,7 @@ def prepare_jsonl(asked: argparse.Namespace) -> int:
         test_share=asked.test_share,
         seed=asked.seed,
     )
-    return _report(prepared)
+    return _print_prepared(prepared)
 
 
 def prepare_adder(asked: argparse.Namespace) -> int:
@@ -158,24 +158,18 @@ def prepare_adder(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def convert_to_megatron(asked: argparse.Namespace) -> int:
     from megagrpo.convert.megatron import to_megatron
 
     done = to_megatron(asked.source, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite)
-    return _report_converted(done)
+    return _print_converted(done)
 
 
 def convert_to_hugging_face(asked: argparse.Namespace) -> int:
     from megagrpo.convert.hugging_face import to_hugging_face
 
     done = to_hugging_face(asked.source, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite)
-    return _report_converted(done)
+    return _print_converted(done)
 
 
 def merge_lora(asked: argparse.Namespace) -> int:
@@ -184,7 +178,7 @@ def merge_lora(asked: argparse.Namespace) -> int:
     done = merge(
         asked.source, asked.adapter, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite
     )
-    return _report_converted(done)
+    return _print_converted(done)
 
 
 def verify(asked: argparse.Namespace) -> int:
@@ -192,7 +186,7 @@ def verify(asked: argparse.Namespace) -> int:
 
     found = compare(asked.first, asked.second, model=asked.model, dtype=asked.dtype)
     for directory, names in found.left_out:
-        print(f"not compared, in {directory} only: {', '.join(names)}")
+        print(f"not compared, only in {directory}: {', '.join(names)}")
     if not found.differences:
         print(f"the same: {found.tensors} tensors, {found.bytes / 1e9:.3f} GB")
         return 0
@@ -200,22 +194,41 @@ def verify(asked: argparse.Namespace) -> int:
         print(difference)
     if (more := len(found.differences) - DIFFERENCES_SHOWN) > 0:
         print(f"and {more} more")
-    print(f"{len(found.differences)} tensors differ; values by at most {found.largest:.3g}", file=sys.stderr)
+    print(f"{len(found.differences)} tensors differ, by at most {found.largest:.3g}", file=sys.stderr)
     return EXIT_DIFFERENT
 
 
-def _report_converted(done: Converted) -> int:
+def _print_converted(done: Converted) -> int:
     if done.left_out:
-        print(f"not converted, not of the model: {', '.join(done.left_out)}", file=sys.stderr)
+        print(f"not converted, because they are not the model's: {', '.join(done.left_out)}", file=sys.stderr)
     print(f"{done.tensors} tensors, {done.bytes / 1e9:.3f} GB, in {done.directory}")
     return 0
 
 
-def _report(prepared: Prepared) -> int:
+def _print_prepared(prepared: Prepared) -> int:
     print(f"{prepared.train_rows} rows in {prepared.train}")
     if prepared.test is not None:
         print(f"{prepared.test_rows} rows in {prepared.test}")
     return 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    text: str,
+    command: Callable[[argparse.Namespace], int] | None = None,
+) -> argparse.ArgumentParser:
+    """A new command, or a group of commands if no function is given."""
+    added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    if command:
+        added.set_defaults(command=command)
+    return added
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -224,41 +237,57 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     for name, command, text in (
-        ("train", train, "check a recipe, then train; continues from the newest checkpoint of the run"),
+        ("train", train, "check a recipe, then train; continues from the run's newest checkpoint"),
         ("sft", sft, "the same for supervised fine-tuning on conversations: recipes of kind sft, see docs/sft.md"),
         ("plan", plan, "check a recipe and estimate its layout, memory and time, without GPUs; starts nothing"),
     ):
-        added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added = _add(commands, name, text, command)
         added.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file, see docs/recipes.md")
         added.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as train.layout.tensor=4")
-        added.set_defaults(command=command)
         if command is plan:
             _add_plan(added)
 
-    text = "print what a run's directory tells: how far training and rollout logprobs differ, and in which tokens"
-    reporter = commands.add_parser("report", help=text, description=text, allow_abbrev=False)
-    reporter.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
-    reporter.add_argument("--steps", type=_positive, default=20, metavar="N", help="last steps to show; default: 20")
-    reporter.set_defaults(command=report)
+    text = "print how far a run's training and rollout logprobs differ, and in which tokens"
+    added = _add(commands, "report", text, report)
+    added.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
+    added.add_argument("--steps", type=_positive, default=20, metavar="N", help="last steps to show; default: 20")
 
-    text = "look at packages, GPUs, network and limits of this machine, with a remedy for each fault; 1 if one is wrong"
-    examiner = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
-    examiner.set_defaults(command=doctor)
+    text = "check packages, GPUs, network and limits of this machine; each fault comes with a remedy, and exits with 1"
+    _add(commands, "doctor", text, doctor)
+    _add_prepare(commands)
+    _add_convert(commands)
+    return parser
 
-    text = "write prompt files (parquet)"
-    preparers = commands.add_parser("prepare", help=text, description=text, allow_abbrev=False).add_subparsers(
+
+def _add_plan(planner: argparse.ArgumentParser) -> None:
+    planner.add_argument("--html", type=Path, metavar="FILE", help="write the plan as one self-contained page")
+    planner.add_argument("--json", action="store_true", help="print everything as JSON instead, see docs/plan.md")
+    planner.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
+    planner.add_argument("--gpus", type=_positive, metavar="N", help="GPUs for --search; default: the recipe's")
+    planner.add_argument(
+        "--assume", action="append", default=[], metavar="NAME=VALUE", help="such as response_tokens=2000; repeatable"
+    )
+    planner.add_argument(
+        "--calibrate", type=Path, metavar="RUN_DIRECTORY", help="take assumptions from what a run measured"
+    )
+
+
+def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    preparers = _add(commands, "prepare", "write prompt files (parquet)").add_subparsers(
         title="data sets", required=True, metavar="DATA_SET"
     )
-    text = "GSM8K, from the folder with its own parquet or JSONL files"
-    gsm8k = preparers.add_parser("gsm8k", help=text, description=text, allow_abbrev=False)
+    files = "for train.parquet and test.parquet"
+    gsm8k = _add(preparers, "gsm8k", "GSM8K, from the folder with its own parquet or JSONL files", prepare_gsm8k)
     gsm8k.add_argument("--source", type=Path, required=True, metavar="DIR", help="folder with both splits")
-    gsm8k.add_argument("--output", type=Path, required=True, metavar="DIR", help="for train.parquet and test.parquet")
-    gsm8k.set_defaults(command=prepare_gsm8k)
+    gsm8k.add_argument("--output", type=Path, required=True, metavar="DIR", help=files)
 
-    text = "your own questions and answers, JSONL or parquet"
-    jsonl = preparers.add_parser("jsonl", help=text, description=text, allow_abbrev=False)
+    text = "the demo's untrained model of a million parameters and its two-digit sums"
+    adder = _add(preparers, "adder", text, prepare_adder)
+    adder.add_argument("--output", type=Path, required=True, metavar="DIR", help="for untrained/ and parquet files")
+
+    jsonl = _add(preparers, "jsonl", "your own questions and answers, JSONL or parquet", prepare_jsonl)
     jsonl.add_argument("--source", type=Path, required=True, metavar="FILE", help="one object or row per question")
-    jsonl.add_argument("--output", type=Path, required=True, metavar="DIR", help="for train.parquet and test.parquet")
+    jsonl.add_argument("--output", type=Path, required=True, metavar="DIR", help=files)
     jsonl.add_argument("--prompt-column", default="prompt", metavar="NAME", help="default: prompt")
     jsonl.add_argument("--answer-column", default="answer", metavar="NAME", help="default: answer")
     jsonl.add_argument(
@@ -270,60 +299,35 @@ def _parser() -> argparse.ArgumentParser:
         "--test-share", type=float, default=0.0, metavar="X", help="share of the questions held out; default: 0"
     )
     jsonl.add_argument("--seed", type=int, default=0, metavar="N", help="chooses the questions held out; default: 0")
-    jsonl.set_defaults(command=prepare_jsonl)
-
-    text = "the demo's untrained model of a million parameters and its two-digit sums"
-    adder = preparers.add_parser("adder", help=text, description=text, allow_abbrev=False)
-    adder.add_argument("--output", type=Path, required=True, metavar="DIR", help="for untrained/ and parquet files")
-    adder.set_defaults(command=prepare_adder)
-
-    _add_convert(commands)
-    return parser
-
-
-def _add_plan(planner: argparse.ArgumentParser) -> None:
-    planner.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page that needs nothing else")
-    planner.add_argument("--json", action="store_true", help="print everything as JSON instead, see docs/plan.md")
-    planner.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
-    planner.add_argument("--gpus", type=_positive, metavar="N", help="how many --search is for; default: the recipe's")
-    planner.add_argument(
-        "--assume", action="append", default=[], metavar="NAME=VALUE", help="such as response_tokens=2000; repeatable"
-    )
-    planner.add_argument(
-        "--calibrate", type=Path, metavar="RUN_DIRECTORY", help="take assumptions from what a run measured"
-    )
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "change the format of a checkpoint, or compare two"
-    converters = commands.add_parser("convert", help=text, description=text, allow_abbrev=False).add_subparsers(
+    converters = _add(commands, "convert", "change the format of a checkpoint, or compare two").add_subparsers(
         title="conversions", required=True, metavar="CONVERSION"
     )
     dtypes = ("float32", "bfloat16", "float16")
-    source = "Hugging Face model, Megatron-LM's torch_dist, or a training checkpoint of ours"
-    model = "Hugging Face model whose config and tokenizer belong to a checkpoint that has none"
+    source = "Hugging Face model, Megatron-LM's torch_dist, or a training checkpoint of megagrpo"
+    model = "Hugging Face model that gives config and tokenizer to a checkpoint without them"
     for name, command, text in (
         ("hf-to-megatron", convert_to_megatron, "write torch_dist, which Megatron-LM loads in any layout"),
         ("megatron-to-hf", convert_to_hugging_face, "write a Hugging Face model directory"),
         ("merge-lora", merge_lora, "write a Hugging Face model directory with a low-rank adapter added to the weights"),
     ):
-        added = converters.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added = _add(converters, name, text, command)
         added.add_argument("--source", type=Path, required=True, metavar="DIR", help=source)
         added.add_argument("--output", type=Path, required=True, metavar="DIR", help="appears when it is complete")
         if command is merge_lora:
-            adapter = "PEFT adapter, or a training checkpoint of ours with train.lora"
+            adapter = "PEFT adapter, or a training checkpoint of megagrpo with train.lora"
             added.add_argument("--adapter", type=Path, required=True, metavar="DIR", help=adapter)
         added.add_argument("--model", type=Path, metavar="DIR", help=model)
         added.add_argument("--dtype", choices=dtypes, help="default: as stored")
-        added.add_argument("--overwrite", action="store_true", help="replace an output that exists, at the very end")
-        added.set_defaults(command=command)
-    text = "compare two checkpoints bit by bit, of whatever format each is; exits with 1 if they differ"
-    verifier = converters.add_parser("verify", help=text, description=text, allow_abbrev=False)
-    verifier.add_argument("first", type=Path, metavar="FIRST", help=source)
-    verifier.add_argument("second", type=Path, metavar="SECOND", help="likewise")
-    verifier.add_argument("--model", type=Path, metavar="DIR", help=model)
-    verifier.add_argument("--dtype", choices=dtypes, help="compare after a cast to this; default: as stored")
-    verifier.set_defaults(command=verify)
+        added.add_argument("--overwrite", action="store_true", help="replace an existing output, as the last act")
+    text = "compare two checkpoints of any formats bit by bit; exits with 1 if they differ"
+    added = _add(converters, "verify", text, verify)
+    added.add_argument("first", type=Path, metavar="FIRST", help=source)
+    added.add_argument("second", type=Path, metavar="SECOND", help=source)
+    added.add_argument("--model", type=Path, metavar="DIR", help=model)
+    added.add_argument("--dtype", choices=dtypes, help="compare after a cast to this; default: as stored")
 
 
 if __name__ == "__main__":

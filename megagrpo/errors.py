@@ -1,4 +1,4 @@
-"""Every error a user can meet. Each says where, what was given, what was needed, and how to fix it."""
+"""Every error that a user can meet. Each says where, what was given, what is needed, and how to fix it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EXIT_USER_ERROR = 2
 EXIT_RUN_FAILED = 3
 EXIT_NODE_LOST = 4
 EXIT_STOPPED = 75
-"""EX_TEMPFAIL of sysexits.h: nothing is wrong, the same command continues."""
+"""EX_TEMPFAIL of sysexits.h: nothing is wrong, and the same command continues."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Problem:
 
 
 class MegagrpoError(Exception):
-    """Base of all errors raised on purpose. Carries every problem found, not only the first."""
+    """Base of all errors raised on purpose. Carries all problems that were found."""
 
     title = "error"
     exit_code = EXIT_RUN_FAILED
@@ -59,7 +59,7 @@ class RecipeError(MegagrpoError):
 
 
 class PreflightError(MegagrpoError):
-    """The run cannot start: everything that is wrong with its recipe, model, data, rewards and directories."""
+    """The run cannot start. Has every problem of its recipe, model, data, rewards and directories."""
 
     title = "cannot start"
     exit_code = EXIT_USER_ERROR
@@ -114,7 +114,7 @@ class MismatchError(MegagrpoError):
 
 
 class ReportError(MegagrpoError):
-    """A run's directory has nothing to report, or what is there cannot be read."""
+    """A run's directory has no report files, or unreadable ones."""
 
     title = "nothing to report"
     exit_code = EXIT_USER_ERROR
@@ -133,14 +133,14 @@ class RankError(MegagrpoError):
 
 
 class NodeLostError(MegagrpoError):
-    """A node of the cluster went away with what ran on it. On other nodes the same command continues."""
+    """A node of the cluster died. The same command continues on other nodes."""
 
     title = "node lost"
     exit_code = EXIT_NODE_LOST
 
 
-class RunStopped(MegagrpoError):  # noqa: N818  not a failure: it was asked for
-    """The run was told to stop, and what it had done is saved."""
+class RunStopped(MegagrpoError):  # noqa: N818  not a failure, because it was asked for
+    """The run was told to stop, and has saved all finished steps."""
 
     title = "stopped"
     exit_code = EXIT_STOPPED

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a response ended: a stop token was sampled, the token limit was reached, or the engine gave up."""
+"""Why a response ended: a stop token was sampled, the token limit was reached, or the engine gave it up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +25,13 @@ class Prompt:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
 
     def content(self) -> bytes:
-        """What must be the same when a run continues: answer and tokens."""
+        """Answer and tokens, which must be the same when a run continues."""
         return f"{self.ground_truth}\0{len(self.tokens)}\0".encode() + array("q", self.tokens).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn.
-
-    `top_p=1` and `top_k=0` sample from the whole (unpadded) vocabulary; `temperature=0` is greedy.
-    """
+    """How tokens are drawn. `temperature=0` is greedy; `top_p=1` and `top_k=0` use the whole (unpadded) vocabulary."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -72,10 +69,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the rewards said of one sample.
+    """The rewards of one sample.
 
-    `value` is None if a reward raised or timed out: the sample is masked, never a score of 0. It is None, too, where
-    the recipe leaves a good score out: then `masked` says why, and `error` is empty.
+    `value` is None if the sample is masked: because a reward raised or timed out (`error` says how; never a score of
+    0), or because the recipe leaves the sample out (`masked` says why).
     """
 
     value: float | None
@@ -88,7 +85,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All samples of one prompt in one step, with their scores once these are known."""
+    """All samples of one prompt in one step, with their scores once they are known."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]

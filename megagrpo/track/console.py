@@ -15,9 +15,9 @@ from rich.text import Text
 from megagrpo.track.sink import RunStart, Status
 
 STEPS_SHOWN = 12
-STEPS_OF_PACE = 20  # the time left is guessed from so many of the last steps
+STEPS_OF_PACE = 20  # last steps whose pace predicts the time left
 BAR_CHARACTERS = 30
-REFRESHES_PER_SECOND = 1  # of the elapsed time; the machine has better things to do
+REFRESHES_PER_SECOND = 1  # of the elapsed time; more would take time from the run
 WHOLE_STEP = "seconds/step"
 
 # heading: (metric, format)
@@ -80,7 +80,7 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """A table of the last steps and bars of where the last one's time went, drawn in place."""
+    """A table of the last steps, and bars for the phases of the last one, drawn in place."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream)
@@ -173,7 +173,7 @@ def make_console(
 
 
 def entries(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The step's numbers by heading, as they are shown."""
+    """The step's numbers as texts, by heading."""
     return {
         heading: f"{metrics[name]:{form}}"
         for heading, (name, form) in COLUMNS.items()
@@ -182,7 +182,7 @@ def entries(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase, evaluation and checkpoint included, the whole step left out."""
+    """Seconds by phase, with evaluation and checkpoint, without the whole step."""
     return {
         name.removeprefix("seconds/"): s
         for name, s in metrics.items()

@@ -1,4 +1,4 @@
-"""Every metric there is: one table. docs/metrics.md is made from it."""
+"""The table of all metrics. docs/metrics.md is made from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 
 
 class UndocumentedMetric(UserWarning):
-    """A metric that is not in the table was logged. It is logged all the same; tests turn this into an error."""
+    """A metric that is not in the table was logged. Tests turn this warning into an error."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Metric:
 
 METRICS = (
     Metric("reward/mean", "score", "Mean of all samples' rewards, penalties included, masked samples left out."),
-    Metric("reward/std", "score", "Their standard deviation."),
+    Metric("reward/std", "score", "Standard deviation of these rewards."),
     Metric("reward/max", "score", "Largest."),
     Metric("reward/min", "score", "Smallest."),
     Metric("reward/errors", "samples", "Samples whose reward raised or timed out. They are masked, not scored 0."),
@@ -37,41 +37,41 @@ METRICS = (
     Metric("advantages/min", "", "Smallest."),
     Metric("groups/with_signal_share", "share", "Sampled groups that teach something: their known rewards differ."),
     Metric("groups/rounds", "rounds", "How often a step with dynamic sampling sampled."),
-    Metric("groups/sampled", "groups", "Groups that it sampled in all."),
+    Metric("groups/sampled", "groups", "All groups that a step with dynamic sampling sampled."),
     Metric("groups/left_over", "groups", "Groups with signal thrown away: the last round brought more than needed."),
-    Metric("groups/missing", "groups", "Groups that the step trained without: the rounds did not bring enough."),
-    Metric("prompts/set_aside", "prompts", "Prompts that are solved too often to come again, so far."),
+    Metric("groups/missing", "groups", "Groups that the step lacked: the rounds did not bring enough."),
+    Metric("prompts/set_aside", "prompts", "Prompts set aside so far because they are solved too often."),
     Metric("loss/total", "", "What was minimised: policy, KL and entropy terms; mean over the step's optimizer steps."),
-    Metric("loss/policy", "", "Its policy term, importance weights included."),
+    Metric("loss/policy", "", "The policy term of loss/total, importance weights included."),
     Metric("loss/tokens", "nats/token", "Supervised fine-tuning: mean -log p of the assistant's tokens."),
     Metric("kl/mean", "nats/token", "Estimated divergence from the reference policy, if there is one."),
     Metric("kl/coefficient", "", "Weight of its penalty in the step."),
     Metric("entropy", "nats/token", "Entropy of the policy at the sampling temperature."),
-    Metric("ratio/mean", "", "Probability of a token over the old one: the engine's with rollout_logprobs_as_old."),
+    Metric("ratio/mean", "", "Mean of p / old p over tokens. With rollout_logprobs_as_old the old p is the engine's."),
     Metric("clip/low", "share of tokens", "Tokens whose gradient the lower clip bound cut (cispo: changed)."),
     Metric("clip/high", "share of tokens", "Tokens whose gradient the upper bound or the dual clip cut."),
     Metric("grad_norm", "", "Global gradient norm before clipping, mean over the step's optimizer steps."),
     Metric("lr", "", "Learning rate of the step."),
     Metric("logprob_difference/mean", "nats", "Difference between trainer and engine in a token's logprob. Near 0."),
     Metric("logprob_difference/p99", "nats", "99 % of the tokens that are trained on differ by no more than this."),
-    Metric("logprob_difference/max", "nats", "Largest of these."),
+    Metric("logprob_difference/max", "nats", "Largest difference."),
     Metric("logprob_difference/k1", "nats/token", "Divergence of the trainer from the engine: mean rollout - train."),
     Metric("logprob_difference/k3", "nats/token", "The same, estimated with low variance and never negative."),
-    Metric("logprob_difference/reverse_k3", "nats/token", "So the divergence of the engine from the trainer."),
+    Metric("logprob_difference/reverse_k3", "nats/token", "Divergence of the engine from the trainer, as k3."),
     Metric("rollout_ratio/mean", "", "Mean of exp(train - rollout logprob): the tokens' importance weights. Near 1."),
     Metric("rollout_ratio/effective_share", "share of tokens", "Effective sample size of these weights. Near 1."),
-    Metric("rollout_ratio/chi2_token", "", "Their variance by token: the mean of their squares, less 1. Near 0."),
-    Metric("rollout_ratio/chi2_sequence", "", "The same of the products over whole responses."),
-    Metric("perplexity/train", "", "exp of the mean of -logprob of the trained tokens, by the trainer."),
-    Metric("perplexity/rollout", "", "The same by the engines that sampled them."),
+    Metric("rollout_ratio/chi2_token", "", "Variance of these weights: the mean of their squares, less 1. Near 0."),
+    Metric("rollout_ratio/chi2_sequence", "", "The same for the products of the weights over whole responses."),
+    Metric("perplexity/train", "", "exp of the mean of -logprob of the trained tokens, as the trainer computes it."),
+    Metric("perplexity/rollout", "", "The same, as the engines that sampled them compute it."),
     Metric("correction/weight_mean", "", "Mean weight of the off-policy correction, bounded, not normalised."),
-    Metric("correction/outside_share", "share of tokens", "Tokens whose weight was outside of its bounds."),
+    Metric("correction/outside_share", "share of tokens", "Tokens whose weight was outside the bounds."),
     Metric("correction/rejected_share", "share of tokens", "Tokens that rejections or the veto left out."),
     Metric("correction/vetoed_share", "share of samples", "Responses that the veto left out."),
     Metric("critic/loss", "", "What the critic minimised: half the (clipped) squared error, mean over tokens."),
     Metric("critic/clip", "share of tokens", "Tokens whose value had moved too far to have a gradient."),
     Metric("critic/value_mean", "score", "Mean value before the critic's update."),
-    Metric("critic/return_mean", "score", "Mean of what it learns to predict."),
+    Metric("critic/return_mean", "score", "Mean of the returns that it learns to predict."),
     Metric("critic/explained_variance", "", "1 - variance of return - value over that of the return. At most 1."),
     Metric("critic/grad_norm", "", "The critic's global gradient norm before clipping."),
     Metric("critic/lr", "", "The critic's learning rate."),
@@ -89,12 +89,12 @@ METRICS = (
     Metric("tokens_per_second", "tokens/s", "Prompt and response tokens of the step over seconds/step."),
     Metric("weights/version", "", "Version of the weights that the engines hold after the step."),
     Metric("seconds/rollout", "s", "Generating the responses."),
-    Metric("seconds/reward", "s", "Scoring them."),
+    Metric("seconds/reward", "s", "Scoring the responses."),
     Metric("seconds/logprobs", "s", "Sending the batch to the ranks; old and reference logprobs where needed."),
     Metric("seconds/update", "s", "Forward and backward passes and optimizer steps."),
     Metric("seconds/weight_sync", "s", "Bringing the new weights to the engines and comparing digests."),
     Metric("seconds/eval", "s", "Evaluation."),
-    Metric("seconds/checkpoint", "s", "Saving the checkpoint of the step before, whose own line is written first."),
+    Metric("seconds/checkpoint", "s", "Saving the checkpoint of the step before, whose line is already written."),
     Metric("seconds/step", "s", "The whole step, evaluation and checkpoint not included."),
     Metric("eval/loss", "nats/token", "Mean -log p of the assistant's tokens in held-out conversations."),
     Metric("eval/perplexity", "", "exp(eval/loss)."),
@@ -106,7 +106,7 @@ METRICS = (
     Metric("eval/{data_source}/maj@{k}", "score", "eval/maj@{k} over one data source."),
     Metric("eval/reward/errors", "samples", "Held-out samples whose reward raised or timed out."),
     Metric("eval/response_tokens/mean", "tokens", "Length of a response to a held-out prompt."),
-    Metric("eval/response_tokens/truncated_share", "share of samples", "Those that reached the token limit."),
+    Metric("eval/response_tokens/truncated_share", "share of samples", "Held-out ones that reached the token limit."),
 )  # fmt: skip
 
 

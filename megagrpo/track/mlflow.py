@@ -1,4 +1,4 @@
-"""MLflow, in a thread of its own so that no step waits for it. Its failures are counted, said once, and end nothing."""
+"""MLflow, in a thread of its own so that no step waits for it. Failures are counted, reported once, and end nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MLflowTracker:
 
     @property
     def run_id(self) -> str | None:
-        """None if the thread has not made the run. A first checkpoint needs it: waits until 30 s after the start."""
+        """Waits for the thread until 30 s after the start, because a first checkpoint needs it. None if it is late."""
         if self._run_id is None:
             self._started.wait(max(0.0, self._run_id_deadline - time.monotonic()))
         return self._run_id
@@ -63,7 +63,7 @@ class MLflowTracker:
 
     def _work(self, run: RunStart) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when mlflow is imported
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # tells of every table of a new sqlite file
+        logging.getLogger("alembic").setLevel(logging.WARNING)  # it logs every table of a new sqlite file
         logging.getLogger("mlflow.store").setLevel(logging.WARNING)
         try:
             mlflow_run = _MLflowRun(self._settings, run, self._run_id)
@@ -93,7 +93,7 @@ class MLflowTracker:
 
 
 class _MLflowRun:
-    """One run on the tracking server: made anew, or continued by its id. Methods raise what mlflow and its store do."""
+    """One run on the tracking server, created or continued by its id. Methods raise what mlflow and its store raise."""
 
     def __init__(self, settings: schema.MLflowConfig, run: RunStart, run_id: str | None) -> None:
         from mlflow.tracking import MlflowClient
@@ -103,7 +103,7 @@ class _MLflowRun:
         if run_id is not None:
             self._client.update_run(run_id, status="RUNNING")
             history = self._client.get_metric_history(run_id, LAST_STEP_METRIC)
-            # Steps between the checkpoint and the interruption come again; MLflow would show both values.
+            # Steps after the checkpoint come again; MLflow would show both values.
             self._logged_up_to = max((metric.step for metric in history), default=-1)
             self.run_id = run_id
             return
@@ -115,7 +115,7 @@ class _MLflowRun:
         self._client.log_artifact(self.run_id, str(run.directory / "recipe.yaml"))
 
     def _make_experiment(self, settings: schema.MLflowConfig, run: RunStart) -> str:
-        # The default for sqlite is mlruns/ in the current directory, wherever that is.
+        # By default sqlite's is mlruns/ in whatever the current directory is.
         local = None if settings.uri else (Path(run.recipe.track.directory).resolve() / "mlruns").as_uri()
         return self._client.create_experiment(settings.experiment, artifact_location=local)
 

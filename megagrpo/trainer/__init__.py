@@ -1,1 +1,1 @@
-"""What happens in a run, in what order? From the checks before it starts through every step to the saves."""
+"""What happens in a run, in what order? Each step's stages, their schedule, evaluations, saves, stops."""

@@ -1,4 +1,4 @@
-"""Held-out scores to metrics, and when they end a run. Metric names are those of docs/metrics.md without `eval/`."""
+"""Held-out scores to metrics, named as in docs/metrics.md without `eval/`, and the rule that ends a run early."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _BOXED = "\\boxed{"
 
 
 def evaluation_metrics(groups: Sequence[Group], samples_per_prompt: int) -> dict[str, float]:
-    """Metrics over all prompts, and the scores' again for each data source as `SOURCE/mean@4` if there are several.
+    """Metrics over all prompts. If there are several data sources, also the scores of each, such as `SOURCE/mean@4`.
 
-    With n = samples_per_prompt, each the mean over prompts:
+    With n = samples_per_prompt, each metric is a mean over prompts:
 
     - `mean@n`: mean score of the prompt's samples.
     - `pass@k` for k = 1, 2, 4, … and n: expected best score of k of the samples, see `best_of`.
     - `maj@n`: score of the majority's answer, see `majority`.
 
-    A sample whose reward failed is left out, and so is a prompt with too few samples for a metric; a metric without
-    any prompt is nan. `reward/errors` counts the samples left out. `response_tokens/mean` and
-    `response_tokens/truncated_share` are over all samples.
+    Samples whose reward failed are left out and counted in `reward/errors`; so are prompts with too few samples for a
+    metric. A metric without any prompt is nan. `response_tokens/mean` and `response_tokens/truncated_share` are over
+    all samples.
     """
     metrics = _score_metrics(groups, samples_per_prompt)
     by_source: dict[str, list[Group]] = defaultdict(list)
@@ -57,7 +57,7 @@ def _score_metrics(groups: Sequence[Group], samples_per_prompt: int) -> dict[str
 
 
 def _scored(group: Group) -> tuple[list[float], list[str]]:
-    """Scores and texts of the samples whose reward did not fail."""
+    """Scores and texts of the samples with a score."""
     known = [
         (score.value, sample.text)
         for sample, score in zip(group.samples, group.scores, strict=True)
@@ -87,8 +87,8 @@ def majority(scores: Sequence[float], texts: Sequence[str]) -> float:
 
 
 def extract_answer(text: str) -> str:
-    """What a response votes for: the number after the last `####`, else what the last `\\boxed{}` holds, else the last
-    number, else the whole text. Numbers are compared by value: 1,000 and 1000.0 are one answer."""
+    """The answer that a response votes for: the number after the last `####`, else the content of the last `\\boxed{}`,
+    else the last number, else the whole text. Numbers are compared by value: 1,000 and 1000.0 are one answer."""
     boxed = _last_boxed(text)
     number = strict_answer(text)
     if number is None:
@@ -99,7 +99,7 @@ def extract_answer(text: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    """What is between the braces of the last \\boxed{…}, or None if there is none whose braces close."""
+    """The text between the braces of the last \\boxed{…}; None if there is none, or if its braces do not close."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None
@@ -117,16 +117,16 @@ def _mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """The rule, and what must be remembered from one evaluation to the next (saved with a checkpoint)."""
+    """The rule, and what it remembers from one evaluation to the next (saved with each checkpoint)."""
 
     rule: schema.EarlyStoppingConfig
     best: float | None = None
     evaluations_without_best: int = 0
 
     def after(self, metrics: Mapping[str, float]) -> EarlyStopping:
-        """The state after one more evaluation. One in which every reward failed (nan) brings no new best.
+        """The state after one more evaluation. A metric that is nan, because every reward failed, is no new best.
 
-        Raises RecipeError if the evaluation has no metric of the rule's name.
+        Raises RecipeError if the evaluation lacks the rule's metric.
         """
         if self.rule.metric not in metrics:
             needed = "one of " + ", ".join(sorted(metrics))
@@ -137,7 +137,7 @@ class EarlyStopping:
         return replace(self, evaluations_without_best=self.evaluations_without_best + 1)
 
     def reason_to_stop(self) -> str | None:
-        """Why the run should end now, in words, or None."""
+        """Why the run should end now; None if it should go on."""
         rule = self.rule
         if rule.target is not None and self.best is not None and self.best >= rule.target:
             return f"{rule.metric} reached {self.best:g}, the target being {rule.target:g}"

@@ -54,12 +54,12 @@ def checkpoint_to_resume(store: CheckpointStore, recipe: AnyRecipe) -> Checkpoin
 
 
 def recipe_values(recipe: AnyRecipe) -> dict[str, Any]:
-    """The resolved recipe as JSON values, as checkpoints remember it."""
+    """The resolved recipe as JSON values, as checkpoints store it."""
     return recipe.model_dump(mode="json")
 
 
 def save(ranks: TrainRanks, store: CheckpointStore, state: TrainerState) -> Path:
-    """Writes a complete checkpoint of `state.step`. Raises CheckpointError; older ones are then untouched."""
+    """Writes a complete checkpoint of `state.step`. Raises CheckpointError, leaving older ones untouched."""
     directory = store.begin(state.step)
     try:
         written = ranks.save(directory)
@@ -72,16 +72,16 @@ def save(ranks: TrainRanks, store: CheckpointStore, state: TrainerState) -> Path
 def export(
     ranks: TrainRanks, checked: Preflight[AnyRecipe], tokenizer: PreTrainedTokenizerBase, step: int, dtype: str
 ) -> Path:
-    """Writes the policy as a Hugging Face model: every rank its own boxes, nothing gathered. Raises CheckpointError.
+    """Writes the policy as a Hugging Face model. Every rank writes its own boxes; nothing is gathered.
 
-    Adapters are in its weights, and in a PEFT directory beside it.
+    Adapters are merged into its weights, and also written as PEFT files beside it. Raises CheckpointError.
     """
     recipe = checked.recipe
     if recipe.train.lora is not None:
         _export_adapter(ranks, checked, recipe.train.lora, dtype)
     begun = begin_export(export_directory(recipe), checked.model_directory, checked.architecture, dtype)
     ranks.write_export(begun, make_plan(ranks.manifests(), begun.files))
-    if recipe.model.tokenizer or recipe.model.chat_template:  # else the model's own files were copied as they are
+    if recipe.model.tokenizer or recipe.model.chat_template:  # else begin_export has copied the model's own files
         tokenizer.save_pretrained(begun.partial)
     (begun.partial / EXPORTED_BY).write_text(json.dumps({"run": recipe.name, "step": step}) + "\n", encoding="utf-8")
     finish_export(begun)

@@ -1,4 +1,4 @@
-"""A run that is told to stop: by a scheduler whose time limit is near, or by hand."""
+"""How a run is told to stop, by a scheduler whose time limit is near or by hand, and where it obeys."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequested(BaseException):
-    """What was under way is given up, because the run was told to stop. Like KeyboardInterrupt it is not a failure."""
+    """Gives up the current work because the run was told to stop. Like KeyboardInterrupt, it is not a failure."""
 
 
 class Stopping:
-    """Remembers that a signal asked to stop, and says where that ends what is under way.
+    """Remembers a signal that asks the run to stop, until the run can stop without losing or half doing anything.
 
-    As a context, on the main thread, it handles SIGTERM and SIGUSR1. They only leave a note: the run looks at it where
-    nothing is lost or left half done. A second SIGTERM ends the process at once.
+    As a context, on the main thread, it handles SIGTERM and SIGUSR1: the handler only notes the signal, and the run
+    looks at the note at safe points. A second SIGTERM ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Stopping:
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """Around what leaves nothing lasting behind: told to stop in it, or before, the run gives it up."""
+        """Around work that leaves nothing lasting: a stop, requested in it or before it, gives the work up."""
         self.stop_here()
         self._may_give_up = True
         try:
@@ -47,7 +47,7 @@ class Stopping:
 
     @contextmanager
     def while_ray_starts(self) -> Iterator[None]:
-        """Around ray.init, which has a handler of its own that exits at SIGTERM. Afterwards signals are ours again."""
+        """Around ray.init, which installs a handler that exits at SIGTERM. Installs our handlers again afterwards."""
         try:
             yield
         except SystemExit:
@@ -60,12 +60,12 @@ class Stopping:
             raise StopRequested
 
     def check(self) -> None:
-        """The same, but only inside `giving_up`: everything that waits calls it a few times a second."""
+        """The same, but only inside `giving_up`. Every wait calls it a few times a second."""
         if self._may_give_up:
             self.stop_here()
 
     def error(self, checkpoint: Path | None) -> RunStopped:
-        """What the user is told. checkpoint: the newest; None if there is none."""
+        """The error that ends the run. checkpoint: the newest; None if there is none."""
         return RunStopped(
             Problem(
                 where=f"stopped by {(self.signal or signal.SIGTERM).name}",
@@ -101,7 +101,7 @@ class Stopping:
 
 
 def until_stopped(run: Callable[[Stopping], int], newest: Callable[[], Path | None]) -> int:
-    """What `run` returns. Raises RunStopped if it was told to stop; `newest` is its newest checkpoint by then."""
+    """What `run` returns. Raises RunStopped if it was told to stop; `newest` then finds its newest checkpoint."""
     with Stopping() as stopping:
         try:
             return run(stopping)
