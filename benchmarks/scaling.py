@@ -17,9 +17,9 @@ from pathlib import Path
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.known_models import known_models
 from megagrpo.plan.machines import machines_of
-from megagrpo.plan.search.search import Choice, search
+from megagrpo.plan.parameters import known_models
+from megagrpo.plan.search import Choice, search
 from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture

@@ -75,7 +75,7 @@ def plan(asked: argparse.Namespace) -> int:
     loaded = load_any(asked.recipe, asked.overrides)
     ready = preflight(loaded, plan_only=True)
     from megagrpo.plan.plan import plan_of
-    from megagrpo.plan.search.search import search_for
+    from megagrpo.plan.search import search_for
     from megagrpo.weights.families import read_architecture
 
     planned = plan_of(

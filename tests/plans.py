@@ -8,16 +8,20 @@ from functools import lru_cache
 from typing import Any
 
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.known_models import known_models
-from megagrpo.plan.machines import machines_of
-from megagrpo.plan.plan import Plan, plan_of
-from megagrpo.plan.search.search import Search, search
-from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.plan.machines import GPUS, Machines, machines_of
+from megagrpo.plan.memory import memory
+from megagrpo.plan.parameters import known_models
+from megagrpo.plan.plan import Estimate, Plan, lacking_bytes, plan_of
+from megagrpo.plan.search import Search, search
+from megagrpo.plan.time import step_time
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 
 LLAMA_8B, LLAMA_70B = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"
-QWEN_30B, DEEPSEEK = "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
+QWEN_8B, QWEN_30B, QWEN_32B, QWEN_235B = (f"Qwen/Qwen3-{size}" for size in ("8B", "30B-A3B", "32B", "235B-A22B"))
+QWEN_HALF_B, DEEPSEEK = "Qwen/Qwen2.5-0.5B-Instruct", "deepseek-ai/DeepSeek-V3"
+H100 = Machines(GPUS["H100"], 8, 50e9)
 
 BASE: dict[str, Any] = {
     "name": "planned",
@@ -60,11 +64,12 @@ ON_2048: dict[str, Any] = {
 
 
 def recipe(**changes: Any) -> Recipe:
-    """BASE with values by their dotted paths, given as keys with two underscores for a dot, or as {"path": value}."""
+    """BASE with values by their dotted paths, given as keys with two underscores for a dot."""
     return changed(changes)
 
 
 def changed(values: Mapping[str, Any]) -> Recipe:
+    """BASE with values by their dotted paths; None removes a key."""
     tree = deepcopy(BASE)
     for path, value in values.items():
         *above, last = path.replace("__", ".").split(".")
@@ -78,8 +83,46 @@ def changed(values: Mapping[str, Any]) -> Recipe:
     return Recipe.model_validate(tree)
 
 
+def merged(layout: dict[str, Any] | None = None, **sections: Any) -> Recipe:
+    """A recipe of 128 prompts x 8 responses of up to 8,192 tokens, sections merged into it; of no model."""
+    whole: dict[str, Any] = {
+        "name": "memory",
+        "model": {"path": "unused"},
+        "data": {"train": [{"path": "unused"}], "prompt_tokens_max": 1024},
+        "rollout": {
+            "engine": "sglang",
+            "prompts_per_step": 128,
+            "samples_per_prompt": 8,
+            "response_tokens_max": 7168,
+        },
+        "reward": {"functions": [{"function": "gsm8k"}]},
+        "train": {"total_steps": 1, "layout": layout or {}},
+    }
+    for name, section in sections.items():
+        whole[name] = whole.get(name, {}) | section
+    return Recipe.model_validate(whole)
+
+
+def sft_recipe(examples: int = 64, **train: Any) -> SftRecipe:
+    """Supervised fine-tuning on examples of up to 4,096 tokens, of no model."""
+    return SftRecipe.model_validate(
+        {
+            "kind": "sft",
+            "name": "planned",
+            "model": {"path": "unused"},
+            "data": {"train": [{"path": "unused"}], "examples_per_step": examples},
+            "train": {"total_epochs": 1} | train,
+        }
+    )
+
+
+@lru_cache
+def known_model(name: str) -> Architecture:
+    return read_architecture(known_models()[name])
+
+
 def architecture(of: AnyRecipe) -> Architecture:
-    return read_architecture(known_models()[of.model.path])
+    return known_model(of.model.path)
 
 
 def plan(**changes: Any) -> Plan:
@@ -87,8 +130,16 @@ def plan(**changes: Any) -> Plan:
     return plan_of(made, architecture(made))
 
 
+def estimate(of: AnyRecipe, arch: Architecture | None = None) -> Estimate:
+    """With the assumed values, on the machines that the recipe names."""
+    machines, assumptions, arch = machines_of(of, Assumptions()), Assumptions(), arch or architecture(of)
+    assert machines is not None
+    held = memory(of, arch, machines, "cuda")
+    return Estimate(held, step_time(of, arch, machines, assumptions), lacking_bytes(held, machines))
+
+
 def searched(of: AnyRecipe, gpus: int) -> Search:
-    """A search with the assumed values, made once: it takes seconds."""
+    """A search with the assumed values, made once: it takes a second."""
     return _searched(of.model_dump_json(), gpus)
 
 

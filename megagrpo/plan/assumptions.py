@@ -13,147 +13,80 @@ from megagrpo.recipe.schema import AnyRecipe, SftRecipe
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Shares are of a maximum, efficiencies of a data sheet's speed, seconds are wall-clock.
+    """docs/plan.md gives the meaning, the unit and the source of each, and says which are guesses.
 
-    The six `..._factor` say how much longer a phase takes than everything else here predicts: they are 1 until
-    `plan --calibrate` takes them from a run.
+    Shares are of a maximum, efficiencies of a data sheet's speed, seconds are wall-clock. The six `..._factor` are
+    measured over predicted seconds of a phase: 1 until `plan --calibrate` takes them from a run.
     """
 
+    # lengths; None: the share of the longest that the recipe allows, and for the longest one, that itself
     prompt_tokens: float | None = None
-    """Mean prompt, in tokens. Unless given, `prompt_share` of the longest allowed."""
-
     prompt_share: float = 0.25
-    """Mean prompt over data.prompt_tokens_max. A guess: limits are set for the longest prompts."""
-
     response_tokens: float | None = None
-    """Mean response, in tokens. Unless given, `response_share` of the longest allowed."""
-
     response_share: float = 0.4
-    """Mean response over rollout.response_tokens_max. A guess: published runs have 0.26 to 0.77 of their longest
-    sequence, prompts included (NeMo-RL 0.4, performance-summary.md)."""
-
     longest_response_tokens: float | None = None
-    """Longest response of a step, in tokens. Unless given, the longest allowed: some of hundreds reach it."""
-
     example_share: float = 0.5
-    """Mean example of supervised fine-tuning over data.tokens_max."""
+    epoch_rows: float | None = None  # None: unknown
+    signal_share: float = 0.7  # of sampled groups
 
-    epoch_rows: float | None = None
-    """Prompts of one epoch, or examples, in recipes that count epochs. Unless given, the rows of data.train where its
-    files are on this machine, over-long ones included."""
-
-    signal_share: float = 0.7
-    """Sampled groups whose rewards differ. A guess: they become fewer as prompts are solved (DAPO, arXiv:2503.14476,
-    figure 3b). Ours: 0.53 in the median of the demo's steps."""
-
-    packing: float = 0.9
-    """Tokens of a microbatch over what it can hold. Ours: our packer over simulated lengths, 0.82 to 0.99 for 128 to
-    2,048 responses."""
-
-    imbalance: float = 1.03
-    """Work of the busiest data rank over the mean. Ours: at most 1.04 over the same simulated lengths."""
-
+    # training
+    packing: float = 0.9  # tokens of a microbatch over what it can hold
+    imbalance: float = 1.03  # work of the busiest data rank over the mean
     matrix_efficiency: float = 0.55
-    """Dense products in training, of peak FLOPs. Large bfloat16 products reach 0.6 to 0.75 on H100; whole training
-    steps of Megatron-LM up to 0.47 (its README), in which communication and attention are not counted apart."""
-
     expert_efficiency: float = 0.3
-    """Grouped products of experts in training, of peak FLOPs. A guess for experts of 768 to 2,048 columns; whole steps
-    with large experts and balanced routing reach 0.39 to 0.49 (Megatron-Core, arXiv:2504.14960)."""
-
-    expert_imbalance: float = 1.3
-    """Tokens of the busiest expert rank over the mean. A guess: nothing balances routing in reinforcement learning."""
-
+    expert_imbalance: float = 1.3  # tokens of the busiest expert rank over the mean
     attention_efficiency: float = 0.4
-    """Attention's core in training, of peak FLOPs: FlashAttention-2 reaches 0.35 to 0.4 on H100, version 3 up to 0.75
-    forward (arXiv:2407.08608)."""
+    layer_seconds: float = 1.5e-4  # per layer and forward pass of a microbatch, besides its products
 
-    layer_seconds: float = 1.5e-4
-    """Per layer and forward pass of a microbatch, besides its products: norms, rotary embedding, launches. A guess. A
-    backward pass has twice as much."""
-
+    # engines
     prefill_efficiency: float = 0.45
-    """Products over prompts in an engine, of peak FLOPs. A guess, below those of training."""
-
     decode_efficiency: float = 0.5
-    """Reading weights, keys and values in an engine, of the memory's bandwidth. A guess: single kernels reach 0.6 to
-    0.8, those of experts less."""
+    decode_step_seconds: float = 3e-3  # per decoded token of a batch, besides reading and products
 
-    decode_step_seconds: float = 3e-3
-    """Per decoded token of a batch, besides reading and products: scheduling, sampling, detokenising. A guess."""
-
+    # links
     collective_seconds: float = 1.5e-5
-    """Latency of one collective operation in a node. A guess."""
-
     network_collective_seconds: float = 5e-5
-    """Latency of one collective operation over the network. A guess."""
-
     node_efficiency: float = 0.75
-    """Of the data sheet's bytes per second within a node: NCCL's large all-reduces move 340 to 380 of 450 GB/s on eight
-    H100."""
-
-    network_bytes_per_second: float = 50e9
-    """Of each GPU's share of its node's network, in each direction: one 400 Gb/s adapter per GPU."""
-
+    network_bytes_per_second: float = 50e9  # of each GPU, in each direction
     network_efficiency: float = 0.75
-    """Of the above. A guess."""
-
-    overlap: float = 0.0
-    """Share of the data-parallel communication that is hidden behind backward passes. megagrpo hides none."""
+    overlap: float = 0.0  # share of the data-parallel communication that is hidden behind backward passes
 
     optimizer_efficiency: float = 0.5
-    """Adam's reading and writing, of the memory's bandwidth. A guess."""
-
     host_bytes_per_second: float = 20e9
-    """Between a GPU and its host's memory, for train.offload: PCIe 4 at four fifths."""
+    disk_bytes_per_second: float = 5e9  # of all writers together, and of all readers together
 
-    disk_bytes_per_second: float = 5e9
-    """Of a shared file system, for weights.transfer: disk: all writers together, and all readers together. A guess."""
-
+    # weight sync
     sync_efficiency: float = 0.5
-    """Of link speeds when weights travel in buckets. Published syncs take 2 to 10 times what links alone need
-    (docs/performance.md)."""
-
-    sync_seconds: float = 0.3
-    """Per sync, whatever the size: pausing engines, opening and closing an update. Ours on two cores: 0.05; with NCCL
-    0.2 to 0.35 s for a whole sync of 4B parameters are published (NeMo-RL, nccl-reshard-refit.md)."""
-
+    sync_seconds: float = 0.3  # per sync, whatever the size
     digest_bytes_per_second: float = 50e9
-    """At which a rank digests what it sends or holds, to verify a sync. A guess: a few passes over 64-bit sums in GPU
-    memory."""
 
-    reward_seconds: float = 1.3e-4
-    """To score one response by a function that runs on the driver. Ours: 0.034 s for 256 (docs/performance.md)."""
-
-    isolated_reward_seconds: float = 0.01
-    """To score one response in one of reward.workers: math and your own functions. A guess; give your own."""
-
+    # rewards and the driver
+    reward_seconds: float = 1.3e-4  # per response, by a function that runs on the driver
+    isolated_reward_seconds: float = 0.01  # per response, in one of reward.workers
     send_seconds_per_response: float = 6e-5
-    """To send the batch to the ranks. Ours: 0.016 s for 256 (docs/performance.md, logprobs without passes)."""
-
     driver_seconds: float = 0.2
-    """Per step on the driver besides the phases: advantages, packing, calls, metrics. A guess for many ranks."""
-
     driver_seconds_per_response: float = 1e-4
-    """The same for each response. Ours: 0.016 s for 256."""
 
     rollout_factor: float = 1.0
-    """Measured over predicted seconds."""
-
     reward_factor: float = 1.0
-    """Measured over predicted seconds."""
-
     logprobs_factor: float = 1.0
-    """Measured over predicted seconds."""
-
     update_factor: float = 1.0
-    """Measured over predicted seconds."""
-
     weight_sync_factor: float = 1.0
-    """Measured over predicted seconds."""
-
     driver_factor: float = 1.0
-    """Measured over predicted seconds, of what is between the phases."""
+
+
+def longest_sequence(recipe: AnyRecipe) -> int:
+    """Tokens of the longest prompt with the longest response, or of the longest example."""
+    if isinstance(recipe, SftRecipe):
+        return recipe.data.tokens_max
+    return recipe.data.prompt_tokens_max + recipe.rollout.response_tokens_max
+
+
+def minibatch_sequences(recipe: AnyRecipe) -> int:
+    """Sequences of one optimizer step, over all data ranks."""
+    if isinstance(recipe, SftRecipe):
+        return recipe.data.examples_per_step
+    return recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt // recipe.algorithm.minibatches
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,28 @@ from statistics import median
 
 from megagrpo.errors import Problem, ReportError
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.known_models import known_models
 from megagrpo.plan.machines import A_CPU, Machines, machines_of
-from megagrpo.plan.time.seconds import StepTime
-from megagrpo.plan.time.step_time import step_time
+from megagrpo.plan.parameters import known_models
+from megagrpo.plan.time import StepTime, step_time
 from megagrpo.recipe.load import load_any
-from megagrpo.recipe.schema import AnyRecipe, SftRecipe
+from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 
 METRICS_FILE, RECIPE_FILE = "metrics.jsonl", "recipe.yaml"
 Step = Mapping[str, float]
+FACTORS = tuple(name for name in Assumptions.__dataclass_fields__ if name.endswith("_factor"))
+METRICS: Mapping[str, Mapping[str, str]] = {
+    "grpo": {
+        "prompt_tokens": "prompt_tokens/mean",
+        "response_tokens": "response_tokens/mean",
+        "longest_response_tokens": "response_tokens/max",
+        "signal_share": "groups/with_signal_share",
+    },
+    "sft": {"response_tokens": "example_tokens/mean"},
+}
+"""By kind of recipe and assumption: the metric that measures it. Not packing: that of a run with few microbatches says
+nothing."""
 
 
 def calibrated(
@@ -41,8 +52,9 @@ def calibrated(
     for, or of a model that is not there, and RecipeError if its recipe is not one of this version.
     """
     steps = read_steps(run_directory)
-    metrics = OF_SFT if isinstance(recipe, SftRecipe) else OF_GRPO
-    known = {field: value for field, name in metrics.items() if (value := _median(steps, name)) is not None}
+    known = {
+        field: value for field, name in METRICS[recipe.kind].items() if (value := _median(steps, name)) is not None
+    }
     if (uneven := _median(steps, "packing/imbalance")) is not None:
         known["imbalance"] = 1 + uneven
     assumptions = replace(assumptions, **known, **dict.fromkeys(FACTORS, 1.0))
@@ -105,19 +117,6 @@ def _architecture(recipe: AnyRecipe, path: Path) -> Architecture:
             )
         )
     return read_architecture(directory)
-
-
-FACTORS = tuple(name for name in Assumptions.__dataclass_fields__ if name.endswith("_factor"))
-
-
-OF_GRPO: Mapping[str, str] = {
-    "prompt_tokens": "prompt_tokens/mean",
-    "response_tokens": "response_tokens/mean",
-    "longest_response_tokens": "response_tokens/max",
-    "signal_share": "groups/with_signal_share",
-}
-OF_SFT: Mapping[str, str] = {"response_tokens": "example_tokens/mean"}
-"""By assumption: the metric that measures it. Not packing: that of a run whose microbatches are few says nothing."""
 
 
 def read_steps(run_directory: Path) -> list[Step]:

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk, rank_grid
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.families.architecture import Architecture
 
-AXES = ("tensor", "context", "data", "pipeline", "expert_tensor", "expert", "expert_data")
 ROWS_MAX = 32
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A pipeline stage: layers of each of its model chunks, from 0, and whether the embedding or the head is there."""
-
-    chunks: tuple[range, ...]
-    embedding: bool
-    head: bool
-
-    @property
-    def text(self) -> str:
-        """`embedding, 0-4, 20-24`."""
-        layers = spans(layer for chunk in self.chunks for layer in chunk)
-        return ", ".join([*["embedding"] * self.embedding, layers, *["head"] * self.head])
 
 
 @dataclass(frozen=True)
@@ -58,19 +42,6 @@ class Axis:
     nodes: int
 
 
-def stages(architecture: Architecture, layout: ParallelLayout) -> tuple[Stage, ...]:
-    chunks = range(layout.virtual_pipeline)
-    last = layout.pipeline - 1
-    return tuple(
-        Stage(
-            tuple(layers_of_chunk(architecture.layers, layout, stage, chunk) for chunk in chunks),
-            embedding=stage == 0,
-            head=stage == last,
-        )
-        for stage in range(layout.pipeline)
-    )
-
-
 def device_map(recipe: AnyRecipe, device: str) -> tuple[MappedDevice, ...]:
     """Every device of the device plan, in order."""
     plan, per_node = plan_devices(recipe, device), recipe.cluster.gpus_per_node
@@ -89,18 +60,12 @@ def device_map(recipe: AnyRecipe, device: str) -> tuple[MappedDevice, ...]:
 
 def rows(devices: Sequence[MappedDevice]) -> list[tuple[MappedDevice, ...]]:
     """Devices that lie side by side: each by itself while they are few, else by stage and node, else by stage."""
-    by_device, by_node, by_stage = (
-        [tuple(group) for _, group in groupby(devices, key)]
-        for key in (
-            lambda mapped: (mapped.device,),
-            lambda mapped: (mapped.stage, mapped.node),
-            lambda mapped: (mapped.stage,),
-        )
-    )
-    if len(by_device) <= ROWS_MAX // 2:
-        return by_device
+    if len(devices) <= ROWS_MAX // 2:
+        return [(mapped,) for mapped in devices]
+    by_node = [tuple(group) for _, group in groupby(devices, lambda mapped: (mapped.stage, mapped.node))]
     if len(by_node) <= ROWS_MAX // 2:
         return by_node
+    by_stage = [tuple(group) for _, group in groupby(devices, lambda mapped: mapped.stage)]
     together = -(-len(by_stage) // ROWS_MAX)
     return [
         tuple(mapped for group in by_stage[first : first + together] for mapped in group)
@@ -146,13 +111,9 @@ def _most_nodes(layout: ParallelLayout, size: int, stride: int, per_node: int) -
     return most
 
 
-def spans(numbers: Iterable[int]) -> str:
-    """`0-3, 8-11`."""
-    ordered = sorted(set(numbers))
-    return ", ".join(_runs(ordered))
-
-
-def _runs(ordered: Sequence[int]) -> Iterator[str]:
-    for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        yield str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`0-7`, or `0, 8, 16, ... 120`."""
+    if ranks[1] - ranks[0] == 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    shown = [str(rank) for rank in ranks]
+    return ", ".join(shown) if len(shown) <= 4 else f"{', '.join(shown[:3])}, ... {shown[-1]}"

@@ -1,106 +1,127 @@
-"""What parameters a training rank holds, counted once for each kind of layer: no list of a whole model's tensors.
+"""Parameters of a model, of a pipeline stage's ranks and of an engine's ranks, and the published models to plan for.
 
-Shapes come from the weights' sides, which also load them; the order is that in which Megatron's modules register them,
-because its buffers lay parameters out by it.
+One layer of each kind is counted, in the shapes that the weights' sides load, and multiplied by the number of layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk
-from megagrpo.recipe.schema import TrainConfig
-from megagrpo.weights.boxes import Storage
+from megagrpo.plan.units import spans
+from megagrpo.recipe.schema import EngineLayoutConfig, LoraConfig, TrainConfig
+from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
-MODULES = (
-    "input_layernorm",
-    "self_attention.linear_proj",
-    "self_attention.linear_qkv",
-    "self_attention.linear_q_proj",
-    "self_attention.linear_q_down_proj",
-    "self_attention.linear_q_up_proj",
-    "self_attention.linear_kv_down_proj",
-    "self_attention.linear_kv_up_proj",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "self_attention.kv_layernorm",
-    "pre_mlp_layernorm",
-    "mlp.router",
-    "mlp.experts.local_experts",
-    "mlp.experts.linear_fc1",
-    "mlp.experts.linear_fc2",
-    "mlp.shared_experts.linear_fc1",
-    "mlp.shared_experts.linear_fc2",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-"""Of a transformer layer, in the order in which they are registered (megatron.core 0.16)."""
+CONFIGS = Path(__file__).with_name("configs")
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of one layer on one rank; `name` is relative to the layer."""
+def known_models() -> dict[str, Path]:
+    """Hub ids of published models, such as Qwen/Qwen3-8B, and directories with their config.json alone.
 
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def of_expert(self) -> bool:
-        return self.name.startswith("mlp.experts.")
-
-
-@dataclass(frozen=True)
-class LayerShard:
-    """A rank's part of a layer, in Megatron's order."""
-
-    parameters: tuple[Parameter, ...]
-    router_bias: int
-    """Elements of the bias that chooses experts, which is no parameter."""
-
-
-@dataclass(frozen=True)
-class ModelShard:
-    """A rank's part of every kind of layer and of what is outside the layers: elements, with the vocabulary's padding.
-
-    `dense` is a layer with an MLP, `sparse` one with experts; None where the model has none.
+    They come with megagrpo, so that a plan needs neither a network nor a download.
     """
+    return {"/".join(file.parts[-3:-1]): file.parent for file in sorted(CONFIGS.glob("*/*/config.json"))}
 
-    dense: LayerShard | None
-    sparse: LayerShard | None
-    embedding: int
-    final_norm: int
-    head: int
-    """Over the vocabulary, or a critic's: its own, or the second copy of a tied embedding."""
+
+# --- whole models ----------------------------------------------------------------------------------------------------
+
+
+def total_parameters(arch: Architecture) -> int:
+    """Elements of the checkpoint's tensors; a tied embedding counts once."""
+    return _elements(arch)[0] + expert_parameters(arch)
+
+
+def expert_parameters(arch: Architecture) -> int:
+    """Elements of all routed experts."""
+    return _elements(arch)[1] * (arch.experts.count if arch.experts else 0)
+
+
+def active_parameters(arch: Architecture) -> int:
+    """Elements that one token passes, embedding and head included: the second number in names such as 235B-A22B."""
+    return _elements(arch)[0] + _elements(arch)[1] * (arch.experts.per_token if arch.experts else 0)
+
+
+@lru_cache(maxsize=64)
+def _elements(arch: Architecture) -> tuple[int, int]:
+    """Elements outside of routed experts, and those of one routed expert in every layer that has experts."""
+    sample = _sample(arch)
+    dense, sparse = layer_counts(arch, range(arch.layers))
+    outside = of_expert = 0
+    for tensor in tensors_of(sample):
+        if tensor.role == "head" and arch.tied_embeddings:
+            continue
+        times = 1 if tensor.layer is None else dense if dense and tensor.layer == 0 else sparse
+        if tensor.expert is None:
+            outside += times * prod(tensor.shape)
+        elif tensor.expert == 0:
+            of_expert += times * prod(tensor.shape)
+    return outside, of_expert
+
+
+def layer_counts(arch: Architecture, layers: Iterable[int]) -> tuple[int, int]:
+    """How many of these layers have an MLP, and how many have experts."""
+    first = arch.layers if arch.experts is None else arch.experts.dense_layers
+    dense = total = 0
+    for layer in layers:
+        total += 1
+        dense += layer < first
+    return dense, total - dense
+
+
+def _sample(arch: Architecture, experts: int | None = None) -> Architecture:
+    """The same model with a head of its own and one layer of each kind, which has `experts` experts if given."""
+    layers, kind = 1, arch.experts
+    if kind is not None:
+        layers = 2 if kind.dense_layers else 1
+        kind = replace(kind, dense_layers=layers - 1, count=experts or kind.count)
+    return replace(arch, layers=layers, experts=kind, tied_embeddings=False)
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ChunkContent:
-    """What one model chunk holds: how many layers of each kind, and whether it has the ends of the model."""
+class Stage:
+    """A pipeline stage: layers of each of its model chunks, from 0, and whether the embedding or the head is there."""
 
-    dense_layers: int
-    sparse_layers: int
+    chunks: tuple[range, ...]
     embedding: bool
-    final_norm: bool
     head: bool
-    """A head of its own. A tied one on the embedding's stage is the embedding."""
-    shares_embedding: bool
-    """Its embedding or its head is one of two copies of a tied embedding, on the first and the last stage."""
+
+    @property
+    def layers(self) -> list[int]:
+        return [layer for chunk in self.chunks for layer in chunk]
+
+    @property
+    def text(self) -> str:
+        """Such as `embedding, 0-4, 20-24`."""
+        return ", ".join([*["embedding"] * self.embedding, spans(self.layers), *["head"] * self.head])
+
+
+@lru_cache(maxsize=4096)
+def stages(layers: int, layout: ParallelLayout) -> tuple[Stage, ...]:
+    """Every stage of a model with so many layers."""
+    last = layout.pipeline - 1
+    chunks = range(layout.virtual_pipeline)
+    return tuple(
+        Stage(tuple(layers_of_chunk(layers, layout, stage, chunk) for chunk in chunks), stage == 0, stage == last)
+        for stage in range(layout.pipeline)
+    )
 
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Elements that a rank holds, with the vocabulary's padding. `dense` is all that is none of the others: attention,
-    MLPs, shared experts, norms and routers."""
+    """Elements that one rank holds, with the vocabulary's padding. `dense` is everything that is none of the others:
+    attention, MLPs, shared experts, norms and routers."""
 
     embedding: int
     head: int
@@ -123,123 +144,118 @@ def fused_layers(train: TrainConfig, device: str) -> bool:
     return train.layer_spec == "transformer_engine"
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def rank_parameters(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> RankParameters:
-    """Of any rank of a pipeline stage: they all hold equally many."""
-    shard = model_shard(arch, layout.tensor, layout.expert, layout.expert_tensor, fused)
-    contents = [chunk_content(arch, layout, stage, chunk) for chunk in range(layout.virtual_pipeline)]
-    dense = sum(shard.final_norm for content in contents if content.final_norm)
-    experts = 0
-    for layer, count in (
-        (shard.dense, sum(content.dense_layers for content in contents)),
-        (shard.sparse, sum(content.sparse_layers for content in contents)),
-    ):
-        if layer is not None:
-            dense += count * sum(p.elements for p in layer.parameters if not p.of_expert)
-            experts += count * sum(p.elements for p in layer.parameters if p.of_expert)
-    embedding = sum(shard.embedding for content in contents if content.embedding)
-    head = sum(shard.head for content in contents if content.head)
+    """What every rank of a pipeline stage holds. Raises ModelError if the sizes do not divide the model."""
+    outside, layers = _training_shard(arch, layout.tensor, layout.expert, layout.expert_tensor, fused)
+    held = stages(arch.layers, layout)[stage]
+    dense = experts = 0
+    for count, (plain, routed) in zip(layer_counts(arch, held.layers), layers, strict=True):
+        dense += count * plain
+        experts += count * routed
+    embedding = outside["chunk0.embedding.word_embeddings.weight"] if held.embedding else 0
+    head = 0
+    if held.head:
+        dense += outside["chunk0.decoder.final_layernorm.weight"]
+        if not (arch.tied_embeddings and held.embedding):  # a tied head on another stage is a second copy
+            head = outside["chunk0.output_layer.weight"]
     return RankParameters(embedding, head, dense, experts)
 
 
-@lru_cache(maxsize=64)
-def total_parameters(arch: Architecture) -> int:
-    """Elements of the checkpoint's tensors; a tied embedding counts once."""
-    return _elements(arch, arch.experts.count if arch.experts else 0)
-
-
-@lru_cache(maxsize=64)
-def expert_parameters(arch: Architecture) -> int:
-    """Those of total_parameters that are in routed experts."""
-    return total_parameters(arch) - _elements(arch, 0)
-
-
-@lru_cache(maxsize=64)
-def active_parameters(arch: Architecture) -> int:
-    """Those that one token passes, embedding and head included: of a layer's experts `per_token` and the shared ones.
-
-    It is the second number in names such as 235B-A22B. The same as total_parameters without experts.
-    """
-    return _elements(arch, arch.experts.per_token if arch.experts else 0)
-
-
-def chunk_content(arch: Architecture, layout: ParallelLayout, stage: int, chunk: int) -> ChunkContent:
-    layers = layers_of_chunk(arch.layers, layout, stage, chunk)
-    dense = sum(layer < _dense_layers(arch) for layer in layers)
-    first = stage == 0 and chunk == 0
-    last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
-    return ChunkContent(
-        dense_layers=dense,
-        sparse_layers=len(layers) - dense,
-        embedding=first,
-        final_norm=last,
-        head=last and not (arch.tied_embeddings and first),
-        shares_embedding=arch.tied_embeddings and first != last,
-    )
-
-
 @lru_cache(maxsize=256)
-def model_shard(arch: Architecture, tensor: int, expert: int, expert_tensor: int, fused: bool) -> ModelShard:
-    """Raises ModelError if these sizes do not divide the model."""
-    sample = _sample(arch)
+def _training_shard(
+    arch: Architecture, tensor: int, expert: int, expert_tensor: int, fused: bool
+) -> tuple[dict[str, int], tuple[tuple[int, int], tuple[int, int]]]:
+    """As _shard, of a training rank; all ranks' shapes are those of the first, and no dtype changes a shape."""
     layout = ParallelLayout(tensor=tensor, expert=expert, expert_tensor=expert_tensor)
     side = TE_SPEC if fused else LOCAL_SPEC
-    # float32 or bfloat16 does not change a shape, and every rank's shapes are those of the first.
-    held = side.manifest(sample, layout, RankCoordinates(0, 0, 0, 0, 0, 0, 0, 0), "float32").storages
-    elements = {name: prod(storage.shape) for name, storage in held.items()}
-    layers = [_layer(held, f"chunk0.decoder.layers.{index}.") for index in range(sample.layers)]
-    return ModelShard(
-        dense=layers[0] if arch.has_dense_layers else None,
-        sparse=layers[-1] if arch.experts else None,
-        embedding=elements["chunk0.embedding.word_embeddings.weight"],
-        final_norm=elements["chunk0.decoder.final_layernorm.weight"],
-        head=elements["chunk0.output_layer.weight"],
+    sample, first = _sample(arch, experts=expert), RankCoordinates(0, 0, 0, 0, 0, 0, 0, 0)
+    return _shard(arch, side.manifest(sample, layout, first, "float32"), expert)
+
+
+@lru_cache(maxsize=1024)
+def engine_rank_parameters(arch: Architecture, tensor: int, expert: int, device: str) -> int:
+    """Elements of all parameters of one SGLang rank. Raises ModelError if SGLang cannot hold the model so."""
+    engine = EngineLayoutConfig(tensor=tensor, expert=expert)
+    outside, layers = _shard(arch, sglang.manifest(_sample(arch, expert), engine, 0, "float32", device), expert)
+    biases = 1 if arch.experts and arch.experts.router else 0  # SGLang's router has its bias as a parameter
+    total = sum(outside.values())
+    if arch.tied_embeddings:
+        total -= outside["lm_head.weight"]
+    dense, sparse = layer_counts(arch, range(arch.layers))
+    more = biases * (arch.experts.count - expert) if arch.experts else 0
+    return total + dense * sum(layers[0]) + sparse * (sum(layers[1]) + more)
+
+
+def _shard(
+    arch: Architecture, sample: Manifest, expert: int
+) -> tuple[dict[str, int], tuple[tuple[int, int], tuple[int, int]]]:
+    """Elements outside of layers by name; and of a layer with an MLP and one with experts, outside and inside of routed
+    experts. `sample` has one expert on each rank, and one for each rank in its router."""
+    outside: dict[str, int] = {}
+    found: dict[int, list[int]] = {}
+    for name, storage in sample.storages.items():
+        layer = re.search(r"\blayers\.(\d+)\.", name)
+        if layer is None:
+            outside[name] = prod(storage.shape)
+        elif not name.endswith("router.expert_bias"):  # no parameter of Megatron's
+            found.setdefault(int(layer[1]), [0, 0])[".experts." in name] += prod(storage.shape)
+    if arch.experts is None:
+        return outside, ((found[0][0], 0), (0, 0))
+    plain, routed = found[max(found)]
+    sparse = plain + (arch.experts.count - expert) * arch.hidden, routed * (arch.experts.count // expert)
+    return outside, ((found[0][0], 0) if len(found) == 2 else (0, 0), sparse)
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """A linear layer of Megatron's that can have adapters: the matrices in it by their names in train.lora.targets."""
+
+    matrices: tuple[str, ...]
+    inputs: int
+    outputs: int
+    cuts_outputs: bool
+    """Whether tensor ranks share its outputs; else they share its inputs."""
+    of_expert: bool = False
+
+    def targeted(self, lora: LoraConfig) -> int:
+        """How many of its matrices have an adapter."""
+        return sum(name in lora.targets for name in self.matrices)
+
+
+def adapted_linears(arch: Architecture, sparse: bool) -> tuple[AdaptedLinear, ...]:
+    """Those of a layer with an MLP, or with experts (`sparse`): each expert has its own."""
+    routed = arch.experts if sparse else None
+    ffn = routed.ffn if routed else arch.ffn
+    queries, keys = arch.heads * arch.head_dim, arch.query_groups * arch.head_dim
+    return (
+        AdaptedLinear(("q_proj", "k_proj", "v_proj"), arch.hidden, queries + 2 * keys, cuts_outputs=True),
+        AdaptedLinear(("o_proj",), queries, arch.hidden, cuts_outputs=False),
+        AdaptedLinear(("gate_proj", "up_proj"), arch.hidden, 2 * ffn, cuts_outputs=True, of_expert=sparse),
+        AdaptedLinear(("down_proj",), ffn, arch.hidden, cuts_outputs=False, of_expert=sparse),
     )
 
 
-def _sample(arch: Architecture) -> Architecture:
-    """The same model with one layer of each kind that it has, and a head of its own."""
-    layers, experts = 1, arch.experts
-    if experts is not None and experts.dense_layers:
-        layers, experts = 2, replace(experts, dense_layers=1)
-    return replace(arch, layers=layers, experts=experts, tied_embeddings=False)
-
-
-def _layer(held: Mapping[str, Storage], prefix: str) -> LayerShard:
-    parameters, bias = [], 0
-    for name, storage in held.items():
-        if not name.startswith(prefix):
-            continue
-        if name.endswith("router.expert_bias"):
-            bias = prod(storage.shape)
-        else:
-            parameters.append(Parameter(name.removeprefix(prefix), storage.shape))
-    return LayerShard(tuple(sorted(parameters, key=_place)), bias)
-
-
-def _place(parameter: Parameter) -> tuple[int, bool]:
-    """Sorts by module, and a norm inside a fused linear layer before its weight; the rest stays in order."""
-    module = next(index for index, name in enumerate(MODULES) if parameter.name.startswith(f"{name}."))
-    return module, not parameter.name.endswith("layer_norm_weight")
-
-
-def _elements(arch: Architecture, experts: int) -> int:
-    """Of the checkpoint, with `experts` experts in a layer that has some."""
-    sample = _sample(arch)
-    outside, per_layer, of_expert = 0, [0] * sample.layers, 0
-    for tensor in tensors_of(sample):
-        if tensor.role == "head" and arch.tied_embeddings:
-            continue
-        if tensor.layer is None:
-            outside += prod(tensor.shape)
-        elif tensor.expert is None:
-            per_layer[tensor.layer] += prod(tensor.shape)
-        elif tensor.expert == 0:
-            of_expert += prod(tensor.shape)
-    dense = _dense_layers(arch)
-    sparse = arch.layers - dense
-    return outside + dense * per_layer[0] + sparse * (per_layer[-1] + experts * of_expert)
-
-
-def _dense_layers(arch: Architecture) -> int:
-    return arch.layers if arch.experts is None else arch.experts.dense_layers
+def adapter_parameters(arch: Architecture, layout: ParallelLayout, stage: int, lora: LoraConfig) -> RankParameters:
+    """Adapters on every rank of a stage: A [matrices x r, inputs] and B [outputs, r] of every linear layer."""
+    dense = experts = 0
+    counts = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
+    for sparse, count in enumerate(counts):
+        for linear in adapted_linears(arch, sparse=bool(sparse)):
+            if not (parts := linear.targeted(lora)):
+                continue
+            cut = layout.expert_tensor if linear.of_expert else layout.tensor
+            inputs, outputs = linear.inputs, linear.outputs
+            if linear.cuts_outputs:
+                outputs //= cut
+            else:
+                inputs //= cut
+            elements = count * lora.rank * (parts * inputs + outputs)
+            if linear.of_expert and arch.experts is not None:
+                experts += elements * arch.experts.count // layout.expert
+            else:
+                dense += elements
+    return RankParameters(0, 0, dense, experts)

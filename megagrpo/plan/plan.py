@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megagrpo.errors import Problem
+from megagrpo.layout.parallel import layers_of_stages
+from megagrpo.plan.advice import Planned, disk_advice, impossible, unwise
 from megagrpo.plan.assumptions import Assumptions, assumptions_from
 from megagrpo.plan.calibrate import calibrated
-from megagrpo.plan.checks.disk import disk_advice
-from megagrpo.plan.checks.impossible import memory_problems, node_problems
-from megagrpo.plan.checks.unwise import advice
-from megagrpo.plan.device_map import MappedDevice, Stage, device_map, stages
-from megagrpo.plan.estimate import Estimate, estimate
+from megagrpo.plan.device_map import MappedDevice, device_map
 from megagrpo.plan.machines import A_CPU, Machines, machines_of
-from megagrpo.plan.memory.device_memory import memory
-from megagrpo.plan.memory.parts import DeviceMemory
-from megagrpo.plan.show.summary import summary
-from megagrpo.plan.time.step_time import step_time
-from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.plan.memory import DeviceMemory, memory
+from megagrpo.plan.parameters import Stage, active_parameters, stages, total_parameters
+from megagrpo.plan.time import StepTime, step_time
+from megagrpo.recipe.defaults import checkpoint_directory, run_directory, total_steps
+from megagrpo.recipe.schema import AnyRecipe, DataFileConfig, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture
 
 UNITS = {
@@ -35,6 +34,7 @@ UNITS = {
     "factor": "times",
     "imbalance": "times",
 }
+"""Units of assumptions by the end of their names."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,29 @@ class Assumed:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """What a recipe needs and how long its steps take on some machines. `memory` has one entry for each kind of device.
+
+    `lacking_bytes`: how much the fullest device has too little; 0 if everything fits.
+    """
+
+    memory: tuple[DeviceMemory, ...]
+    time: StepTime
+    lacking_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.lacking_bytes == 0
+
+
+@dataclass(frozen=True)
 class Plan:
     """A recipe's plan. Without `machines` there is no estimate of time, unless a run on CPUs calibrates it."""
 
     recipe: AnyRecipe
     architecture: Architecture
     critic: Architecture | None  # of algorithm.critic.path; None: no critic, or one like the policy
-    summary: tuple[tuple[str, str], ...]
+    summary: Mapping[str, str]
     device: str  # "cuda" or "cpu": what is planned for
     device_map: tuple[MappedDevice, ...]
     stages: tuple[Stage, ...]
@@ -66,6 +82,19 @@ class Plan:
     problems: tuple[Problem, ...]  # why it cannot run there
     unwise: tuple[Problem, ...]
     unchecked: tuple[str, ...]  # what was not on this machine
+
+    @property
+    def noun(self) -> str:
+        """What one of its devices is called."""
+        return "GPU" if self.device == "cuda" else "process"
+
+    @property
+    def card_bytes(self) -> int | None:
+        return self.machines.gpu.memory_bytes if self.machines else None
+
+    @property
+    def fullest_first(self) -> list[DeviceMemory]:
+        return sorted(self.memory, key=lambda kind: kind.fullest.bytes, reverse=True)
 
 
 def plan_of(
@@ -84,41 +113,36 @@ def plan_of(
     Raises RecipeError for an unknown GPU or a wrong assumption, ReportError for a run without measurements.
     """
     assumptions, assumed, machines = _assumptions(recipe, architecture, given, run_directory, critic, epoch_rows)
-    device = planned_device(recipe)
+    device = "cpu" if recipe.cluster.device == "cpu" else "cuda"  # GPUs or CPUs of this machine do not matter
     known = machines if device == "cuda" else None
-    expected = estimate(recipe, architecture, known, assumptions, critic) if known else None
-    held = (
-        expected.memory
-        if expected
-        else memory(recipe, architecture, None, device, critic, assumptions.expert_imbalance)
-    )
-    if device == "cpu" and run_directory is not None:  # of CPUs nothing is known but what a run measured
-        expected = Estimate(held, step_time(recipe, architecture, A_CPU, assumptions, critic), 0)
+    held = memory(recipe, architecture, known, device, critic, assumptions.expert_imbalance)
+    expected = None
+    if known or (device == "cpu" and run_directory is not None):  # nothing is known of CPUs but what a run measured
+        time = step_time(recipe, architecture, known or A_CPU, assumptions, critic)
+        expected = Estimate(held, time, lacking_bytes(held, known) if known else 0)
+    planned = Planned(recipe, architecture, known, held, expected.time if expected else None, assumptions)
     return Plan(
         recipe=recipe,
         architecture=architecture,
         critic=critic,
-        summary=tuple(summary(recipe, architecture, assumptions.epoch_rows)),
+        summary=summary(recipe, architecture, assumptions.epoch_rows),
         device=device,
         device_map=device_map(recipe, device),
-        stages=stages(architecture, recipe.train.layout.parallel()),
+        stages=stages(architecture.layers, recipe.train.layout.parallel()),
         machines=known,
         memory=held,
         estimate=expected,
         assumptions=assumptions,
         assumed=assumed,
-        problems=(*node_problems(recipe), *memory_problems(recipe, architecture, held, known)),
-        unwise=(
-            *advice(recipe, architecture, known, expected, assumptions),
-            *disk_advice(recipe, architecture, critic),
-        ),
+        problems=tuple(impossible(planned)),
+        unwise=(*unwise(planned), *disk_advice(recipe, architecture, critic)),
         unchecked=tuple(unchecked),
     )
 
 
-def planned_device(recipe: AnyRecipe) -> str:
-    """What a plan is for: GPUs, unless the recipe says CPUs. Those of this machine do not matter."""
-    return "cpu" if recipe.cluster.device == "cpu" else "cuda"
+def lacking_bytes(held: Sequence[DeviceMemory], machines: Machines, spare: float = 0.0) -> int:
+    """How much the fullest device has too little; 0 if everything fits. `spare` is a share of a card to leave free."""
+    return max(0, max(kind.fullest.bytes for kind in held) - int(machines.gpu.memory_bytes * (1 - spare)))
 
 
 def _assumptions(
@@ -142,17 +166,123 @@ def _assumptions(
         kept = {name: getattr(before, name) for name in origins}  # what was given counts more than what was measured
         assumptions = replace(assumptions, **kept)
         origins = dict.fromkeys(changed, "calibrated") | origins
-    return assumptions, tuple(_assumed(assumptions, origins | counted)), machines
-
-
-def _assumed(assumptions: Assumptions, origins: dict[str, str]) -> list[Assumed]:
-    return [
+    origins |= counted
+    assumed = (
         Assumed(field.name, getattr(assumptions, field.name), unit_of(field.name), origins.get(field.name, "default"))
         for field in fields(assumptions)
-    ]
+    )
+    return assumptions, tuple(assumed), machines
 
 
 def unit_of(assumption: str) -> str:
     """By the end of its name, as everywhere: prompt_tokens are tokens."""
     ends = [end for end in UNITS if assumption == end or assumption.endswith(f"_{end}")]
     return UNITS[max(ends, key=len)]
+
+
+# --- summary ---------------------------------------------------------------------------------------------------------
+
+
+def summary(recipe: AnyRecipe, architecture: Architecture, epoch_rows: float | None = None) -> dict[str, str]:
+    """Sizes that follow from a checked recipe, in a sentence each. `epoch_rows`: rows of one epoch, if known."""
+    of_kind = _of_sft(recipe, epoch_rows) if isinstance(recipe, SftRecipe) else _of_grpo(recipe, epoch_rows)
+    active = f", {_count(active_parameters(architecture))} of them active" if architecture.experts else ""
+    parameters = f"{_count(total_parameters(architecture))} parameters{active}"
+    tensor = recipe.train.layout.tensor
+    padded = architecture.padded_vocab(tensor)
+    padding = f", padded to {padded}" if padded > architecture.vocab else ""
+    return {
+        "run": f"{recipe.name}, seed {recipe.seed}, in {run_directory(recipe)}",
+        "model": f"{architecture.family} of {parameters}, from {recipe.model.path}",
+        "ranks": _ranks(recipe, architecture),
+        "layers": _layers(recipe, architecture),
+        "vocabulary": f"{architecture.vocab}{padding}, {padded // tensor} on each tensor rank",
+        **dict(of_kind),
+        "checkpoints": f"every {recipe.checkpoint.every_steps} steps, in {checkpoint_directory(recipe)}",
+    }
+
+
+def _of_grpo(recipe: Recipe, epoch_rows: float | None) -> Iterator[tuple[str, str]]:
+    rollout, algorithm, train, kl = recipe.rollout, recipe.algorithm, recipe.train, recipe.algorithm.kl
+    prompts, samples, dynamic = rollout.prompts_per_step, rollout.samples_per_prompt, rollout.dynamic_sampling
+    responses = prompts * samples
+    rounds = f", groups without signal replaced in up to {dynamic.rounds_max} rounds" if dynamic else ""
+    yield "step", f"{prompts} prompts x {samples} samples = {responses} responses{rounds}"
+    penalty = f"{kl.coefficient:g} x KL ({kl.estimator}) in the {kl.placement}" if kl.coefficient else "no KL penalty"
+    names = f"{algorithm.advantage.name} advantages, {algorithm.loss.name} loss, {algorithm.aggregation}"
+    yield "objective", f"{names}, {penalty}"
+    epochs = f"{algorithm.epochs} epochs x " if algorithm.epochs > 1 else ""
+    minibatches = f"{algorithm.minibatches} minibatches" if epochs else f"{algorithm.minibatches}"
+    each = responses // algorithm.minibatches
+    yield "minibatches", f"{epochs}{minibatches} of {each} responses{_share(each, train.layout.data)}"
+    longest = f"{recipe.data.prompt_tokens_max} + {rollout.response_tokens_max}"
+    yield "sequence", f"up to {longest} tokens, packed into microbatches of {_capacity(recipe)}"
+    length = f"{train.total_steps} steps, {(train.total_steps or 0) * responses} responses"
+    if train.total_steps is None:
+        episodes = train.total_episodes
+        length = f"{episodes} responses" if episodes is not None else _epochs(recipe, epoch_rows, "prompts")
+    yield "length", length
+    evaluation, how = recipe.eval, "greedy"
+    if evaluation.temperature > 0:
+        how = f"{evaluation.samples_per_prompt} samples at {evaluation.temperature:g}"
+    files = f"every {evaluation.every_steps} steps on {_paths(evaluation.files)}, {how}"
+    yield "evaluation", files if evaluation.files else "none"
+
+
+def _of_sft(recipe: SftRecipe, epoch_rows: float | None) -> Iterator[tuple[str, str]]:
+    data, train, evaluation = recipe.data, recipe.train, recipe.eval
+    yield "step", f"{data.examples_per_step} examples{_share(data.examples_per_step, train.layout.data)}"
+    yield "sequence", f"up to {data.tokens_max} tokens, packed into microbatches of {_capacity(recipe)}"
+    yield "length", f"{train.total_steps} steps" if train.total_steps else _epochs(recipe, epoch_rows, "examples")
+    files = f"every {evaluation.every_steps} steps on {_paths(evaluation.files)}: loss"
+    yield "evaluation", files if evaluation.files else "none"
+
+
+def _ranks(recipe: AnyRecipe, architecture: Architecture) -> str:
+    layout = recipe.train.layout.parallel()
+    shown = layout if architecture.experts else replace(layout, expert_tensor=1)
+    ranks = f"{layout.ranks}{f' ({shown})' if layout.ranks > 1 else ''}"
+    if isinstance(recipe, SftRecipe):
+        return ranks
+    engines = f"{recipe.rollout.engines} {recipe.rollout.engine} engine{'s' if recipe.rollout.engines > 1 else ''}"
+    return f"{ranks}, {engines}, {recipe.cluster.placement}"
+
+
+def _layers(recipe: AnyRecipe, architecture: Architecture) -> str:
+    layout = recipe.train.layout.parallel()
+    counts, chunks = layers_of_stages(architecture.layers, layout), layout.virtual_pipeline
+    if len(set(counts)) == 1:
+        in_chunks = f" in {chunks} chunks of {counts[0] // chunks}" if chunks > 1 else ""
+        return f"{architecture.layers}, {counts[0]} on each pipeline stage{in_chunks}"
+    first, *between, last = counts
+    middle = f", {between[0]} on each in between" if between else ""
+    in_chunks = f", each in {chunks} chunks" if chunks > 1 else ""
+    return f"{architecture.layers}, {first} on the first pipeline stage{middle}, {last} on the last{in_chunks}"
+
+
+def _epochs(recipe: AnyRecipe, rows: float | None, what: str) -> str:
+    epochs = recipe.train.total_epochs
+    passes = f"{epochs} pass{'es' if epochs != 1 else ''} over the training {what}"
+    if rows is None:
+        return passes
+    steps = total_steps(recipe, math.ceil(rows))
+    return f"{passes}, {rows:.0f} rows: {steps} step{'s' if steps > 1 else ''} at most"
+
+
+def _share(sequences: int, data: int) -> str:
+    return f", about {sequences / data:g} on each of {data} data ranks" if data > 1 else ""
+
+
+def _capacity(recipe: AnyRecipe) -> int:
+    return recipe.train.tokens_per_microbatch * recipe.train.layout.context
+
+
+def _paths(files: Sequence[DataFileConfig]) -> str:
+    return ", ".join(file.path for file in files)
+
+
+def _count(number: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return str(number)

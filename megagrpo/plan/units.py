@@ -1,6 +1,9 @@
-"""Numbers for people: bytes and seconds with a unit that suits them."""
+"""Numbers as text: bytes and seconds with a unit that suits them, and runs of numbers."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
 
 BYTE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 SECOND_UNITS = ((86400.0, "days"), (3600.0, "h"), (120.0, "min"), (1.0, "s"), (1e-3, "ms"))
@@ -20,6 +23,15 @@ def second_text(seconds: float) -> str:
         if seconds >= size:
             return f"{_short(seconds / (60.0 if unit == 'min' else size))} {unit}"
     return "0 s" if seconds == 0 else f"{_short(seconds * 1e6)} us"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """`0-3, 8-11`."""
+    found = []
+    for _, run in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        found.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else f"{members[0]}")
+    return ", ".join(found)
 
 
 def _short(number: float) -> str:

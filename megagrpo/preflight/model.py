@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import ModelError, PreflightError, Problem
-from megagrpo.plan.known_models import known_models
+from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_checks import critic_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.families import read_architecture

@@ -11,8 +11,8 @@ from megagrpo.data.files import near_file, records
 from megagrpo.data.mixture import epoch_rows
 from megagrpo.data.rows import file_problems
 from megagrpo.errors import MegagrpoError, PreflightError, Problem
-from megagrpo.plan.checks.disk import disk_problems, runs_here
-from megagrpo.plan.known_models import known_models
+from megagrpo.plan.advice import disk_problems, runs_here
+from megagrpo.plan.parameters import known_models
 from megagrpo.preflight import machine
 from megagrpo.preflight.model import (
     critic_directory,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +11,13 @@ import torch
 from megagrpo.recipe.schema import Recipe
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Bytes. The fields are those of megagrpo.plan.memory.models.TrainedMemory."""
-
-    parameters: int
-    gradients: int
-    main_parameters: int
-    moments: int
-    buffers: int
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    policy: Measured
-    reference: int
-    critic: Measured | None
-
-
-def measure_all(cases: list[tuple[Path, Recipe]]) -> list[RankMemory]:
+def measure_all(cases: list[tuple[Path, Recipe]]) -> list[dict[str, int]]:
     """This rank's memory in each case: a model directory, and a recipe for as many ranks as there are."""
     return [measure(directory, recipe) for directory, recipe in cases]
 
 
-def measure(directory: Path, recipe: Recipe) -> RankMemory:
+def measure(directory: Path, recipe: Recipe) -> dict[str, int]:
+    """Bytes by the names of train.offload, without what is 0."""
     import torch.distributed as dist
 
     from megagrpo.layout.parallel import rank_grid
@@ -60,30 +42,15 @@ def measure(directory: Path, recipe: Recipe) -> RankMemory:
         critic = None
         if algorithm.critic is not None:
             critic = Critic(algorithm.critic, train, where, directory, dtype, torch.device("cpu")).model
-        return RankMemory(of_model(policy), size(reference), None if critic is None else of_model(critic))
+        found = of_model(policy) | {"reference": size(reference)}
+        if critic is not None:
+            found["critic"] = sum(of_model(critic).values())
+        return {name: held for name, held in found.items() if held}
     finally:
         process.stop_parallel()
 
 
-def parameters_of_layers(cases: list[tuple[Path, Recipe]]) -> list[list[list[tuple[str, tuple[int, ...]]]]]:
-    """Names and shapes of the parameters of each layer of each model, in the order in which modules register them."""
-    from megagrpo.megatron import process
-    from megagrpo.megatron.config import transformer_config
-    from megagrpo.megatron.model import build_chunks
-    from megagrpo.weights.families import read_architecture
-
-    found = []
-    for directory, recipe in cases:
-        arch, layout = read_architecture(directory), recipe.train.layout.parallel()
-        process.start_parallel(layout, seed=1)
-        (chunk,) = build_chunks(arch, transformer_config(arch, recipe.train, torch.float32, "cpu"), layout)
-        layers = [layer.named_parameters() for layer in chunk.decoder.layers]
-        found.append([[(name, tuple(parameter.shape)) for name, parameter in layer] for layer in layers])
-        process.stop_parallel()
-    return found
-
-
-def of_model(model: Any) -> Measured:
+def of_model(model: Any) -> dict[str, int]:
     """After a first step, which makes the moments."""
     from megagrpo.megatron.state import MOMENTS, parameters_of, parts_of
 
@@ -94,15 +61,12 @@ def of_model(model: Any) -> Measured:
     optimizers = [part.optimizer for part in parts_of(model.optimizer)]
     mains = [main for optimizer in optimizers for group in optimizer.param_groups for main in group["params"]]
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    return Measured(
-        parameters=size(parameters),
-        gradients=size(
-            buffer.grad_data for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ),
-        main_parameters=size(main for main in mains if main.untyped_storage() not in weights),
-        moments=size(state[name] for state in states for name in MOMENTS),
-        buffers=size(buffer for chunk in model.chunks for buffer in chunk.module.buffers()),
+    gradients = (
+        buffer.grad_data for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
     )
+    copies = size(main for main in mains if main.untyped_storage() not in weights)
+    moments = size(state[name] for state in states for name in MOMENTS)
+    return {"parameters": size(parameters), "gradients": size(gradients), "optimizer": copies + moments}
 
 
 def size(tensors: Iterable[torch.Tensor]) -> int:

@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 
-from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
-from megagrpo.plan.memory import logits as logits_memory
-from megagrpo.plan.memory.activations import Pass, forward_bytes, passes_in_flight, stage_bytes, working_bytes
-from megagrpo.plan.memory.logits import end_bytes, logits_bytes
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.plan import activations
+from megagrpo.plan.activations import (
+    Pass,
+    forward_bytes,
+    logits_bytes,
+    passes_in_flight,
+    stage_bytes,
+    working_bytes,
+)
+from megagrpo.plan.parameters import stages
 from megagrpo.recipe import schema
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
 from tests.rank_group import run_ranks
@@ -119,12 +126,10 @@ def planned(case: Case, stage: int) -> tuple[int, int]:
         recompute=case.recompute,
         adapters=case.lora,
     )
-    chunks = range(layout.virtual_pipeline)
-    layers = [layer for chunk in chunks for layer in layers_of_chunk(arch.layers, layout, stage, chunk)]
-    kept, forward = stage_bytes(work, stage, case.microbatches), forward_bytes(work, layers)
-    working = working_bytes(work, layers)
-    if stage == layout.pipeline - 1:
-        kept += end_bytes(work)
+    held = stages(arch.layers, layout)[stage]
+    kept, forward = stage_bytes(work, held, stage, case.microbatches), forward_bytes(work, held)
+    working = working_bytes(work, held)
+    if held.head:
         predicting = work.tokens - len(case.lengths) // layout.context
         working = max(working, logits_bytes(work, predicting, gradients=True))
         logits = logits_bytes(work, predicting, gradients=False, entropy=False)
@@ -166,5 +171,5 @@ def test_microbatches_in_flight_are_those_of_megatrons_schedules(pipeline: int, 
 def test_logits_are_planned_in_the_chunks_that_they_are_made_in() -> None:
     from megagrpo.megatron import heads
 
-    assert logits_memory.CHUNK_ELEMENTS == heads.CHUNK_ELEMENTS
-    assert logits_memory.CHUNK_COLUMNS == heads.CHUNK_COLUMNS
+    assert activations.LOGIT_CHUNK_ELEMENTS == heads.CHUNK_ELEMENTS
+    assert activations.LOGIT_CHUNK_COLUMNS == heads.CHUNK_COLUMNS

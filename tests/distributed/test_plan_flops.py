@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megagrpo.plan.time.flops import FORWARD, head_flops, layers_flops, training_pass
+from megagrpo.plan.parameters import layer_counts
+from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops, training_products
 from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.families import read_architecture
 from tests.rank_group import run_ranks
@@ -37,12 +38,13 @@ def test_products_of_real_ranks_are_those_that_are_counted(tmp_path_factory: pyt
     for number, ((directory, train), (name, _)) in enumerate(zip(cases, CASES, strict=True)):
         arch = read_architecture(directory)
         replicas = MICROBATCHES * train.layout.data
-        for over, index in ((FORWARD, 0), (training_pass(train), 1)):
+        for over, index in ((FORWARD, 0), (training_products(train), 1)):
             # The counter does not see attention's core in torch's kernel for CPUs. That kernel does not take values of
             # another size than keys': plain products of all pairs then, twice what a causal mask leaves.
             squares = 0.0 if arch.latent is None else 2.0 * replicas * LENGTH**2
-            layers = layers_flops(arch, range(arch.layers), over, float(replicas * LENGTH), squares, train.lora)
-            expected = (layers + head_flops(arch, over, float(replicas * RESPONSE))).total
+            counts = layer_counts(arch, range(arch.layers))
+            layers = layers_flops(arch, counts, over, float(replicas * LENGTH), squares, train.lora)
+            expected = layers.total + head_flops(arch, over, float(replicas * RESPONSE))
             found = sum(rank[number][index] for rank in measured)
             assert found == pytest.approx(expected, rel=0.01), (name, train.layout, train.recompute, index)
 

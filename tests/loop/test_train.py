@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.calibrate import calibrated
 from megagrpo.plan.machines import A_CPU
-from megagrpo.plan.time.step_time import step_time
+from megagrpo.plan.time import step_time
 from megagrpo.recipe.load import load
 from megagrpo.track.metrics import undocumented
 from megagrpo.weights.families import read_architecture

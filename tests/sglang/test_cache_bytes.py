@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from megagrpo.plan.known_models import known_models
-from megagrpo.plan.memory.engine import cache_bytes_per_token
+from megagrpo.plan.engine import cache_bytes_per_token
+from megagrpo.plan.parameters import known_models
 from megagrpo.weights.families import read_architecture
 
 TOKENS = 64

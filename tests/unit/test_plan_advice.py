@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megagrpo.errors import PreflightError
-from megagrpo.plan.checks.disk import STATE_BYTES, checkpoint_bytes, disk_advice, disk_problems
+from megagrpo.plan.advice import STATE_BYTES, checkpoint_bytes, disk_advice, disk_problems
 from megagrpo.plan.parameters import total_parameters
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load

@@ -9,7 +9,7 @@ from megagrpo.errors import ReportError
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.calibrate import calibrated
 from megagrpo.plan.machines import A_CPU, GPUS, Machines
-from megagrpo.plan.time.step_time import step_time
+from megagrpo.plan.time import step_time
 from megagrpo.recipe.load import dump, load
 from megagrpo.recipe.schema import SftRecipe
 from megagrpo.weights.families import read_architecture

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.weight_traffic import LinkSpeeds, topology_of, traffic_of
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.plan.time.communication import (
-    Collective,
-    Directions,
+from megagrpo.plan.communication import (
     Exchanged,
     Group,
     Groups,
@@ -18,11 +16,11 @@ from megagrpo.plan.time.communication import (
     context_exchange,
     exchange,
     gather,
-    layer_collectives,
-    replica_collectives,
-    stage_sends,
+    layer_seconds,
+    replica_seconds,
+    stage_seconds,
+    sync_bytes,
 )
-from megagrpo.plan.time.weight_sync import sync_bytes
 from megagrpo.recipe.schema import EngineLayoutConfig, TrainConfig
 from megagrpo.weights.families import architecture_of
 from megagrpo.weights.plan import make_plan
@@ -30,6 +28,8 @@ from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import TE_SPEC
 
 FAST = Links(node=400e9, network=40e9, node_latency=0.0, network_latency=0.0)
+BYTES = Links(node=1.0, network=1.0, node_latency=0.0, network_latency=0.0)
+"""A byte a second: seconds are the bytes that leave the busiest GPU over its slowest link."""
 CONFIG = {
     "model_type": "qwen3", "num_hidden_layers": 8, "hidden_size": 256, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 32, "vocab_size": 1024, "max_position_embeddings": 4096,
@@ -64,60 +64,49 @@ def test_groups_lie_on_nodes_as_ranks_are_numbered(tensor, context, data, pipeli
 
 
 def test_a_ring_enters_each_node_once_for_all_of_its_members():
-    within = gather("x", Group(8, 8), 8e9, 1, FAST)
-    assert (within.link, within.bytes) == ("node", 7e9)
-    assert within.seconds == pytest.approx(7e9 / 400e9)
-    across = gather("x", Group(16, 8), 16e9, 2, FAST)
-    assert (across.link, across.bytes) == ("network", 2 * 15e9 / 8)
-    assert across.seconds == pytest.approx(2 * max(15e9 / 400e9, 15e9 / 8 / 40e9))
-    alone = gather("x", Group(16, 1), 16e9, 1, FAST)
-    assert alone.seconds == pytest.approx(15e9 / 40e9)
+    assert gather(Group(8, 8), 8e9, 1, FAST) == pytest.approx(7e9 / 400e9)
+    assert gather(Group(16, 8), 16e9, 2, FAST) == pytest.approx(2 * max(15e9 / 400e9, 15e9 / 8 / 40e9))
+    assert gather(Group(16, 1), 16e9, 1, FAST) == pytest.approx(15e9 / 40e9)
 
 
 def test_an_exchange_sends_to_everyone_alike():
-    assert exchange("x", Group(4, 4), 4e9, 1, FAST).seconds == pytest.approx(3e9 / 400e9)
-    across = exchange("x", Group(16, 8), 16e9, 1, FAST)
-    assert (across.bytes, across.seconds) == (8e9, pytest.approx(8e9 / 40e9))
+    assert exchange(Group(4, 4), 4e9, 1, FAST) == pytest.approx(3e9 / 400e9)
+    assert exchange(Group(16, 8), 16e9, 1, FAST) == pytest.approx(8e9 / 40e9)
 
 
-def test_nobody_waits_for_a_collective_of_one():
+def test_a_collective_of_one_takes_no_time():
     slow = Links(1.0, 1.0, 1.0, 1.0)
-    assert gather("x", Group(1, 1), 1e9, 5, slow).seconds == 0
-    assert exchange("x", Group(1, 1), 1e9, 5, slow).seconds == 0
+    assert gather(Group(1, 1), 1e9, 5, slow) == exchange(Group(1, 1), 1e9, 5, slow) == 0
 
 
-def collectives(arch, layout, directions=None, **train):
+def bytes_of(arch, layout, forward=1, backward=1, **train):
+    """Bytes of a layer's collectives in a pass of 8,192 tokens in four microbatches of bfloat16."""
     train = TrainConfig(layout=layout, total_steps=1, **train)
-    passed = Exchanged(8192.0, 4, 2, directions or Directions(1, 1))
-    found = layer_collectives(arch, 0, train, Groups.of(train.layout.parallel(), 8), passed, FAST)
-    return {one.name: one for one in found}
+    passed = Exchanged(8192.0, 4, 2, forward, backward)
+    sparse = arch.experts is not None
+    return layer_seconds(arch, sparse, train, Groups.of(train.layout.parallel(), 8), passed, BYTES)
 
 
 def test_tensor_ranks_gather_and_scatter_hidden_states():
-    forward = collectives(DENSE, {"tensor": 4}, Directions(1, 0))["tensor"]
+    once = bytes_of(DENSE, {"tensor": 4}, 1, 0)["tensor"]
     # All of the pass's hidden states, less the rank's own quarter: gathered and scattered around attention and MLP.
-    assert forward.bytes == pytest.approx(4 * 8192 * 256 * 2 * 3 / 4)
-    both = collectives(DENSE, {"tensor": 4})["tensor"]
-    assert both.bytes == pytest.approx(forward.bytes * 10 / 4)
-    again = collectives(DENSE, {"tensor": 4}, Directions(2, 1))["tensor"]
-    assert again.bytes == pytest.approx(forward.bytes * 14 / 4)
-    experts = collectives(MIXTURE, {"tensor": 4, "expert": 4, "expert_tensor": 1}, Directions(1, 0))
-    assert experts["tensor"].bytes == pytest.approx(forward.bytes / 2)
+    assert once == pytest.approx(4 * 8192 * 256 * 2 * 3 / 4)
+    assert bytes_of(DENSE, {"tensor": 4})["tensor"] == pytest.approx(once * 10 / 4)
+    assert bytes_of(DENSE, {"tensor": 4}, 2, 1)["tensor"] == pytest.approx(once * 14 / 4)
+    experts = bytes_of(MIXTURE, {"tensor": 4, "expert": 4, "expert_tensor": 1}, 1, 0)
+    assert experts["tensor"] == pytest.approx(once / 2)
 
 
 def test_context_ranks_get_all_keys_and_values_or_swap_heads():
     layout = {"context": 4}
-    gathered = collectives(DENSE, layout, Directions(1, 0), layer_spec="local")["context"]
-    assert gathered.bytes == pytest.approx(8192 * 2 * 8 * 32 * 2 * 3 / 4)
-    swapped = collectives(DENSE, layout, Directions(1, 0), megatron={"cp_comm_type": "a2a"})["context"]
+    gathered = bytes_of(DENSE, layout, 1, 0, layer_spec="local")["context"]
+    assert gathered == pytest.approx(8192 * 2 * 8 * 32 * 2 * 3 / 4)
+    swapped = bytes_of(DENSE, layout, 1, 0, megatron={"cp_comm_type": "a2a"})["context"]
     # Queries, keys, values and outputs of the rank's quarter of all tokens, three quarters of them to others.
-    assert swapped.bytes == pytest.approx(8192 / 4 * (2 * 16 + 2 * 8) * 32 * 2 * 3 / 4)
-
-
-def test_keys_and_values_travel_whole_where_tensor_ranks_outnumber_them():
+    assert swapped == pytest.approx(8192 / 4 * (2 * 16 + 2 * 8) * 32 * 2 * 3 / 4)
     narrow = architecture_of(CONFIG | {"num_key_value_heads": 2})
-    found = collectives(narrow, {"tensor": 4, "context": 2}, Directions(1, 0))["context"]
-    assert found.bytes == pytest.approx(8192 * 2 * 1 * 32 * 2 / 2)  # one head of keys and one of values on each rank
+    found = bytes_of(narrow, {"tensor": 4, "context": 2}, 1, 0)["context"]
+    assert found == pytest.approx(8192 * 2 * 1 * 32 * 2 / 2)  # one head of keys and one of values on each rank
 
 
 @pytest.mark.parametrize(
@@ -131,9 +120,9 @@ def test_keys_and_values_travel_whole_where_tensor_ranks_outnumber_them():
     ],
 )
 def test_context_ranks_exchange_keys_as_often_as_cores_are_computed(train, passes):
-    once = collectives(DENSE, {"context": 4}, Directions(1, 0))["context"]
-    ways = Directions(2 if train.get("recompute") == "full" else 1, 1)
-    assert collectives(DENSE, {"context": 4}, ways, **train)["context"].bytes == pytest.approx(passes * once.bytes)
+    once = bytes_of(DENSE, {"context": 4}, 1, 0)["context"]
+    forward = 2 if train.get("recompute") == "full" else 1
+    assert bytes_of(DENSE, {"context": 4}, forward, 1, **train)["context"] == pytest.approx(passes * once)
 
 
 def test_the_context_exchange_is_what_megatron_is_told():
@@ -146,29 +135,26 @@ def test_the_context_exchange_is_what_megatron_is_told():
 
 
 def test_tokens_go_to_their_experts_and_back():
-    found = collectives(MIXTURE, {"tensor": 2, "data": 8, "expert": 16, "expert_tensor": 1}, Directions(1, 0))
-    sent = 2 * 8192 / 2 * 4 * 256 * 2
-    assert found["experts"].bytes == pytest.approx(sent * 8 / 16)
-    assert found["experts"].link == "network"
+    layout = {"tensor": 2, "data": 8, "expert": 16, "expert_tensor": 1}
+    found = bytes_of(MIXTURE, layout, 1, 0)
+    assert found["experts"] == pytest.approx(2 * 8192 / 2 * 4 * 256 * 2 * 8 / 16)
     assert "experts' tensor" not in found
-    assert "experts" not in collectives(DENSE, {"tensor": 2, "data": 8})
+    assert "experts" not in bytes_of(DENSE, {"tensor": 2, "data": 8})
 
 
 def test_stages_send_each_microbatch_forth_and_its_gradient_back():
     layout = ParallelLayout(tensor=2, pipeline=4, virtual_pipeline=2)
-    passed = Exchanged(8192.0, 4, 2, Directions(2, 1))
-    sent = stage_sends(DENSE, layout, Groups.of(layout, 8), passed, FAST)
-    assert sent == Collective("pipeline", "node", 2 * 2 * 8192 / 2 * 256 * 2, pytest.approx(sent.bytes / 400e9))
-    assert stage_sends(DENSE, ParallelLayout(), Groups.of(ParallelLayout(), 8), passed, FAST).seconds == 0
+    sent = stage_seconds(DENSE, layout, Groups.of(layout, 8), Exchanged(8192.0, 4, 2, 2, 1), BYTES)
+    assert sent == pytest.approx(2 * 2 * 8192 / 2 * 256 * 2)
 
 
 @pytest.mark.parametrize(("distributed", "back"), [(True, 2), (False, 4)])
 def test_replicas_sum_gradients_and_get_weights_back(distributed, back):
-    train = TrainConfig(layout={"tensor": 2, "data": 16}, total_steps=1, distributed_optimizer=distributed)
-    groups = Groups.of(train.layout.parallel(), 8)
-    gradients, weights = replica_collectives(1e9, 0.0, train, groups, 2, FAST)
-    assert gradients.bytes == pytest.approx(4e9 * 15 / 16 / 4)  # four of the sixteen replicas share a node's network
-    assert weights.bytes == pytest.approx(back * 1e9 * 15 / 16 / 4)
+    groups = Groups.of(ParallelLayout(tensor=2, data=16), 8)
+    found = replica_seconds(1e9, 0.0, distributed, groups, 2, Links(1e30, 1.0, 0.0, 0.0))
+    each = 15 / 16 / 4  # four of the sixteen replicas share a node's network
+    assert list(found.values()) == pytest.approx([4e9 * each, back * 1e9 * each])
+    assert all("(network)" in name for name in found)
 
 
 @pytest.mark.parametrize("colocated", [True, False])
@@ -190,7 +176,7 @@ def test_bytes_of_a_sync_are_near_those_of_the_real_plan(arch, layout, engine, e
     first = 0 if colocated else len(sources)
     topology = topology_of(range(len(sources)), range(first, first + len(ranks)), 8)
     traffic = traffic_of(make_plan(sources, destinations, topology), LinkSpeeds(), 1 << 28)
-    found = sync_bytes(arch, layout, engine, engines, 8, 2, colocated=colocated)
+    found = sync_bytes(arch, layout, (engine.tensor, engine.expert), engines, 8, 2, colocated=colocated)
     counted = {link: traffic.links[link].busiest for link in ("network", "node")}
     seconds = max(counted["network"] / 50e9, counted["node"] / 450e9)
     assert max(found.network / 50e9, found.node / 450e9) == pytest.approx(seconds, rel=0.25)

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from megagrpo.cli import parse
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.known_models import known_models
 from megagrpo.plan.machines import GPUS
+from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import plan_of, unit_of
-from megagrpo.plan.search.search import search_for
+from megagrpo.plan.search import search_for
 from megagrpo.plan.show.terminal import draw
 from megagrpo.recipe.load import load
 from megagrpo.weights.families import read_architecture

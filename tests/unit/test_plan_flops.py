@@ -1,12 +1,15 @@
 """Counted matrix products against those that real models do, by torch's own counter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
-from megagrpo.plan.time.flops import FORWARD, head_flops, layers_flops, sequence_flops, training_pass
+from megagrpo.plan.parameters import layer_counts
+from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops, training_products
 from megagrpo.recipe.schema import LoraConfig, TrainConfig
 from megagrpo.weights.families import architecture_of
 from tests.tiny_models import DIMENSIONS, FAMILIES
@@ -32,21 +35,24 @@ def counted(model, *, backward):
     return counter.get_total_flops()
 
 
-def of_all_pairs(arch, over):
-    """What transformers' eager attention multiplies besides: it masks half of all pairs after their products."""
-    return layers_flops(arch, range(arch.layers), over, 0.0, float(LENGTH) ** 2).attention
+def layers_of(arch, over, lora=None):
+    """All layers of the model over one sequence."""
+    return layers_flops(arch, layer_counts(arch, range(arch.layers)), over, float(LENGTH), float(LENGTH) ** 2, lora)
+
+
+def as_transformers(arch, over):
+    """Also what its eager attention multiplies besides: it masks half of all pairs after their products. It keeps its
+    logits, where we compute them again."""
+    layers = layers_of(arch, over)
+    return layers.total + layers.attention + head_flops(arch, replace(over, head=min(over.head, 3)), LENGTH)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forward_and_backward_of_every_family_are_what_torch_counts(family):
     model, arch = model_of(family)
-    ours = sequence_flops(arch, FORWARD, LENGTH, LENGTH).total + of_all_pairs(arch, FORWARD)
-    assert ours == pytest.approx(counted(model, backward=False), rel=0.002)
-
-    training = training_pass(TrainConfig(total_steps=1))
-    ours = sequence_flops(arch, training, LENGTH, LENGTH).total + of_all_pairs(arch, training)
-    ours -= head_flops(arch, FORWARD, LENGTH).total  # transformers keeps its logits
-    assert ours == pytest.approx(counted(model, backward=True), rel=0.002)
+    assert as_transformers(arch, FORWARD) == pytest.approx(counted(model, backward=False), rel=0.002)
+    training = training_products(TrainConfig(total_steps=1))
+    assert as_transformers(arch, training) == pytest.approx(counted(model, backward=True), rel=0.002)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -54,10 +60,8 @@ def test_recomputed_layers_are_what_torch_counts(family):
     model, arch = model_of(family)
     model.activation_checkpointing_enable({"use_reentrant": True})  # as Megatron's: whole layers
     model.train()
-    full = training_pass(TrainConfig(total_steps=1, recompute="full"))
-    ours = sequence_flops(arch, full, LENGTH, LENGTH).total + of_all_pairs(arch, full)
-    ours -= head_flops(arch, FORWARD, LENGTH).total
-    assert ours == pytest.approx(counted(model, backward=True), rel=0.002)
+    full = training_products(TrainConfig(total_steps=1, recompute="full"))
+    assert as_transformers(arch, full) == pytest.approx(counted(model, backward=True), rel=0.002)
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -73,17 +77,8 @@ def test_the_output_layer_is_counted_as_it_is_computed(trained):
             hidden, positions, positions % 7, weight, shard, temperature=1.0, entropy=False
         )
         logprobs.sum().backward()
-    over = training_pass(TrainConfig(total_steps=1, lora=None if trained else LoraConfig()))
-    assert counter.get_total_flops() == head_flops(arch, over, float(len(positions))).total
-
-
-def test_parts_add_up_to_the_whole_model():
-    _, arch = model_of("deepseek_v3")
-    whole = layers_flops(arch, range(arch.layers), FORWARD, 10.0, 100.0)
-    parts = [layers_flops(arch, [layer], FORWARD, 10.0, 100.0) for layer in range(arch.layers)]
-    assert sum(part.total for part in parts) == pytest.approx(whole.total)
-    assert parts[0].experts == 0.0
-    assert all(part.experts > 0.0 for part in parts[1:])
+    over = training_products(TrainConfig(total_steps=1, lora=None if trained else LoraConfig()))
+    assert counter.get_total_flops() == head_flops(arch, over, float(len(positions)))
 
 
 def test_recompute_and_adapters_change_what_is_done():
@@ -91,7 +86,7 @@ def test_recompute_and_adapters_change_what_is_done():
 
     def flops(**train):
         train = TrainConfig(total_steps=1, **train)
-        return sequence_flops(arch, training_pass(train), LENGTH, LENGTH, train.lora)
+        return layers_of(arch, training_products(train), train.lora)
 
     none, selective, full = (flops(recompute=kind) for kind in ("none", "selective", "full"))
     assert selective.attention == pytest.approx(none.attention * 4 / 3)

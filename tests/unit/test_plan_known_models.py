@@ -8,8 +8,7 @@ import pytest
 
 from megagrpo.cli import main
 from megagrpo.errors import PreflightError
-from megagrpo.plan.known_models import known_models
-from megagrpo.plan.parameters import total_parameters
+from megagrpo.plan.parameters import known_models, total_parameters
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
 from megagrpo.weights.families import read_architecture

@@ -1,4 +1,4 @@
-"""A device's memory by phase: its parts at real sizes, what moves them, and an engine's weights and cache."""
+"""Memory by kind of device and phase: its parts at real sizes, what moves them, and an engine's weights and cache."""
 
 from __future__ import annotations
 
@@ -12,62 +12,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.plan.activations import Pass, layer_bytes, logits_bytes, passes_in_flight, stage_bytes, working_bytes
+from megagrpo.plan.advice import checkpoint_bytes
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.checks.disk import checkpoint_bytes
-from megagrpo.plan.known_models import known_models
-from megagrpo.plan.machines import GPUS, Machines
-from megagrpo.plan.memory import engine as engines
-from megagrpo.plan.memory.activations import Pass, layer_bytes, passes_in_flight, stage_bytes, working_bytes
-from megagrpo.plan.memory.device_memory import memory
-from megagrpo.plan.memory.engine import (
-    cache_bytes_per_token,
-    default_fraction,
-    engine_memory,
-    weight_elements,
+from megagrpo.plan.engine import cache_bytes_per_token, default_fraction, engine_memory
+from megagrpo.plan.memory import DeviceMemory, PhaseMemory, memory, model_parts
+from megagrpo.plan.parameters import (
+    active_parameters,
+    engine_rank_parameters,
+    expert_parameters,
+    fused_layers,
+    known_models,
+    rank_parameters,
+    stages,
+    total_parameters,
 )
-from megagrpo.plan.memory.logits import logits_bytes
-from megagrpo.plan.memory.parts import DeviceMemory, PhaseMemory
 from megagrpo.plan.plan import plan_of
-from megagrpo.plan.time.step_time import step_time
+from megagrpo.plan.time import step_time
 from megagrpo.recipe.defaults import plan_devices
-from megagrpo.recipe.schema import EngineLayoutConfig, Recipe, SftRecipe
+from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
 from megagrpo.rollout.sglang import arguments
-from megagrpo.weights.families import read_architecture
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families import read_architecture, tensors_of
+from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.sides import sglang
 from tests import plans
+from tests.plans import H100, QWEN_8B, QWEN_HALF_B, known_model, merged, sft_recipe
 from tests.tiny_models import FAMILIES, make_model
 
-H100 = Machines(GPUS["H100"], 8, 50e9)
 SAVER = {"enable_memory_saver": True, "mem_fraction_static": 0.5}
-MODELS = ("meta-llama/Llama-3.1-70B-Instruct", "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B")
+LLAMA, DEEPSEEK, EXPERTS = map(known_model, (plans.LLAMA_70B, plans.DEEPSEEK, plans.QWEN_30B))
 
 
-def model(name: str) -> Architecture:
-    return read_architecture(known_models()[name])
-
-
-LLAMA, DEEPSEEK, EXPERTS = map(model, MODELS)
-
-
-def recipe_of(layout: dict[str, int] | None = None, **sections: Any) -> Recipe:
-    """128 prompts x 8 responses of up to 8192 tokens; sections are merged into these."""
-    whole: dict[str, Any] = {
-        "name": "memory",
-        "model": {"path": "unused"},
-        "data": {"train": [{"path": "unused"}], "prompt_tokens_max": 1024},
-        "rollout": {
-            "engine": "sglang",
-            "prompts_per_step": 128,
-            "samples_per_prompt": 8,
-            "response_tokens_max": 7168,
-        },
-        "reward": {"functions": [{"function": "gsm8k"}]},
-        "train": {"total_steps": 1, "layout": layout or {}},
-    }
-    for name, section in sections.items():
-        whole[name] = whole.get(name, {}) | section
-    return Recipe.model_validate(whole)
+def held_by(recipe: Recipe, arch: Architecture = LLAMA, critic: Architecture | None = None) -> DeviceMemory:
+    """The first kind of device, on H100."""
+    return memory(recipe, arch, H100, "cuda", critic)[0]
 
 
 def phases(held: DeviceMemory) -> dict[str, dict[str, int]]:
@@ -81,6 +59,69 @@ def phases(held: DeviceMemory) -> dict[str, dict[str, int]]:
 
 def engine_parts(phase: dict[str, int]) -> set[str]:
     return {name for name in phase if name.startswith("engine")}
+
+
+# --- parameters and models -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", known_models())
+def test_parameters_are_those_of_the_checkpoint(model: str) -> None:
+    for arch in (known_model(model), critic_of(known_model(model))):
+        tensors = tensors_of(arch)
+        assert total_parameters(arch) == sum(prod(tensor.shape) for tensor in tensors)
+        assert expert_parameters(arch) == sum(prod(tensor.shape) for tensor in tensors if tensor.expert is not None)
+
+
+@pytest.mark.parametrize(
+    ("model", "active"),
+    [
+        (plans.QWEN_235B, 22.19e9),  # the model card says 22B,
+        (plans.QWEN_30B, 3.35e9),  # 3.3B,
+        (plans.DEEPSEEK, 37.55e9),  # and arXiv:2412.19437 37B
+    ],
+)
+def test_active_parameters_are_those_of_the_models_names(model: str, active: float) -> None:
+    assert active_parameters(known_model(model)) == pytest.approx(active, rel=2e-3)
+
+
+def test_all_ranks_of_671b_on_2048_gpus_hold_the_whole_model() -> None:
+    layout = plans.changed(plans.ON_2048).train.layout.parallel()
+    held = [rank_parameters(DEEPSEEK, layout, stage, fused=True) for stage in range(16)]
+    assert sum(rank.experts for rank in held) * layout.expert == 58 * 256 * 3 * 7168 * 2048
+    llama = ParallelLayout(tensor=8, pipeline=4, data=4)
+    whole = sum(rank_parameters(LLAMA, llama, stage, fused=True).total for stage in range(4))
+    norms = (2 * 80 + 1) * LLAMA.hidden * 7  # on each tensor rank
+    assert whole * 8 == total_parameters(LLAMA) + norms
+
+
+def test_an_8b_model_on_one_gpu_costs_eighteen_bytes_for_each_parameter() -> None:
+    arch = known_model(QWEN_8B)
+    count = total_parameters(arch)
+    recipe = merged(model={"dtype": "bfloat16"})
+    assert model_parts(recipe, arch, 0, "cpu") == {
+        "parameters": 2 * count, "gradients": 4 * count, "optimizer": 12 * count,
+    }  # fmt: skip
+
+
+def test_the_distributed_optimizer_shares_what_an_optimizer_needs() -> None:
+    recipe = merged({"tensor": 8, "pipeline": 4, "data": 4})
+    shard = rank_parameters(LLAMA, recipe.train.layout.parallel(), stage=1, fused=True).total
+    held = model_parts(recipe, LLAMA, 1, "cuda")
+    assert held == {"parameters": 2 * shard, "gradients": 4 * shard, "optimizer": 12 * shard // 4}
+
+
+def test_sft_and_recipes_without_a_penalty_have_no_reference() -> None:
+    arch = known_model(QWEN_HALF_B)
+    sft = model_parts(sft_recipe(), arch, 0, "cuda")
+    assert list(sft) == ["parameters", "gradients", "optimizer"]
+    penalty = model_parts(merged(algorithm={"kl": {"coefficient": 0.001}}), arch, 0, "cuda")
+    assert penalty == sft | {"reference": 2 * total_parameters(arch)}
+
+
+def test_plans_for_gpus_expect_transformer_engine() -> None:
+    assert fused_layers(merged().train, "cuda")
+    assert not fused_layers(merged().train, "cpu")
+    assert not fused_layers(merged(train={"lora": {}}).train, "cuda")
 
 
 # --- activations -----------------------------------------------------------------------------------------------------
@@ -133,13 +174,15 @@ def test_more_recomputation_keeps_less_and_more_tokens_more(
     layout = ParallelLayout(pipeline=pipeline, virtual_pipeline=virtual_pipeline)
     work = pass_of(arch, layout=layout, transformer_engine=fused and device == "cuda", device=device)
     ways = [replace(work, recompute=recompute) for recompute in ("none", "selective", "full")]
-    held = [stage_bytes(each, 0, microbatches) for each in ways]
+    of_stage = stages(arch.layers, layout)
+    held = [stage_bytes(each, of_stage[0], 0, microbatches) for each in ways]
     assert held[0] >= held[1] > held[2]
-    again = [working_bytes(each, [3]) for each in ways]
+    again = [working_bytes(each, of_stage[0]) for each in ways]
     assert again[2] > again[0]
-    assert stage_bytes(replace(work, tokens=9000), 0, microbatches) > held[0]
-    assert stage_bytes(work, 0, microbatches + 1) >= held[0]
-    assert all(stage_bytes(work, stage, 8) >= stage_bytes(work, stage + 1, 8) for stage in range(pipeline - 1))
+    assert stage_bytes(replace(work, tokens=9000), of_stage[0], 0, microbatches) > held[0]
+    assert stage_bytes(work, of_stage[0], 0, microbatches + 1) >= held[0]
+    every = [stage_bytes(work, stage, index, 8) for index, stage in enumerate(of_stage[:-1])]
+    assert every == sorted(every, reverse=True)
 
 
 def test_a_stage_holds_the_microbatches_that_its_schedule_runs_ahead() -> None:
@@ -182,7 +225,7 @@ def test_engine_weights_are_those_of_sglangs_manifest(family: str, tiny: dict[st
                 continue
             for rank in range(tensor):
                 held = sglang.manifest(arch, layout, rank, "float32", device).storages.values()
-                assert weight_elements(arch, tensor, expert, device) == sum(prod(one.shape) for one in held)
+                assert engine_rank_parameters(arch, tensor, expert, device) == sum(prod(one.shape) for one in held)
                 compared += 1
     assert compared >= 5
 
@@ -209,21 +252,21 @@ def test_cached_bytes_of_published_models() -> None:
 def test_an_engine_fills_its_share_of_a_card() -> None:
     layout = {"layout": {"tensor": 8}, "requests_at_once": 1000}
     card = H100.gpu.memory_bytes
-    held = engine_memory(recipe_of(rollout=layout | {"sglang": {"mem_fraction_static": 0.5}}), LLAMA, card, "cuda")
+    held = engine_memory(merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.5}}), LLAMA, card, "cuda")
     assert 0 <= card // 2 - held.weights - held.cache < 40960
     assert held.weights == pytest.approx(2 * 70.55e9 / 8, rel=0.01)
     assert held.sequences == held.cache_tokens // 8192
-    half = recipe_of(rollout=layout | {"sglang": {"mem_fraction_static": 0.5, "kv_cache_dtype": "fp8_e5m2"}})
+    half = merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.5, "kv_cache_dtype": "fp8_e5m2"}})
     assert engine_memory(half, LLAMA, card, "cuda").cache_tokens == pytest.approx(2 * held.cache_tokens, abs=2)
-    capped = recipe_of(rollout=layout | {"sglang": {"max_total_tokens": 16384}})
+    capped = merged(rollout=layout | {"sglang": {"max_total_tokens": 16384}})
     assert engine_memory(capped, LLAMA, card, "cuda").cache == 16384 * 40960
-    tight = recipe_of(rollout=layout | {"sglang": {"mem_fraction_static": 0.1}})
+    tight = merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.1}})
     assert engine_memory(tight, LLAMA, card, "cuda").sequences == 0
 
 
 def test_an_engine_is_asked_for_no_more_than_its_part_of_a_step() -> None:
-    few = recipe_of({"data": 4}, rollout={"engines": 4, "prompts_per_step": 4, "sglang": {"mem_fraction_static": 0.8}})
-    assert engine_memory(few, model("Qwen/Qwen3-8B"), H100.gpu.memory_bytes, "cuda").sequences == 8
+    few = merged({"data": 4}, rollout={"engines": 4, "prompts_per_step": 4, "sglang": {"mem_fraction_static": 0.8}})
+    assert engine_memory(few, known_model(QWEN_8B), H100.gpu.memory_bytes, "cuda").sequences == 8
 
 
 def test_sglangs_own_fraction_leaves_what_it_says() -> None:
@@ -236,7 +279,7 @@ def test_sglangs_own_fraction_leaves_what_it_says() -> None:
 
 def test_servers_on_cpus_have_the_cache_that_they_are_started_with() -> None:
     for changes in ({}, {"requests_at_once": 2}, {"response_tokens_max": 40000}):
-        recipe = recipe_of(rollout=changes)
+        recipe = merged(rollout=changes)
         held = engine_memory(recipe, LLAMA, None, "cpu")
         given = arguments.server_arguments(
             model_directory="",
@@ -249,14 +292,13 @@ def test_servers_on_cpus_have_the_cache_that_they_are_started_with() -> None:
             options={},
         )
         assert held.cache_tokens == given["max_total_tokens"]
-    assert engines.CPU_FFN_MULTIPLE == sglang.CPU_FFN_MULTIPLE
 
 
 # --- a device, phase by phase ----------------------------------------------------------------------------------------
 
 
 def test_every_device_is_of_one_kind() -> None:
-    recipe = recipe_of(
+    recipe = merged(
         {"tensor": 2, "pipeline": 2, "data": 2},
         cluster={"placement": "disaggregated", "engine_devices": 4},
         rollout={"engines": 2, "layout": {"tensor": 2}},
@@ -272,10 +314,10 @@ def test_every_device_is_of_one_kind() -> None:
 def test_offload_takes_what_it_says_from_rollouts_and_all_but_parameters_from_syncs() -> None:
     layout = {"tensor": 8, "pipeline": 2, "data": 2}
     algorithm = {"kl": {"coefficient": 0.001}}
-    here = phases(memory(recipe_of(layout, algorithm=algorithm), LLAMA, H100, "cuda")[0])
+    here = phases(held_by(merged(layout, algorithm=algorithm)))
     offload = ["parameters", "optimizer"]
-    moved = recipe_of(layout, train={"total_steps": 1, "layout": layout, "offload": offload}, algorithm=algorithm)
-    away = phases(memory(moved, LLAMA, H100, "cuda")[0])
+    moved = merged(layout, train={"total_steps": 1, "layout": layout, "offload": offload}, algorithm=algorithm)
+    away = phases(held_by(moved))
     assert {name: here[name] for name in ("logprobs", "update")} == {
         name: away[name] for name in ("logprobs", "update")
     }
@@ -289,34 +331,34 @@ def test_offload_takes_what_it_says_from_rollouts_and_all_but_parameters_from_sy
 def test_a_memory_saver_takes_the_engine_away_from_training() -> None:
     layout = {"tensor": 8}
     held = {
-        saved: phases(memory(recipe_of(layout, rollout={"layout": layout, "sglang": options}), LLAMA, H100, "cuda")[0])
+        saved: phases(held_by(merged(layout, rollout={"layout": layout, "sglang": options})))
         for saved, options in ((True, SAVER), (False, {"mem_fraction_static": 0.5}))
     }
     assert held[True]["rollout"] == held[False]["rollout"]
     assert held[False]["update"].keys() - held[True]["update"].keys() == {"engine weights", "engine cache"}
     assert held[False]["weight_sync"].keys() - held[True]["weight_sync"].keys() == {"engine cache"}
     buckets = {name: size for name, size in held[True]["weight_sync"].items() if "buckets" in name}
-    assert set(buckets.values()) == {2 * recipe_of().weights.bucket_bytes}
+    assert set(buckets.values()) == {2 * merged().weights.bucket_bytes}
 
 
 def test_weights_that_travel_as_files_need_no_buckets() -> None:
     elsewhere = {"engine": "external", "urls": ["http://somewhere:30000"]}
     for sections in ({"weights": {"transfer": "disk"}}, {"rollout": elsewhere}):
-        held = phases(memory(recipe_of({"tensor": 8}, **sections), LLAMA, H100, "cuda")[0])
+        held = phases(held_by(merged({"tensor": 8}, **sections)))
         assert not [name for name in held["weight_sync"] if "buckets" in name]
 
 
 def test_torch_keeps_the_memory_of_passes_from_an_engine_on_the_same_card() -> None:
-    held = phases(memory(recipe_of({"tensor": 8}), LLAMA, H100, "cuda")[0])
+    held = phases(held_by(merged({"tensor": 8})))
     passing = held["update"]["activations"] + held["update"]["logits"]
     assert held["rollout"]["kept by torch's allocator"] == passing
     assert held["weight_sync"]["kept by torch's allocator"] == passing - held["weight_sync"]["sync buckets"]
-    assert "kept by torch's allocator" not in phases(memory(recipe_of({"tensor": 8}), LLAMA, None, "cpu")[0])["rollout"]
+    assert "kept by torch's allocator" not in phases(memory(merged({"tensor": 8}), LLAMA, None, "cpu")[0])["rollout"]
 
 
 def test_passes_before_the_update_are_there_if_the_recipe_has_any() -> None:
     def names(**algorithm: Any) -> list[str]:
-        held = memory(recipe_of({"tensor": 8}, algorithm=algorithm), LLAMA, H100, "cuda")[0]
+        held = held_by(merged({"tensor": 8}, algorithm=algorithm))
         return [phase.phase for phase in held.phases]
 
     assert names() == ["rollout", "update", "weight_sync"]
@@ -327,15 +369,15 @@ def test_passes_before_the_update_are_there_if_the_recipe_has_any() -> None:
 
 def test_a_part_is_lowered_by_what_makes_it_large() -> None:
     def lowered(name: str, recipe: Recipe, arch: Architecture) -> tuple[str, ...]:
-        phase = memory(recipe, arch, H100, "cuda")[0].phases[0]
+        phase = held_by(recipe, arch).phases[0]
         return next(part.lowered_by for part in phase.parts if part.name == name)
 
-    crowded = recipe_of({"tensor": 8}, rollout={"layout": {"tensor": 8}, "engines": 2})
-    alone = recipe_of({"tensor": 8}, rollout={"layout": {"tensor": 8}})
+    crowded = merged({"tensor": 8}, rollout={"layout": {"tensor": 8}, "engines": 2})
+    alone = merged({"tensor": 8}, rollout={"layout": {"tensor": 8}})
     for part in ("engine weights", "engine cache"):
         assert "rollout.engines" in lowered(part, crowded, LLAMA)
         assert "rollout.engines" not in lowered(part, alone, LLAMA)
-    whole = recipe_of({"expert": 8, "data": 8}, train={"distributed_optimizer": False})
+    whole = merged({"expert": 8, "data": 8}, train={"distributed_optimizer": False})
     fields = lowered("optimizer", whole, EXPERTS)
     assert {"train.distributed_optimizer", "train.layout.expert"} <= set(fields)
     assert "train.layout.data" not in fields
@@ -343,17 +385,15 @@ def test_a_part_is_lowered_by_what_makes_it_large() -> None:
 
 def test_a_bucket_is_no_larger_than_the_weights(tiny: dict[str, Path]) -> None:
     arch = read_architecture(tiny["qwen2"])
-    held = phases(memory(recipe_of({}), arch, None, "cpu")[0])["weight_sync"]
+    held = phases(memory(merged({}), arch, None, "cpu")[0])["weight_sync"]
     assert held["sync buckets"] == 2 * held["parameters"]
     assert held["engine sync buckets"] == 2 * held["engine weights"]
 
 
 def test_a_critic_is_as_large_as_its_own_model() -> None:
-    recipe = recipe_of({"tensor": 8}, algorithm={"advantage": {"name": "gae"}, "critic": {"path": "unused"}})
+    recipe = merged({"tensor": 8}, algorithm={"advantage": {"name": "gae"}, "critic": {"path": "unused"}})
     small = replace(LLAMA, layers=LLAMA.layers // 4)
-    held = [
-        phases(memory(recipe, LLAMA, H100, "cuda", critic)[0])["update"]["critic"] for critic in (None, LLAMA, small)
-    ]
+    held = [phases(held_by(recipe, LLAMA, critic))["update"]["critic"] for critic in (None, LLAMA, small)]
     assert held[0] == held[1]
     assert held[0] / 4 < held[2] < held[0] / 3  # the embedding stays
     seconds = [
@@ -366,26 +406,15 @@ def test_a_critic_is_as_large_as_its_own_model() -> None:
 
 
 def test_fine_tuning_only_updates() -> None:
-    recipe = SftRecipe.model_validate(
-        {
-            "kind": "sft",
-            "name": "memory",
-            "model": {"path": "unused"},
-            "data": {"train": [{"path": "unused"}], "examples_per_step": 64},
-            "train": {"layout": {"tensor": 8, "data": 2}, "total_steps": 1},
-        }
-    )
-    (held,) = memory(recipe, LLAMA, H100, "cuda")
+    (held,) = memory(sft_recipe(layout={"tensor": 8, "data": 2}), LLAMA, H100, "cuda")
     assert list(phases(held)) == ["update"]
     assert len(held.devices) == 16
 
 
 def test_adapters_have_no_gradients_of_weights_but_merge_them() -> None:
-    small = model("Qwen/Qwen3-8B")
+    small = known_model(QWEN_8B)
     train = {"total_steps": 1, "lora": {}}
-    adapters, whole = (
-        phases(memory(recipe_of(train=changes), small, H100, "cuda")[0]) for changes in (train, {"total_steps": 1})
-    )
+    adapters, whole = (phases(held_by(merged(train=changes), small)) for changes in (train, {"total_steps": 1}))
     assert adapters["update"]["gradients"] < whole["update"]["gradients"] / 50
     assert adapters["weight_sync"]["merged weights"] == pytest.approx(
         2 * (small.layers * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 12288)), rel=0.02
@@ -413,7 +442,7 @@ def test_more_work_never_takes_less(change: tuple[str, str, int, int], arch: Arc
         train = {"total_steps": 1, "layout": layout, "recompute": recompute}
         sections: dict[str, Any] = {"train": train, "rollout": {"layout": {"tensor": 4}, "sglang": SAVER}}
         sections[section] = sections.get(section, {}) | {field: value}
-        return [phase for kind in memory(recipe_of(**sections), arch, H100, "cuda") for phase in kind.phases]
+        return [phase for kind in memory(merged(**sections), arch, H100, "cuda") for phase in kind.phases]
 
     less, more = map(fullest, values)
     assert all(small.bytes <= large.bytes for small, large in zip(less, more, strict=True))
@@ -421,7 +450,7 @@ def test_more_work_never_takes_less(change: tuple[str, str, int, int], arch: Arc
 
 
 def test_fields_that_lower_a_part_are_keys_of_a_recipe() -> None:
-    recipe = recipe_of(
+    recipe = merged(
         {"tensor": 2, "pipeline": 2},
         algorithm={"kl": {"coefficient": 0.1}, "advantage": {"name": "gae"}, "critic": {}},
         rollout={"engines": 2, "layout": {"tensor": 2}},
@@ -443,7 +472,7 @@ def test_fields_that_lower_a_part_are_keys_of_a_recipe() -> None:
 
 
 def test_devices_that_hold_the_same_are_counted_once() -> None:
-    recipe = recipe_of(
+    recipe = merged(
         {"tensor": 8, "pipeline": 16, "data": 16, "expert": 64, "expert_tensor": 1},
         rollout={"engines": 64, "layout": {"tensor": 32, "expert": 32}, "sglang": SAVER},
     )

@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megagrpo.plan.plan import Plan, plan_of
-from megagrpo.plan.show.page import page
-from megagrpo.plan.show.page_svg import stage_colour
+from megagrpo.plan.show.page import page, stage_colour
 from tests.plans import ON_2048, architecture, changed, plan, searched
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from megagrpo.errors import RecipeError
+from megagrpo.plan import search as options
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.estimate import estimate, lacking_bytes
-from megagrpo.plan.known_models import known_models
 from megagrpo.plan.machines import machines_of
-from megagrpo.plan.search import options
-from megagrpo.plan.search.search import SPARE, legal, search, search_for
+from megagrpo.plan.parameters import known_models
+from megagrpo.plan.plan import lacking_bytes
+from megagrpo.plan.search import SPARE, legal, search, search_for
 from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.model_checks import model_problems
@@ -21,7 +21,18 @@ from megagrpo.recipe.places import Places
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides.sglang import split_problems
-from tests.plans import BASE, LLAMA_8B, ON_2048, QWEN_30B, architecture, changed, plan, recipe, searched
+from tests.plans import (
+    H100,
+    LLAMA_8B,
+    ON_2048,
+    QWEN_30B,
+    architecture,
+    changed,
+    estimate,
+    plan,
+    recipe,
+    searched,
+)
 
 SMALL: dict[str, Any] = {
     "model__path": LLAMA_8B,
@@ -50,18 +61,16 @@ def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[
     assert found.nearest is None
     seconds = [choice.estimate.time.seconds for choice in found.choices]
     assert seconds == sorted(seconds)
-    assumptions, model = Assumptions(), architecture(of)
+    model = architecture(of)
     for choice in found.choices:
         chosen = applied(tuple(shlex.split(" ".join(choice.overrides))), changes)
         assert not recipe_problems(chosen)
         assert not model_problems(chosen, model)
         assert not split_problems(model, chosen.rollout.layout, "cuda")
         assert plan_devices(chosen, "cuda").bundles == gpus
-        machines = machines_of(chosen, assumptions)
-        assert machines is not None
-        again = estimate(chosen, model, machines, assumptions)
+        again = estimate(chosen)
         assert again == choice.estimate
-        assert lacking_bytes(again.memory, machines, SPARE) == 0
+        assert lacking_bytes(again.memory, H100, SPARE) == 0
         assert chosen.rollout.engine in choice.reason or "engine" in choice.reason
 
 
@@ -86,7 +95,7 @@ def test_the_best_choice_is_that_of_all_choices() -> None:
     for values in itertools.chain(together, apart):
         candidate = options.changed(of, values)
         if legal(candidate, model):
-            told = estimate(candidate, model, machines, assumptions)
+            told = estimate(candidate)
             if lacking_bytes(told.memory, machines, SPARE) == 0:
                 best = min(best, told.time.seconds)
     assert searched(of, 2).choices[0].estimate.time.seconds == pytest.approx(best)
@@ -156,10 +165,3 @@ def test_searches_estimate_a_small_part_of_all_choices(changes: dict[str, Any], 
     found = searched(changed(changes), gpus)
     assert found.estimated < most  # milliseconds each
     assert found.legal > 10
-
-
-def test_base_is_what_it_says() -> None:
-    of = plan()
-    assert not of.problems
-    assert not of.unwise
-    assert BASE["cluster"]["gpu"] == "H100"

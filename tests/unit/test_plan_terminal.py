@@ -7,10 +7,11 @@ import pytest
 from rich.console import Console
 
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan.device_map import MappedDevice, axes, device_map, rows, spans, stages
+from megagrpo.plan.device_map import MappedDevice, axes, device_map, rows
+from megagrpo.plan.parameters import stages
 from megagrpo.plan.plan import Plan, plan_of
 from megagrpo.plan.show.terminal import draw
-from megagrpo.plan.units import byte_text, second_text
+from megagrpo.plan.units import byte_text, second_text, spans
 from tests.plans import ON_2048, architecture, changed, plan, recipe
 
 
@@ -134,7 +135,7 @@ def test_groups_say_how_many_nodes_the_widest_of_them_reaches_over() -> None:
 def test_interleaved_chunks_of_a_stage_are_all_named() -> None:
     of = recipe()
     layout = ParallelLayout(pipeline=2, virtual_pipeline=2)
-    assert [stage.text for stage in stages(architecture(of), layout)] == [
+    assert [stage.text for stage in stages(architecture(of).layers, layout)] == [
         "embedding, 0-19, 40-59",
         "20-39, 60-79, head",
     ]

@@ -7,35 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.plan.assumptions import Assumptions, Lengths
-from megagrpo.plan.machines import A_CPU, GPUS, Machines
-from megagrpo.plan.time.rollout import Engine, rollout_seconds
-from megagrpo.plan.time.step_time import ON_DRIVER, prompts_of_rounds, step_time
-from megagrpo.plan.time.training import Batch, TrainingRanks
-from megagrpo.recipe.schema import LayoutConfig, Recipe, SftRecipe, TrainConfig
+from megagrpo.plan.engine import Engine, rollout_seconds
+from megagrpo.plan.machines import A_CPU, Machines
+from megagrpo.plan.time import ON_DRIVER, prompts_of_rounds, step_time
+from megagrpo.plan.training_time import Batch, TrainingRanks
+from megagrpo.recipe.schema import LayoutConfig, Recipe, TrainConfig
 from megagrpo.reward.functions import INLINE
 from megagrpo.trainer.step import prompts_of_round
-from megagrpo.weights.families import architecture_of
+from tests import plans
+from tests.plans import H100
 
-H100 = Machines(GPUS["H100"], 8, 50e9)
 PHASES = ("rollout", "reward", "logprobs", "update", "weight_sync", "driver")
 
 
-def architecture(family, layers, hidden, heads, groups, vocab, **more):
-    config = {
-        "model_type": family, "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
-        "num_key_value_heads": groups, "head_dim": 128, "vocab_size": vocab, "max_position_embeddings": 40960,
-        "intermediate_size": 1,
-    }  # fmt: skip
-    return architecture_of(config | more)
-
-
-LLAMA_8B = architecture("llama", 32, 4096, 32, 8, 128256, intermediate_size=14336)
-QWEN_32B = architecture("qwen3", 64, 5120, 64, 8, 151936, intermediate_size=25600)
-QWEN_30B = architecture(
-    "qwen3_moe", 48, 2048, 32, 4, 151936, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
-)
-QWEN_235B = architecture(
-    "qwen3_moe", 94, 4096, 64, 4, 151936, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536
+LLAMA_8B, QWEN_32B, QWEN_30B, QWEN_235B = map(
+    plans.known_model, (plans.LLAMA_8B, plans.QWEN_32B, plans.QWEN_30B, plans.QWEN_235B)
 )
 
 
@@ -270,16 +256,7 @@ def test_offloading_takes_time_between_the_phases():
 
 
 def test_supervised_fine_tuning_has_updates_only():
-    planned = SftRecipe.model_validate(
-        {
-            "kind": "sft",
-            "name": "planned",
-            "model": {"path": "model"},
-            "data": {"train": [{"path": "train.jsonl"}], "examples_per_step": 128},
-            "train": {"layout": {"data": 8}, "total_epochs": 1},
-        }
-    )
-    time = step_time(planned, LLAMA_8B, H100, Assumptions())
+    time = step_time(plans.sft_recipe(examples=128, layout={"data": 8}), LLAMA_8B, H100, Assumptions())
     assert [phase.phase for phase in time.phases] == ["update", "driver"]
     assert time.tokens == 128 * 2048
     assert time.steps is None
@@ -310,23 +287,16 @@ def test_keys_and_values_are_copied_where_tensor_ranks_outnumber_heads():
 
 def test_responses_that_do_not_fit_at_once_take_longer_but_the_same_tokens_are_decoded():
     """With no cost but a fixed one per token of a batch, seconds count batches of tokens."""
-    counting = engine(decode_step_seconds=1.0)
     free = Machines(replace(H100.gpu, flops=1e30, memory_bytes_per_second=1e30), 8, 50e9)
-    counting = replace(counting, machines=free)
-    lengths = Lengths(100, 400, 1000)
+    counting = replace(engine(decode_step_seconds=1.0), machines=free)
 
-    def seconds(at_once, cache_tokens=1e9):
-        planned = recipe(engines=1, requests_at_once=at_once)
-        return rollout_seconds(counting, planned, lengths, 64, cache_tokens)
+    def seconds(at_once):
+        found = rollout_seconds(counting, Lengths(100, 400, 1000), 64, 8, at_once)
+        return found["full batches"], found["last batch"]
 
-    whole = seconds(512)
-    assert whole["full batches"] == 0
-    assert whole["last batch"] == pytest.approx(1000)
-    halves = seconds(256)
-    assert halves["full batches"] == pytest.approx(400)
-    assert halves["last batch"] == pytest.approx(1000)
-    by_memory = seconds(512, cache_tokens=128 * 500)
-    assert by_memory["full batches"] == pytest.approx((512 - 128) * 400 / 128)
+    assert seconds(512) == (0, pytest.approx(1000))
+    assert seconds(256) == (pytest.approx(400), pytest.approx(1000))
+    assert seconds(128)[0] == pytest.approx((512 - 128) * 400 / 128)
 
 
 def test_a_smaller_share_of_the_memory_makes_responses_wait():
@@ -338,10 +308,10 @@ def test_a_smaller_share_of_the_memory_makes_responses_wait():
 
 
 def test_engines_that_share_a_device_take_turns():
-    one, several = recipe({"data": 1}, engines=1), recipe({"data": 1}, engines=4, requests_at_once=64)
-    lengths = Lengths(100, 400, 1000)
-    alone = rollout_seconds(engine(), one, lengths, 64, 1e9)
-    assert rollout_seconds(engine(), several, lengths, 64, 1e9) == alone
+    one = recipe({"data": 1}, engines=1, requests_at_once=256)
+    several = recipe({"data": 1}, engines=4, requests_at_once=64)
+    times = [step_time(made, LLAMA_8B, H100, Assumptions()) for made in (one, several)]
+    assert seconds_of(times[0], "rollout") == seconds_of(times[1], "rollout")
 
 
 def test_a_step_on_cpus_is_planned_in_float32():

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.plan.known_models import known_models
 from megagrpo.plan.machines import GPUS
+from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.checks import recipe_problems

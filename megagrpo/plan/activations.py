@@ -1,0 +1,281 @@
+"""Bytes that passes take on a training rank: what layers keep for backward passes, and what computing takes besides.
+
+Counted layer by layer after Megatron's modules and megagrpo/megatron/attention.py, as "Reducing Activation
+Recomputation in Large Transformer Models" (arXiv:2205.05198, section 4) does it. Its 34 s b h for a layer with
+LayerNorm, dropout and a plain MLP is here: 2 norms, no dropout, a gated MLP, attention without scores.
+tests/distributed/test_plan_activations.py compares it with what ranks allocate on CPUs: within 15 %.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.plan.parameters import Stage, layer_counts
+from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention
+
+ROUTER_BYTES = 10
+"""For each token and expert: float32 scores and probabilities, and two maps of bool."""
+DISPATCH_BYTES = 24
+"""For each token that goes to an expert: indices (int64) there and back, and its probability in float32."""
+LOGIT_CHUNK_ELEMENTS, LOGIT_CHUNK_COLUMNS = 2**22, 2048
+"""Sizes of the chunks in which logits are made, as in megagrpo/megatron/heads.py."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """How one microbatch goes through the layers of one rank."""
+
+    architecture: Architecture
+    layout: ParallelLayout
+    element_bytes: int
+    """Bytes of a weight or an activation: 2 or 4."""
+
+    tokens: int
+    """Tokens of the microbatch on this context rank, padding included."""
+
+    longest: int
+    """Tokens of its longest sequence, on all context ranks together."""
+
+    device: str
+    """cpu or cuda. On CPUs, norms and gates are made of several operations, which keep their intermediate results."""
+
+    transformer_engine: bool
+    """Its layers, with flash attention and fused norms; else Megatron's local ones with PackedAttention."""
+
+    recompute: str = "none"
+    """train.recompute."""
+
+    adapters: bool = False
+    """Weights are frozen, and have low-rank adapters (train.lora)."""
+
+    expert_imbalance: float = 1.0
+    """Tokens of the busiest rank's experts over the mean."""
+
+    @property
+    def tokens_of_rank(self) -> int:
+        """Tokens between the parallel parts of a layer, where sequence parallelism splits them."""
+        return -(-self.tokens // self.layout.tensor)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """One tensor of hidden states [tokens_of_rank, hidden]."""
+        return self.tokens_of_rank * self.architecture.hidden * self.element_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Hidden states of all tensor ranks' tokens [tokens, hidden]."""
+        return self.tokens * self.architecture.hidden * self.element_bytes
+
+    @property
+    def expert_tokens(self) -> int:
+        """Tokens that pass the experts of one rank; ranks that share an expert's matrices see each other's too."""
+        experts = self.architecture.experts
+        each = experts.per_token if experts else 0
+        return int(self.tokens_of_rank * each * self.layout.expert_tensor * self.expert_imbalance)
+
+    @property
+    def score_bytes(self) -> int:
+        """Float32 scores of all heads here, of every token with all of its sequence; 0 where nothing keeps them.
+
+        PackedLatentAttention has heads of unequal size for values: torch then keeps the scores of whole sequences.
+        """
+        if self.architecture.latent is None or self.transformer_engine:
+            return 0
+        return int(4 * self.tokens * self.architecture.heads / self.layout.tensor * self.longest)
+
+
+# --- kept until the backward pass ------------------------------------------------------------------------------------
+
+
+def stage_bytes(work: Pass, stage: Stage, index: int, microbatches: int) -> int:
+    """All that the layers of stage `index` keep at the fullest moment, with several microbatches on the way.
+
+    The first layer keeps what the embedding or the stage before gave. What a stage hands on stays too, until its
+    gradient comes (Megatron's deallocate_pipeline_outputs is off).
+    """
+    kinds = [kept_bytes(work, experts) for experts in (False, True)]
+    held = 0
+    for passes, layers in zip(passes_in_flight(work.layout, index, microbatches), stage.chunks, strict=True):
+        counts = layer_counts(work.architecture, layers)
+        kept = sum(count * kind for count, kind in zip(counts, kinds, strict=True))
+        ends_model = stage.head and layers is stage.chunks[-1]
+        held += passes * (kept if ends_model else kept + work.hidden_bytes)
+    if stage.head:  # the last norm: its input is the last layer's output
+        held += (3 if work.device == "cpu" else 2) * work.hidden_bytes
+    return held
+
+
+def passes_in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> tuple[int, ...]:
+    """For each model chunk, the most microbatches whose backward pass is still to come, as the last one goes forward.
+
+    1F1B keeps `pipeline - stage` of them; interleaved, a stage first runs (pipeline - stage - 1) * 2 +
+    (virtual_pipeline - 1) * pipeline passes of chunks, in turns of `pipeline` microbatches for each chunk
+    (megatron.core.pipeline_parallel.schedules, get_pp_rank_microbatches; arXiv:2104.04473, section 2.2).
+    """
+    pipeline, chunks = layout.pipeline, layout.virtual_pipeline
+    if pipeline == 1:
+        return (1,)
+    if chunks == 1:
+        return (min(pipeline - stage, microbatches),)
+    first = (pipeline - stage - 1) * 2 + (chunks - 1) * pipeline
+    passes = [0] * chunks
+    for index in range(min(first + 1, microbatches * chunks)):
+        group, within = divmod(index, pipeline * chunks)
+        passes[within // min(pipeline, microbatches - group * pipeline)] += 1  # the last group may be smaller
+    return tuple(passes)
+
+
+def kept_bytes(work: Pass, experts: bool) -> int:
+    """What a layer keeps of one microbatch until its backward pass, under the recipe's recomputation."""
+    if work.recompute == "full":
+        return work.hidden_bytes
+    return layer_bytes(work, experts, cores=work.recompute == "none")
+
+
+def layer_bytes(work: Pass, experts: bool, cores: bool = True) -> int:
+    """All that one layer keeps; `cores`: also within its attention core, which selective recomputation leaves out."""
+    arch = work.architecture
+    norms = 2 * _norm(work, arch.hidden, work.tokens_of_rank)
+    attention = _grouped_attention(work, cores) if arch.latent is None else _latent_attention(work, arch.latent, cores)
+    mlp = _experts(work, arch.experts) if experts and arch.experts else _mlp(work, arch.ffn)
+    return norms + attention + mlp
+
+
+def _norm(work: Pass, width: int, rows: int) -> int:
+    """Input, output and the reciprocal root (float32); on CPUs also what lies between."""
+    return rows * (width * (2 * work.element_bytes + _between_bytes(work)) + 4)
+
+
+def _between_bytes(work: Pass) -> int:
+    """Bytes for each element of a norm made of several operations, as on CPUs: the scaled input, if the norm's weight
+    has a gradient, and the input in float32 if it is not."""
+    if work.device != "cpu":
+        return 0
+    return (0 if work.adapters else work.element_bytes) + (4 if work.element_bytes < 4 else 0)
+
+
+def _grouped_attention(work: Pass, cores: bool) -> int:
+    arch, tensor, context = work.architecture, work.layout.tensor, work.layout.context
+    heads = arch.heads / tensor
+    queries, keys = heads * arch.head_dim, max(1.0, arch.query_groups / tensor) * arch.head_dim
+    columns = queries  # the output, which the projection after it keeps
+    if work.transformer_engine:
+        columns += queries + 2 * keys  # what the core keeps, or what it is recomputed from
+    elif not cores:
+        columns += 2 * queries + 2 * keys  # the product, and queries in an order of their own
+    elif context == 1:
+        columns += 2 * queries + 3 * keys  # rotated queries and keys, values within the product of all three
+    else:
+        # Keys and values of all context ranks, in the order of their sequences; a mask [queries, keys] as numbers.
+        columns += queries + 2 * keys * context + work.longest
+    if arch.qk_norm and work.transformer_engine:
+        columns += queries + keys
+    elif arch.qk_norm:
+        # Keys are normed where they lie in the product, queries as a copy; outputs are kept only if the core is
+        # recomputed from them: rotating them keeps nothing.
+        columns += queries + (0 if cores else keys) + (queries + keys) * _between_bytes(work) / work.element_bytes
+    sums = 4 * heads if cores else 0  # logarithms of the softmax's sums, float32
+    return int(work.tokens * (columns * work.element_bytes + sums))
+
+
+def _latent_attention(work: Pass, latent: LatentAttention, cores: bool) -> int:
+    """Down projections with their norms, then queries, keys, values and the output by head."""
+    arch, element = work.architecture, work.element_bytes
+    heads = arch.heads / work.layout.tensor
+    held = float(_norm(work, latent.key_value_rank, work.tokens_of_rank))
+    held += 5 * work.tokens_of_rank * latent.rotary_dim * element
+    if latent.query_rank is not None:
+        held += _norm(work, latent.query_rank, work.tokens_of_rank)
+    held += work.tokens * heads * 2 * (arch.head_dim + latent.value_dim) * element
+    if cores:
+        held += 4 * work.tokens * heads if work.transformer_engine else work.score_bytes
+    return int(held)
+
+
+def _mlp(work: Pass, ffn: int) -> int:
+    """The first product (gate and up), and what the second one takes; on CPUs three intermediate results more."""
+    tensors = 5 if work.device == "cpu" else 3
+    return int(work.tokens * ffn / work.layout.tensor * tensors * work.element_bytes)
+
+
+def _experts(work: Pass, experts: Experts) -> int:
+    """Router and dispatch of this rank's tokens, and the tokens that pass the experts here."""
+    held = work.tokens_of_rank * (experts.count * ROUTER_BYTES + experts.per_token * DISPATCH_BYTES)
+    tensors = 6 if work.device == "cpu" else 3
+    columns = work.architecture.hidden + tensors * experts.ffn // work.layout.expert_tensor
+    return held + work.expert_tokens * columns * work.element_bytes + _mlp(work, experts.shared_ffn)
+
+
+# --- what computing takes besides ------------------------------------------------------------------------------------
+
+
+def working_bytes(work: Pass, stage: Stage) -> int:
+    """The most that the backward pass of one of the stage's layers holds besides what was kept.
+
+    With full recomputation all of a layer is made again first. A weight's gradient lies beside the buffer that it is
+    added to.
+    """
+    return max((_working(work, experts) for experts in _kinds(work, stage)), default=0)
+
+
+def forward_bytes(work: Pass, stage: Stage) -> int:
+    """The most that a pass without gradients holds in one of the stage's layers."""
+    return max((_forward(work, experts) for experts in _kinds(work, stage)), default=0)
+
+
+def _kinds(work: Pass, stage: Stage) -> list[bool]:
+    """Whether layers have experts: each kind that the stage has."""
+    return [bool(kind) for kind, count in enumerate(layer_counts(work.architecture, stage.layers)) if count]
+
+
+def _working(work: Pass, experts: bool) -> int:
+    arch, layout, element = work.architecture, work.layout, work.element_bytes
+    rows, width = work.tokens, arch.ffn // layout.tensor
+    if experts and arch.experts is not None:
+        rows, width = work.expert_tokens, arch.experts.ffn // layout.expert_tensor
+    gradients = rows * width * element
+    weight = 0 if work.adapters else 2 * width * arch.hidden * element  # the largest matrix: gate and up
+    needed = max(2 * gradients + work.hidden_bytes, gradients + weight + work.gathered_bytes, work.score_bytes)
+    if work.recompute == "full":
+        return needed + layer_bytes(work, experts) - work.hidden_bytes
+    return max(needed, 2 * work.score_bytes) if work.recompute == "selective" else needed
+
+
+def _forward(work: Pass, experts: bool) -> int:
+    """Hidden states before, between and after, and between stages; the product of gate and up, and what follows."""
+    arch, element = work.architecture, work.element_bytes
+    hidden = (4 if work.layout.pipeline == 1 else 6) * work.hidden_bytes
+    gathered = work.gathered_bytes if work.layout.tensor > 1 else 0
+    if experts and arch.experts is not None:
+        # Tokens on their way to the experts and back, in the order of either side.
+        mlp = gathered + 4 * work.expert_tokens * arch.hidden * element
+    elif work.adapters:
+        # The product, that of its adapter, and their sum.
+        mlp = 6 * work.tokens * arch.ffn // work.layout.tensor * element
+    else:
+        mlp = _mlp(work, arch.ffn)
+    return hidden + gathered + max(mlp, 5 * work.score_bytes // 2)
+
+
+def logits_bytes(work: Pass, positions: int, *, gradients: bool, entropy: bool = True) -> int:
+    """The most that is held at once for the logprobs of `positions` tokens; with `gradients`, of the pass back too.
+
+    Logits are made some columns at a time (megagrpo/megatron/heads.py; benchmarks/logits_memory.py measures it).
+    `entropy`: as the update wants it. The output matrix has a gradient of its own size, unless it is frozen.
+    """
+    arch, tensor, element = work.architecture, work.layout.tensor, work.element_bytes
+    rows = arch.padded_vocab(tensor) // tensor
+    chunks = -(-rows // max(LOGIT_CHUNK_COLUMNS, LOGIT_CHUNK_ELEMENTS // max(positions, 1)))
+    chunk, several = 4 * positions * -(-rows // chunks), chunks > 1
+    hidden = positions * arch.hidden
+    held = hidden * element + (work.gathered_bytes if tensor > 1 else 0)
+    # Float32 chunks that live at once: where there are several, a new one is made while those of the last are there.
+    # In bfloat16 the product lies beside the first of them.
+    narrow = element < 4
+    forward = (3.0 if entropy else 1.0 + several) + (0.5 if narrow and (several or not entropy) else 0.0)
+    if not gradients:
+        return int(held + forward * chunk)
+    backward = (4.0 if entropy else 2.0) if several else (2.0 if entropy else 1.0) + 0.5 * narrow
+    matrix = 0 if work.adapters else rows * arch.hidden * element
+    return int(held + max(forward * chunk, backward * chunk + matrix + hidden * (4 + element)))

@@ -1,1 +1,0 @@
-"""What cannot run, and what is unwise?"""

@@ -1,1 +1,0 @@
-"""How much memory does each device need, phase by phase?"""

@@ -1,0 +1,464 @@
+"""Which layout is fastest on so many GPUs, of those that are legal and fit?
+
+All choices together are too many, so a search goes in three rounds: layouts with every saving of memory, then savings
+for the best layouts, then engines for the best of those. Each round ranks by the same estimate as a plan. A choice is
+a set of values of recipe fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megagrpo.errors import Problem, RecipeError
+from megagrpo.plan.advice import CONTEXT_TOKENS_MIN, node_problems
+from megagrpo.plan.assumptions import Assumptions, longest_sequence
+from megagrpo.plan.machines import Machines
+from megagrpo.plan.memory import memory
+from megagrpo.plan.parameters import expert_parameters, total_parameters
+from megagrpo.plan.plan import Estimate, Plan, lacking_bytes
+from megagrpo.plan.time import StepTime, step_time
+from megagrpo.plan.units import byte_text
+from megagrpo.recipe.checks import recipe_problems
+from megagrpo.recipe.defaults import plan_devices
+from megagrpo.recipe.model_checks import critic_problems, divisors, model_problems
+from megagrpo.recipe.schema import AnyRecipe, Recipe, Section, SftRecipe
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides.sglang import split_problems
+
+LAYOUTS_KEPT, SAVINGS_KEPT, SHOWN = 24, 6, 5
+SPARE = 0.05  # of a card, for what estimates do not see
+APART = (*(f"train.layout.{size}" for size in ("tensor", "pipeline", "context", "expert")), "cluster.placement")
+CHUNKS = (1, 2, 4)
+ENGINE_SHARES = ((1, 4), (1, 2), (3, 4))  # of all GPUs, for engines on GPUs of their own
+ENGINE_WEIGHTS_SHARE = 0.4
+GRADIENT_BYTES = 6  # bfloat16 weights and float32 gradients: no rank that trains holds less for a parameter
+MEMORY_SHARES = (0.5, 0.65, 0.8)
+OFFLOAD = ("parameters", "gradients", "optimizer", "reference", "critic")
+RECOMPUTE = ("none", "selective", "full")
+SGLANG = "rollout.sglang"
+
+Kind = TypeVar("Kind", bound=Section)
+Values = Mapping[str, Any]
+"""Values of recipe fields by their paths, such as train.layout.tensor."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout that is recommended: overrides for the command line, what it comes to, and why, in a sentence."""
+
+    overrides: tuple[str, ...]
+    estimate: Estimate
+    reason: str
+
+
+@dataclass(frozen=True)
+class Search:
+    """The best choices, fastest first, of `legal` layouts and `estimated` candidates.
+
+    If nothing fits, `choices` is empty and `nearest` lacks the least memory; None if nothing is even legal.
+    """
+
+    gpus: int
+    choices: tuple[Choice, ...]
+    legal: int
+    estimated: int
+    nearest: Choice | None
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """That nothing fits, if so."""
+        if self.choices:
+            return ()
+        lacking = "none legal"
+        if self.nearest:
+            lacking = f"{byte_text(self.nearest.estimate.lacking_bytes)} too much at least"
+        fix = "more GPUs, larger ones, or shorter sequences"
+        return (Problem(f"--search on {self.gpus} GPUs", lacking, "a layout that fits", fix),)
+
+
+def search_for(plan: Plan, gpus: int | None) -> Search:
+    """A search for what a plan is about, on as many GPUs as its recipe has, or on `gpus`. Raises RecipeError if the
+    plan does not know their kind."""
+    if plan.machines is None:
+        field, given, fix = "cluster.gpu", "none", "cluster.gpu=H100"
+        if plan.device == "cpu":
+            field, given, fix = "cluster.device", "cpu", "cluster.device=cuda cluster.gpu=H100"
+        raise RecipeError(Problem(field, given, "the kind of GPU that a search is for", fix))
+    return search(
+        plan.recipe, plan.architecture, plan.machines, plan.assumptions, gpus or len(plan.device_map), plan.critic
+    )
+
+
+def search(
+    recipe: AnyRecipe,
+    architecture: Architecture,
+    machines: Machines,
+    assumptions: Assumptions,
+    gpus: int,
+    critic: Architecture | None = None,
+) -> Search:
+    """Layouts for `gpus` GPUs, ranked by estimated seconds of a step."""
+    run = _Run(recipe, architecture, machines, assumptions, gpus, critic)
+    sparing = list(run.candidates(_sparing_layouts(run)))
+    layouts = run.fitting(sparing, LAYOUTS_KEPT)
+    best: list[_Found] = []
+    if layouts:
+        thrifty = run.fitting(run.candidates(_savings_of(recipe, layouts)), SAVINGS_KEPT)
+        last = [*_engines_of(run, thrifty), *_as_it_is(run, thrifty[0].values)] if thrifty else []
+        best = run.fitting(run.candidates(last), SHOWN, apart=APART)
+    nearest = run.choice(run.nearest) if run.nearest and not layouts else None
+    return Search(gpus, tuple(map(run.choice, best)), len(sparing), run.estimated, nearest)
+
+
+# --- rounds ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    values: Values
+    recipe: AnyRecipe
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class _Found:
+    values: Values
+    recipe: AnyRecipe
+    estimate: Estimate
+
+
+@dataclass
+class _Run:
+    """What a search is for, and what it has seen so far."""
+
+    recipe: AnyRecipe
+    architecture: Architecture
+    machines: Machines
+    assumptions: Assumptions
+    gpus: int
+    critic: Architecture | None
+    estimated: int = 0
+    nearest: _Found | None = None
+
+    def candidates(self, choices: Iterable[Values]) -> Iterator[_Candidate]:
+        """The legal ones, with the seconds of a step."""
+        seen = set()
+        for values in choices:
+            key = tuple(str(values[path]) for path in sorted(values))
+            recipe = changed(self.recipe, values)
+            if key in seen or not legal(recipe, self.architecture, self.critic):
+                continue
+            seen.add(key)
+            self.estimated += 1
+            time = step_time(recipe, self.architecture, self.machines, self.assumptions, self.critic)
+            yield _Candidate(values, recipe, time)
+
+    def fitting(self, candidates: Iterable[_Candidate], most: int, apart: Sequence[str] = ()) -> list[_Found]:
+        """The fastest that fit. Memory is looked at from the fastest on, until enough were found.
+
+        With `apart`, only the fastest of those that agree in these fields.
+        """
+        found: dict[object, _Found] = {}
+        for candidate in sorted(candidates, key=lambda candidate: candidate.time.seconds):
+            key = tuple(candidate.values[path] for path in apart) if apart else len(found)
+            if key in found:
+                continue
+            uneven = self.assumptions.expert_imbalance
+            held = memory(candidate.recipe, self.architecture, self.machines, "cuda", self.critic, uneven)
+            lacking = lacking_bytes(held, self.machines, spare=SPARE)
+            one = _Found(candidate.values, candidate.recipe, Estimate(held, candidate.time, lacking))
+            if lacking == 0:
+                found[key] = one
+            elif self.nearest is None or lacking < self.nearest.estimate.lacking_bytes:
+                self.nearest = one
+            if len(found) == most:
+                break
+        return list(found.values())
+
+    def choice(self, found: _Found) -> Choice:
+        reason = _reason(found, self.machines.gpu.memory_bytes)
+        return Choice(overrides(self.recipe, found.values), found.estimate, reason)
+
+
+def legal(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> bool:
+    """Whether every rule that a plan checks holds for the layout and the engines."""
+    return not (
+        recipe_problems(recipe)
+        or model_problems(recipe, architecture)
+        or _split_problems(recipe, architecture)
+        or (critic is not None and critic_problems(recipe, critic))
+        or any(node_problems(recipe))
+    )
+
+
+def _split_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Problem]:
+    if not isinstance(recipe, Recipe) or recipe.rollout.engine == "transformers":
+        return []
+    return split_problems(architecture, recipe.rollout.layout, "cuda")
+
+
+def _sparing_layouts(run: _Run) -> Iterator[Values]:
+    """Every layout with every saving, its engines on all GPUs; those that cannot hold the weights are left out, unless
+    none can."""
+    recipe, engine = run.recipe, _first_engine(run)
+    experts = expert_parameters(run.architecture)
+    dense, each = total_parameters(run.architecture) - experts, 2 if recipe.train.lora else GRADIENT_BYTES
+
+    def least(values: Values) -> float:
+        """No layout can have less on its fullest rank, during the update."""
+        tensor, pipeline, expert = (values[f"train.layout.{name}"] for name in ("tensor", "pipeline", "expert"))
+        cut = expert * (values["train.layout.expert_tensor"] or tensor)
+        return float(each * (dense / tensor + experts / cut) / pipeline)
+
+    found = list(layouts(recipe, run.architecture, run.gpus))
+    small = [values for values in found if least(values) <= run.machines.gpu.memory_bytes]
+    for values in small or sorted(found, key=least)[:LAYOUTS_KEPT]:
+        saving = savings(recipe, values["train.layout.context"])[0]
+        yield placed({**values, **saving, **engine}, colocated=True)
+
+
+def _first_engine(run: _Run) -> Values:
+    """The smallest engine whose weights leave most of a card to its cache; the largest if none does."""
+    whole = 2 * total_parameters(run.architecture)
+    last: Values = {}
+    for values in engines(run.recipe, run.architecture, run.gpus, colocated=True):
+        if _split_problems(changed(run.recipe, values), run.architecture):
+            continue
+        last = values
+        if whole / values.get("rollout.layout.tensor", 1) < ENGINE_WEIGHTS_SHARE * run.machines.gpu.memory_bytes:
+            break
+    return last
+
+
+def _savings_of(recipe: AnyRecipe, found: Iterable[_Found]) -> Iterator[Values]:
+    for one in found:
+        for saving in savings(recipe, one.values["train.layout.context"]):
+            yield {**one.values, **saving}
+
+
+def _engines_of(run: _Run, thrifty: Iterable[_Found]) -> Iterator[Values]:
+    """Every size of engines beside the ranks, with and without offload; and engines on GPUs of their own."""
+    recipe, arch, gpus = run.recipe, run.architecture, run.gpus
+    offloads = {tuple(saving["train.offload"]): saving["train.offload"] for saving in savings(recipe, 1)}
+    for found in thrifty:
+        values, data = found.values, found.values["train.layout.data"]
+        for engine in engines(recipe, arch, gpus, colocated=True):
+            for offload in offloads.values():
+                yield placed({**values, **engine, "train.offload": offload}, colocated=True)
+        for own in engine_gpus(recipe, gpus):
+            fewer, rest = divmod(data * (gpus - own), gpus)
+            if fewer == 0 or rest:
+                continue
+            for engine in engines(recipe, arch, own, colocated=False):
+                for recompute in RECOMPUTE:
+                    apart = {**values, **engine, "train.layout.data": fewer, "train.recompute": recompute}
+                    yield placed(apart, colocated=False)
+
+
+def _as_it_is(run: _Run, fields: Iterable[str]) -> Iterator[Values]:
+    """The recipe's own values, if it is for as many GPUs: what is recommended is never slower."""
+    if plan_devices(run.recipe, "cuda").bundles == run.gpus:
+        own = {path: value_at(run.recipe, path) for path in fields}
+        yield {path: value for path, value in own.items() if value is not None or not path.startswith(SGLANG)}
+
+
+def _reason(found: _Found, card: int) -> str:
+    """Why this one, in a sentence: what each size gains, what is free, where the time goes."""
+    recipe, time = found.recipe, found.estimate.time
+    layout = recipe.train.layout
+    gains = {
+        f"tensor {layout.tensor} keeps its exchanges inside a node": layout.tensor,
+        f"pipeline {layout.pipeline} waits {time.pipeline_bubble:.0%} of the update": layout.pipeline,
+        f"context {layout.context} shares out long sequences": layout.context,
+        f"expert {layout.expert} shares out the experts of a layer": layout.expert,
+        f"data {layout.data} trains {layout.data} parts of the batch at once": layout.data,
+    }
+    parts = [text for text, size in gains.items() if size > 1]
+    if isinstance(recipe, Recipe) and recipe.rollout.engine != "external":
+        count, each = recipe.rollout.engines, recipe.rollout.layout.tensor
+        parts.append(f"{count} engine{'s' if count > 1 else ''} of {each} {recipe.cluster.placement}")
+    fullest = max((kind.fullest for kind in found.estimate.memory), key=lambda phase: phase.bytes)
+    if fullest.bytes <= card:
+        parts.append(f"{byte_text(card - fullest.bytes)} free in {fullest.phase}")
+    else:
+        largest = fullest.largest[0]
+        mostly = f"mostly {largest.name} ({byte_text(largest.bytes)})"
+        parts.append(f"{byte_text(fullest.bytes - card)} too much in {fullest.phase}, {mostly}")
+    longest = max(time.phases, key=lambda phase: phase.seconds)
+    parts.append(f"{longest.phase} takes {longest.seconds / time.seconds:.0%} of a step")
+    return "; ".join(parts)
+
+
+# --- what is chosen from ---------------------------------------------------------------------------------------------
+
+
+def layouts(recipe: AnyRecipe, architecture: Architecture, ranks: int) -> Iterator[Values]:
+    """Ways to split the model over `ranks` ranks, some of them illegal: the rules of recipe/ say which.
+
+    Tensor groups stay within a node, context groups have some thousand tokens for each rank.
+    """
+    nodes, longest = recipe.cluster.gpus_per_node, longest_sequence(recipe)
+    experts = architecture.experts.count if architecture.experts else 1
+    for tensor in _dividing(ranks, min(nodes, architecture.heads)):
+        if nodes % tensor:
+            continue
+        for pipeline in _dividing(ranks // tensor, architecture.layers):
+            for context in _dividing(ranks // tensor // pipeline, max(1, longest // CONTEXT_TOKENS_MIN)):
+                data = ranks // tensor // pipeline // context
+                for expert, expert_tensor in _expert_sizes(experts, tensor, tensor * context * data):
+                    for chunks in CHUNKS if pipeline > 1 else (1,):
+                        yield {
+                            "train.layout.tensor": tensor,
+                            "train.layout.pipeline": pipeline,
+                            "train.layout.virtual_pipeline": chunks,
+                            "train.layout.first_stage_layers": None,
+                            "train.layout.last_stage_layers": _last_stage(architecture.layers, pipeline, chunks),
+                            "train.layout.context": context,
+                            "train.layout.expert": expert,
+                            "train.layout.expert_tensor": expert_tensor,
+                            "train.layout.data": data,
+                            "cluster.trainer_devices": None,
+                        }
+
+
+def _dividing(number: int, most: int) -> list[int]:
+    return [size for size in divisors(number) if size <= most]
+
+
+def _expert_sizes(experts: int, tensor: int, group: int) -> Iterator[tuple[int, int | None]]:
+    """Sizes of expert and expert_tensor; None is the default, as tensor, which a model without experts has."""
+    if experts == 1:
+        yield 1, None
+        return
+    for expert_tensor in sorted({1, tensor}):
+        for expert in divisors(experts):
+            if group % (expert * expert_tensor) == 0:
+                yield expert, expert_tensor
+
+
+def _last_stage(layers: int, pipeline: int, chunks: int) -> int | None:
+    """The length of the last stage where stages cannot be equal and it can be the shortest; otherwise None."""
+    pieces = layers // chunks
+    if pipeline == 1 or layers % chunks or pieces % pipeline == 0:
+        return None
+    last = pieces - -(-pieces // pipeline) * (pipeline - 1)
+    return last * chunks if last > 0 else None
+
+
+def savings(recipe: AnyRecipe, context: int) -> list[Values]:
+    """Ways to trade time for memory, the most sparing first."""
+    longest = longest_sequence(recipe)
+    multiple = 1 if context == 1 else 2 * context
+    least = -(-longest // multiple) * multiple // context
+    given = recipe.train.tokens_per_microbatch
+    lengths = sorted({least, 2 * least, 4 * least} | ({given} if given >= least else set()))
+    offload = [_offload(recipe), []] if _shares_devices(recipe) else [[]]
+    return [
+        {
+            "train.tokens_per_microbatch": tokens,
+            "train.logprob_tokens_per_microbatch": None,
+            "train.recompute": recompute,
+            "train.offload": parts,
+        }
+        for parts in offload
+        for tokens in lengths
+        for recompute in reversed(RECOMPUTE)
+    ]
+
+
+def _offload(recipe: AnyRecipe) -> list[str]:
+    """Every part that the recipe has and that can be away."""
+    absent = {"reference", "critic"}
+    if isinstance(recipe, Recipe):
+        algorithm = recipe.algorithm
+        has = {"reference": algorithm.kl.coefficient > 0, "critic": algorithm.critic is not None}
+        absent = {part for part, present in has.items() if not present}
+    return [part for part in OFFLOAD if part not in absent]
+
+
+def _shares_devices(recipe: AnyRecipe) -> bool:
+    return isinstance(recipe, Recipe) and recipe.rollout.engine != "external"
+
+
+def engines(recipe: AnyRecipe, architecture: Architecture, gpus: int, *, colocated: bool) -> list[Values]:
+    """Engines on all of the devices that they can have, for each size of an engine; the smallest first.
+
+    Beside ranks they give their memory back in turns, and take a part of it only.
+    """
+    if isinstance(recipe, SftRecipe) or recipe.rollout.engine == "external":
+        return [{}]
+    if recipe.rollout.engine == "transformers":
+        return [{"rollout.engines": gpus}]
+    shares: list[Values] = [{}]
+    if colocated:
+        shares = [
+            {f"{SGLANG}.enable_memory_saver": True, f"{SGLANG}.mem_fraction_static": share} for share in MEMORY_SHARES
+        ]
+    return [
+        {"rollout.layout.tensor": tensor, "rollout.layout.expert": expert, "rollout.engines": gpus // tensor, **share}
+        for tensor in divisors(recipe.cluster.gpus_per_node)
+        if gpus % tensor == 0
+        for expert in (sorted({1, tensor}) if architecture.experts else (1,))
+        for share in shares
+    ]
+
+
+def engine_gpus(recipe: AnyRecipe, gpus: int) -> list[int]:
+    """Numbers of GPUs that engines of their own may have, out of `gpus`: whole nodes where there are several."""
+    if not _shares_devices(recipe):
+        return []
+    per_node = recipe.cluster.gpus_per_node if gpus > recipe.cluster.gpus_per_node else 1
+    sizes = {gpus * part // whole // per_node * per_node for part, whole in ENGINE_SHARES}
+    return sorted(size for size in sizes if 0 < size < gpus)
+
+
+def placed(values: Values, *, colocated: bool) -> Values:
+    """With the placement, and without what only the other one has."""
+    placement = {"cluster.placement": "colocated" if colocated else "disaggregated", "cluster.engine_devices": None}
+    if colocated:
+        return {**values, **placement}
+    kept = {path: value for path, value in values.items() if not path.startswith(SGLANG)}
+    return {**kept, **placement, "train.offload": []}
+
+
+# --- values of recipe fields -----------------------------------------------------------------------------------------
+
+
+def changed(recipe: AnyRecipe, values: Values) -> AnyRecipe:
+    """The recipe with other values in some of its fields. They are legal by themselves; rules are not checked."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *above, field = path.split(".")
+        section = tree
+        for key in above:
+            section = section.setdefault(key, {})
+        section[field] = value
+    return _updated(recipe, tree)
+
+
+def _updated(section: Kind, tree: Mapping[str, Any]) -> Kind:
+    update = {
+        key: _updated(getattr(section, key), value) if isinstance(value, dict) else value for key, value in tree.items()
+    }
+    return section.model_copy(update=update)
+
+
+def overrides(recipe: AnyRecipe, values: Values) -> tuple[str, ...]:
+    """The values that are not the recipe's own, ready for a command line."""
+    return tuple(f"{path}={_text(value)}" for path, value in values.items() if value != value_at(recipe, path))
+
+
+def value_at(recipe: AnyRecipe, path: str) -> Any:
+    """The recipe's own value of a field; None for an argument of SGLang that is not given."""
+    value: Any = recipe
+    for key in path.split("."):
+        value = getattr(value, key, None)
+    return value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value)

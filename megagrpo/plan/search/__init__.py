@@ -1,1 +1,0 @@
-"""Which layouts are fastest on so many GPUs?"""

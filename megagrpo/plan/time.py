@@ -1,0 +1,227 @@
+"""How long a step takes: its phases, and what each is made of. Plain data for printers and searches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megagrpo.algorithm.advantage import is_by_group
+from megagrpo.plan.assumptions import Assumptions, Lengths, lengths_of
+from megagrpo.plan.communication import Seconds, added, sync_seconds
+from megagrpo.plan.engine import Engine, engine_memory, rollout_seconds
+from megagrpo.plan.machines import A_CPU, Machines
+from megagrpo.plan.memory import model_parts
+from megagrpo.plan.training_time import Batch, TrainingRanks
+from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices, total_steps
+from megagrpo.recipe.passes import computes_old_logprobs, reads_batch
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.weights.boxes import ITEM_BYTES
+from megagrpo.weights.families.architecture import Architecture, critic_of
+
+ON_DRIVER = ("gsm8k",)
+"""Reward functions that run on the driver (reward/functions.py); the others run in reward.workers."""
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Seconds of one phase of a step, and what they are made of: pairs of a name and seconds, which add up to them.
+
+    `phase` is rollout, reward, logprobs, update or weight_sync, as in the metrics seconds/PHASE; or driver, what is
+    between them.
+    """
+
+    phase: str
+    parts: tuple[tuple[str, float], ...]
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(seconds for _, seconds in self.parts)
+
+    @property
+    def largest(self) -> list[tuple[str, float]]:
+        """Its parts, the longest first."""
+        return sorted(self.parts, key=lambda part: part[1], reverse=True)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Expected seconds of one step. `tokens` are the prompt and response tokens of its samples."""
+
+    phases: tuple[PhaseTime, ...]
+    tokens: float
+    gpus: int
+    steps: int | None  # None: the recipe counts epochs, and the rows of one are not known
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens / self.seconds / self.gpus
+
+    @property
+    def pipeline_bubble(self) -> float:
+        """Share of the update in which pipeline stages wait for one another."""
+        update = next(phase for phase in self.phases if phase.phase == "update")
+        return dict(update.parts).get("pipeline bubble", 0.0) / update.seconds
+
+    @property
+    def days(self) -> float | None:
+        return None if self.steps is None else self.steps * self.seconds / 86400
+
+
+def step_time(
+    recipe: AnyRecipe,
+    architecture: Architecture,
+    machines: Machines,
+    assumptions: Assumptions,
+    critic: Architecture | None = None,
+) -> StepTime:
+    """Expected seconds of one step, by phase. A sixth phase, driver, is what metrics have between the others.
+
+    For a recipe on CPUs pass `A_CPU`, and believe the result only with calibrated assumptions. Evaluation and
+    checkpoints are not in it. `critic` is the model of algorithm.critic.path, if it is another.
+    """
+    lengths, device = lengths_of(recipe, assumptions), "cpu" if machines.gpu == A_CPU.gpu else "cuda"
+    item_bytes, planned = ITEM_BYTES[dtype_name(recipe, device)], plan_devices(recipe, "cuda")
+    ranks = TrainingRanks(architecture, recipe.train, machines, assumptions, item_bytes)
+    phases: dict[str, Seconds] = {}
+    if isinstance(recipe, SftRecipe):
+        samples = float(recipe.data.examples_per_step)
+        tokens = samples * lengths.sequence
+        phases["update"] = ranks.update_seconds(Batch(samples, tokens, samples * lengths.sequence_square, tokens))
+    else:
+        rounds = list(prompts_of_rounds(recipe, assumptions.signal_share))
+        samples = float(sum(rounds) * recipe.rollout.samples_per_prompt)
+        batch = trained_batch(recipe, assumptions, sum(rounds))
+        critics = None
+        if recipe.algorithm.critic is not None:  # the same ranks with the critic's model, which never has adapters
+            whole = recipe.train.model_copy(update={"lora": None})
+            critics = replace(ranks, arch=critic_of(critic or architecture), train=whole)
+        engine = _engine(recipe, architecture, machines, assumptions, item_bytes)
+        fit = _responses_at_once(recipe, architecture, machines, device, lengths)
+        phases["rollout"] = added(*(_rollout(engine, recipe, planned, lengths, prompts, fit) for prompts in rounds))
+        phases["reward"] = _reward(recipe, assumptions, samples)
+        phases["logprobs"] = _logprobs(recipe, ranks, critics, batch)
+        phases["update"] = _update(recipe, ranks, critics, batch)
+        phases["weight_sync"] = sync_seconds(recipe, architecture, machines, assumptions, item_bytes)
+    phases["driver"] = _driver(recipe, architecture, assumptions, samples, critic)
+    times = tuple(_phase(phase, seconds, assumptions) for phase, seconds in phases.items())
+    known = assumptions.epoch_rows is not None or recipe.train.total_epochs is None
+    steps = total_steps(recipe, math.ceil(assumptions.epoch_rows or 0)) if known else None
+    return StepTime(times, samples * lengths.sequence, planned.bundles, steps)
+
+
+def _phase(phase: str, seconds: Mapping[str, float], assumed: Assumptions) -> PhaseTime:
+    factor = getattr(assumed, f"{phase}_factor")
+    return PhaseTime(phase, tuple((name, spent * factor) for name, spent in seconds.items() if spent > 0))
+
+
+# --- rollout ---------------------------------------------------------------------------------------------------------
+
+
+def prompts_of_rounds(recipe: Recipe, signal_share: float) -> Iterator[int]:
+    """Prompts of every round of a step: one, or as many as dynamic sampling needs if that share has signal.
+
+    As trainer/step.py: each round samples as many as bring the rest, and never more than a step's.
+    """
+    wanted, dynamic = recipe.rollout.prompts_per_step, recipe.rollout.dynamic_sampling
+    yield wanted
+    missing = wanted * (1 - signal_share)
+    for _ in range(1, dynamic.rounds_max if dynamic else 1):
+        if missing < 0.5:
+            return
+        prompts = min(wanted, math.ceil(missing / signal_share)) if signal_share else wanted
+        yield prompts
+        missing -= prompts * signal_share
+
+
+def _engine(recipe: Recipe, arch: Architecture, machines: Machines, assumed: Assumptions, item_bytes: int) -> Engine:
+    tensor = 1 if recipe.rollout.engine == "transformers" else recipe.rollout.layout.tensor
+    return Engine(arch, tensor, machines, assumed, item_bytes)
+
+
+def _responses_at_once(recipe: Recipe, arch: Architecture, machines: Machines, device: str, lengths: Lengths) -> float:
+    """Responses whose keys and values one engine holds. They end before they are longest: at their mean length."""
+    if recipe.rollout.engine != "sglang" or device == "cpu":
+        return math.inf
+    held = engine_memory(recipe, arch, machines.gpu.memory_bytes, "cuda")
+    return max(1.0, held.cache_tokens / lengths.sequence)
+
+
+def _rollout(
+    engine: Engine, recipe: Recipe, planned: DevicePlan, lengths: Lengths, prompts: int, fit: float
+) -> Seconds:
+    """`prompts` prompts that are sampled at once, on the devices that have most to do; engines that share a device take
+    turns, so they count as one."""
+    rollout, devices = recipe.rollout, planned.bundles_of_engine
+    blocks = len(set(devices)) if devices[0] else rollout.engines
+    greedy = 1 if recipe.algorithm.advantage.name == "remax" else 0
+    at_once = min(float(rollout.requests_at_once * math.ceil(rollout.engines / blocks)), fit)
+    own = math.ceil(prompts / blocks)  # all samples of a prompt are on one engine (rollout/requests.py)
+    return rollout_seconds(engine, lengths, own, rollout.samples_per_prompt + greedy, at_once)
+
+
+# --- the other phases ------------------------------------------------------------------------------------------------
+
+
+def trained_batch(recipe: Recipe, assumed: Assumptions, prompts: int) -> Batch:
+    """What the update passes over in one epoch, if `prompts` prompts were sampled."""
+    algorithm, rollout, lengths = recipe.algorithm, recipe.rollout, lengths_of(recipe, assumed)
+    groups = float(rollout.prompts_per_step)
+    # As trainer/step.py: gpg's factor makes up for groups without signal, so they stay.
+    by_group = is_by_group(algorithm.advantage.name) and algorithm.advantage.name != "gpg"
+    skips = algorithm.skip_groups_without_signal and by_group and not reads_batch(algorithm)
+    if skips or rollout.dynamic_sampling:
+        groups = min(groups, prompts * assumed.signal_share)
+    sequences = groups * rollout.samples_per_prompt
+    return Batch(
+        sequences, sequences * lengths.sequence, sequences * lengths.sequence_square, sequences * lengths.response
+    )
+
+
+def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
+    functions = [entry.function for entry in recipe.reward.functions]
+    isolated = sum(function not in ON_DRIVER for function in functions)
+    return {
+        "on the driver": responses * assumed.reward_seconds * (len(functions) - isolated),
+        "in workers": responses * assumed.isolated_reward_seconds * isolated / max(1, recipe.reward.workers),
+    }
+
+
+def _logprobs(recipe: Recipe, ranks: TrainingRanks, critics: TrainingRanks | None, batch: Batch) -> Seconds:
+    algorithm = recipe.algorithm
+    old, reference = computes_old_logprobs(algorithm), algorithm.kl.coefficient > 0
+    forward = ranks.forward_seconds(batch) if old or reference else {}
+    seconds = {"sending the batch": batch.sequences * ranks.assumptions.send_seconds_per_response}
+    seconds |= _named("old", forward) if old else {}
+    seconds |= _named("reference", forward) if reference else {}
+    return seconds | (_named("values", critics.forward_seconds(batch)) if critics else {})
+
+
+def _update(recipe: Recipe, ranks: TrainingRanks, critics: TrainingRanks | None, batch: Batch) -> Seconds:
+    algorithm = recipe.algorithm
+    minibatch, times = batch.share(1 / algorithm.minibatches), algorithm.minibatches * algorithm.epochs
+    seconds = ranks.update_seconds(minibatch)
+    if critics:
+        seconds |= _named("critic", critics.update_seconds(minibatch))
+    return {name: spent * times for name, spent in seconds.items()}
+
+
+def _named(what: str, seconds: Mapping[str, float]) -> Seconds:
+    return {f"{what}: {name}": spent for name, spent in seconds.items()}
+
+
+def _driver(
+    recipe: AnyRecipe, arch: Architecture, assumed: Assumptions, responses: float, critic: Architecture | None
+) -> Seconds:
+    seconds = {"bookkeeping": assumed.driver_seconds + responses * assumed.driver_seconds_per_response}
+    if isinstance(recipe, Recipe) and recipe.train.offload:
+        held = model_parts(recipe, arch, 0, "cuda", critic)
+        # Gradients are not copied: they come back as zeros.
+        moved = sum(size for name, size in held.items() if name in recipe.train.offload and name != "gradients")
+        seconds["to the host and back"] = 2 * moved / assumed.host_bytes_per_second
+    return seconds

@@ -1,1 +1,0 @@
-"""How long does a step take, and what takes it?"""

@@ -1,0 +1,265 @@
+"""Seconds of passes over a batch on the training ranks: products, communication, the pipeline's bubble, the optimizer.
+
+What is stated is the busiest pipeline stage of the busiest data rank: all others wait for it. Products are multiples of
+those of a forward pass, which batching/work.py counts. A backward pass multiplies twice as much: by the weights for the
+inputs' gradients, and by the inputs for the weights'. The output layer's logits are never kept: the backward pass
+computes them again (megatron/heads.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from megagrpo.batching.rank_batches import MICROBATCHES_PER_STAGE
+from megagrpo.batching.work import head_work, layer_work
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.communication import (
+    Exchanged,
+    Groups,
+    Links,
+    Seconds,
+    added,
+    context_exchange,
+    layer_seconds,
+    replica_seconds,
+    stage_seconds,
+)
+from megagrpo.plan.machines import Machines
+from megagrpo.plan.parameters import adapted_linears, adapter_parameters, layer_counts, rank_parameters, stages
+from megagrpo.recipe.schema import LoraConfig, TrainConfig
+from megagrpo.weights.families.architecture import Architecture
+
+ADAM_BYTES = 30
+"""Read and written for each element: main weight and two moments both ways, gradient, and the bfloat16 weight."""
+GRADIENT_BYTES_TOUCHED = 8
+"""For each element of a rank's buffers: they are set to zero, and read for the norm."""
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of dense matrices, of experts and of attention's core, which differ in efficiency."""
+
+    dense: float = 0.0
+    experts: float = 0.0
+    attention: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts + self.attention
+
+
+@dataclass(frozen=True)
+class Products:
+    """How many times the products of a forward pass are done: by layers' weights, in attention's core, by the head, and
+    by low-rank adapters."""
+
+    layers: int = 1
+    attention: int = 1
+    head: int = 1
+    adapters: int = 1
+
+
+FORWARD = Products()
+"""Old and reference logprobs, a critic's values, a prompt in an engine."""
+
+
+def training_products(train: TrainConfig) -> Products:
+    """Forward and backward, and forward once more for what train.recompute names.
+
+    With train.lora there are no gradients of the model's own weights.
+    """
+    weights = 2 if train.lora is not None else 3
+    again = 1 if train.recompute == "full" else 0
+    core = 0 if train.recompute == "none" else 1
+    return Products(layers=weights + again, attention=3 + core, head=weights + 1, adapters=3 + again)
+
+
+def layers_flops(
+    arch: Architecture,
+    counts: tuple[int, int],
+    over: Products,
+    tokens: float,
+    squares: float,
+    lora: LoraConfig | None = None,
+) -> Flops:
+    """Operations of some layers: `counts` with an MLP and with experts.
+
+    `tokens` are those of all sequences together, `squares` the sum of the squared lengths.
+    """
+    dense = experts = attention = 0.0
+    for sparse, count in enumerate(counts):
+        if count:
+            work = layer_work(arch, arch.layers - 1 if sparse else 0)
+            dense += count * over.layers * (work.projections + work.mlp) * tokens
+            experts += count * over.layers * work.experts * tokens
+            attention += count * over.attention * work.pairs * squares
+            if lora is not None:
+                dense += count * over.adapters * _adapter_work(arch, lora, bool(sparse)) * tokens
+    return Flops(dense, experts, attention)
+
+
+def head_flops(arch: Architecture, over: Products, tokens: float) -> float:
+    """Operations of the output layer, at the `tokens` whose logprobs or values are wanted."""
+    return over.head * head_work(arch) * tokens
+
+
+def _adapter_work(arch: Architecture, lora: LoraConfig, sparse: bool) -> float:
+    """Operations of one layer's adapters in a forward pass, for each token.
+
+    Adapters on matrices that Megatron fuses are one product, with zeros where they don't belong (megatron/lora.py).
+    """
+    columns = 0
+    for linear in adapted_linears(arch, sparse):
+        copies = arch.experts.per_token if linear.of_expert and arch.experts else 1
+        columns += copies * linear.targeted(lora) * (linear.inputs + linear.outputs)
+    return 2.0 * lora.rank * columns
+
+
+# --- passes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What all data ranks pass over together, between two optimizer steps.
+
+    `squares` is the sum of the squared lengths; `head_tokens` are those whose logprobs are wanted.
+    """
+
+    sequences: float
+    tokens: float
+    squares: float
+    head_tokens: float
+
+    def share(self, part: float) -> Batch:
+        return Batch(self.sequences * part, self.tokens * part, self.squares * part, self.head_tokens * part)
+
+
+@dataclass(frozen=True)
+class TrainingRanks:
+    """One model on the training ranks. `arch` has a value head if it is a critic, which has no adapters."""
+
+    arch: Architecture
+    train: TrainConfig
+    machines: Machines
+    assumptions: Assumptions
+    item_bytes: int
+
+    def forward_seconds(self, batch: Batch) -> Seconds:
+        """A pass without gradients."""
+        at_once = self.train.logprob_tokens_per_microbatch or self.train.tokens_per_microbatch
+        micros = ceil(self.microbatches(batch) * self.train.tokens_per_microbatch / at_once)
+        return self._pass_seconds(FORWARD, (1, 0), batch, micros)
+
+    def update_seconds(self, batch: Batch) -> Seconds:
+        """Forward, backward and one optimizer step."""
+        ways = (2 if self.train.recompute == "full" else 1, 1)
+        seconds = self._pass_seconds(training_products(self.train), ways, batch, self.microbatches(batch))
+        return added(seconds, self._step_seconds)
+
+    def microbatches(self, batch: Batch) -> int:
+        """On each data rank (batching/rank_batches.py): as many as hold the tokens, and enough to fill the pipeline."""
+        layout = self.layout
+        capacity = self.train.tokens_per_microbatch * layout.context * self.assumptions.packing
+        needed = ceil(batch.tokens / layout.data / capacity)
+        if layout.pipeline > 1:
+            needed = max(needed, min(MICROBATCHES_PER_STAGE * layout.pipeline, int(batch.sequences / layout.data)))
+        multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
+        return max(1, ceil(needed / multiple)) * multiple
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        return self.train.layout.parallel()
+
+    @cached_property
+    def _groups(self) -> Groups:
+        return Groups.of(self.layout, self.machines.gpus_per_node)
+
+    @cached_property
+    def _links(self) -> Links:
+        return Links.of(self.machines, self.assumptions)
+
+    @cached_property
+    def _stages(self) -> dict[tuple[tuple[int, int], bool, bool], int]:
+        """The first stage of each kind, by its layers of each kind and whether the embedding or the head is there."""
+        found: dict[tuple[tuple[int, int], bool, bool], int] = {}
+        for index, stage in enumerate(stages(self.arch.layers, self.layout)):
+            found.setdefault((layer_counts(self.arch, stage.layers), stage.embedding, stage.head), index)
+        return found
+
+    def _pass_seconds(self, over: Products, ways: tuple[int, int], batch: Batch, micros: int) -> Seconds:
+        layout = self.layout
+        own = batch.share(self.assumptions.imbalance / layout.data)
+        passed = Exchanged(own.tokens, micros, self.item_bytes, *ways)
+        whole = layer_counts(self.arch, range(self.arch.layers))
+        kinds = [self._layer_seconds(sparse, over, own, passed) if whole[sparse] else {} for sparse in (False, True)]
+        head = head_flops(self.arch, over, own.head_tokens) / (layout.tensor * layout.context)
+        head /= self.machines.gpu.flops * self.assumptions.matrix_efficiency
+        found = []
+        for counts, _, has_head in self._stages:
+            of_layers = (
+                {name: count * spent for name, spent in kind.items()}
+                for count, kind in zip(counts, kinds, strict=True)
+                if count
+            )
+            found.append(added(*of_layers, {"output layer": head} if has_head else {}))
+        seconds = max(found, key=lambda stage: sum(stage.values()))
+        if layout.pipeline > 1:
+            waits = (layout.pipeline - 1) / (layout.virtual_pipeline * micros)
+            sends = stage_seconds(self.arch, layout, self._groups, passed, self._links)
+            seconds["pipeline bubble"] = sum(seconds.values()) * waits
+            seconds[f"pipeline communication ({self._groups.stages_link})"] = sends
+        return seconds
+
+    def _layer_seconds(self, sparse: bool, over: Products, own: Batch, passed: Exchanged) -> Seconds:
+        assumed, peak = self.assumptions, self.machines.gpu.flops
+        groups = self._groups
+        ranks = groups.tensor.ranks * groups.context.ranks
+        counts = (0, 1) if sparse else (1, 0)
+        flops = layers_flops(self.arch, counts, over, own.tokens, own.squares, self.train.lora)
+        uneven = assumed.expert_imbalance if groups.expert.ranks > 1 else 1.0
+        attention = flops.attention / ranks / (peak * assumed.attention_efficiency)
+        passes = (passed.forward + 2 * passed.backward) * passed.microbatches
+        seconds = {
+            "matrix products": flops.dense / ranks / (peak * assumed.matrix_efficiency),
+            "products of experts": flops.experts * uneven / ranks / (peak * assumed.expert_efficiency),
+            "attention": attention,
+            "between products": assumed.layer_seconds * passes,
+        }
+        links = {"tensor": groups.tensor, "context": groups.context, "experts": groups.expert}
+        for name, spent in layer_seconds(self.arch, sparse, self.train, groups, passed, self._links).items():
+            if name == "experts":
+                spent *= uneven
+            elif name == "context" and context_exchange(self.train) == "p2p":
+                spent = max(0.0, spent - attention)
+            seconds[f"{name} communication ({links.get(name, groups.expert_tensor).link})"] = spent
+        return seconds
+
+    @cached_property
+    def _step_seconds(self) -> Seconds:
+        """Gradients summed, Adam, and new weights back to all replicas."""
+        machines, assumed, groups = self.machines, self.assumptions, self._groups
+        held = [self._trained_elements(stage) for stage in self._stages.values()]
+        dense, routed = max(held, key=sum)
+        distributed = self.train.distributed_optimizer
+        found = replica_seconds(dense, routed, distributed, groups, self.item_bytes, self._links)
+        seconds = {name: spent * (1 - assumed.overlap) for name, spent in found.items()}
+        owned = dense + routed
+        if distributed:
+            owned = dense / groups.replicas.ranks + routed / groups.expert_replicas.ranks
+        touched = ADAM_BYTES * owned + GRADIENT_BYTES_TOUCHED * (dense + routed)
+        seconds["optimizer"] = touched / (machines.gpu.memory_bytes_per_second * assumed.optimizer_efficiency)
+        return seconds
+
+    def _trained_elements(self, stage: int) -> tuple[float, float]:
+        """Elements that one rank of a stage trains: outside of experts, and in them."""
+        if self.train.lora is not None:
+            held = adapter_parameters(self.arch, self.layout, stage, self.train.lora)
+        else:
+            held = rank_parameters(self.arch, self.layout, stage, fused=True)
+        return held.total - held.experts, held.experts
