@@ -16,7 +16,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo.data.files import Findings, Record, brief, place
-from megagrpo.data.mixture import FileCount, mix
+from megagrpo.data.mixture import Mixture, mix
 from megagrpo.data.prompts import BATCH_ROWS, RENDER_ERRORS, refusal, template_error
 from megagrpo.data.rows import RowSchema, given_fields, message_problems, quick_look, read
 from megagrpo.errors import DataError, Problem
@@ -57,14 +57,6 @@ class Example:
         return f"{len(self.tokens)}\0".encode() + self.tokens.tobytes() + self.loss_mask.tobytes()
 
 
-@dataclass(frozen=True, slots=True)
-class Examples:
-    """The examples of one epoch, file after file. A row that is taken twice is in it twice."""
-
-    examples: tuple[Example, ...]
-    files: tuple[FileCount, ...]
-
-
 def file_problems(path: Path) -> list[Problem]:
     """A quick look at a file of conversations."""
     return quick_look(path, CONVERSATION_ROWS)
@@ -78,7 +70,7 @@ def load_examples(
     overlong: Overlong = "drop",
     template_arguments: Mapping[str, Any] | None = None,
     seed: int = 0,
-) -> Examples:
+) -> Mixture[Example]:
     """Read, render and mix. Amounts count the examples that are left after over-long ones are dropped.
 
     Raises DataError with the problems of all files, ModelError if the template is not valid Jinja.
@@ -90,7 +82,7 @@ def load_examples(
         overlong=overlong,
         template_arguments=template_arguments or {},
     )
-    return Examples(*mix(files, read_one, seed=seed))
+    return mix(files, read_one, seed=seed)
 
 
 def _examples_of(

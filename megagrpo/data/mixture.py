@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -28,9 +28,17 @@ class FileCount:
     used: int
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture(Generic[AnyItem]):
+    """The prompts or examples of one epoch, file after file. A row that is taken twice is in it twice."""
+
+    items: tuple[AnyItem, ...]
+    files: tuple[FileCount, ...]
+
+
 def mix(
     files: Sequence[DataFileConfig], read: Callable[[Path, str], tuple[Sequence[AnyItem], int, int]], *, seed: int
-) -> tuple[tuple[AnyItem, ...], tuple[FileCount, ...]]:
+) -> Mixture[AnyItem]:
     """Items of all files. `read` receives a path and a short name for it, and gives items, rows and over-long rows.
 
     Raises DataError with the problems of all files.
@@ -51,7 +59,7 @@ def mix(
         counts.append(FileCount(file.path, rows, overlong, len(taken)))
     if problems:
         raise DataError(problems)
-    return tuple(items), tuple(counts)
+    return Mixture(tuple(items), tuple(counts))
 
 
 def epoch_rows(files: Sequence[DataFileConfig]) -> int:

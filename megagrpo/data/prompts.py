@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo.data.files import Findings, place
-from megagrpo.data.mixture import FileCount, mix
+from megagrpo.data.mixture import Mixture, mix
 from megagrpo.data.rows import Row, read_rows
 from megagrpo.errors import DataError, ModelError, Problem
 from megagrpo.recipe.schema import DataFileConfig
@@ -26,15 +25,7 @@ BATCH_ROWS = 1024
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """The prompts of one epoch, file after file. A row that is taken twice is in it twice."""
-
-    prompts: tuple[Prompt, ...]
-    files: tuple[FileCount, ...]
-
-
-def load_mixture(
+def load_prompts(
     files: Sequence[DataFileConfig],
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -42,7 +33,7 @@ def load_mixture(
     overlong: Overlong = "drop",
     template_arguments: Mapping[str, Any] | None = None,
     seed: int = 0,
-) -> Mixture:
+) -> Mixture[Prompt]:
     """Read, render and mix. Amounts count the prompts that are left after over-long ones are dropped.
 
     Raises DataError with the problems of all files, ModelError if the template is not valid Jinja.
@@ -54,7 +45,7 @@ def load_mixture(
         overlong=overlong,
         template_arguments=template_arguments or {},
     )
-    return Mixture(*mix(files, read, seed=seed))
+    return mix(files, read, seed=seed)
 
 
 def _prompts_of(

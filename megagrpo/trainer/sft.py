@@ -15,7 +15,8 @@ from megagrpo.batching.work import Work, work_of
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import SftRanks
 from megagrpo.data.cursor import Cursor
-from megagrpo.data.messages import Example, Examples, load_examples
+from megagrpo.data.messages import Example, load_examples
+from megagrpo.data.mixture import Mixture
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.schema import DataFileConfig, SftRecipe
 from megagrpo.trainer.run import PhaseClock
@@ -30,7 +31,7 @@ def sft(checked: Preflight[SftRecipe]) -> int:
 def read_conversations(recipe: SftRecipe, tokenizer: PreTrainedTokenizerBase) -> RunData[Example]:
     """The rendered conversations of data.train and eval.files. Raises DataError."""
 
-    def read(files: Sequence[DataFileConfig]) -> Examples:
+    def read(files: Sequence[DataFileConfig]) -> Mixture[Example]:
         return load_examples(
             files,
             tokenizer,
@@ -41,8 +42,8 @@ def read_conversations(recipe: SftRecipe, tokenizer: PreTrainedTokenizerBase) ->
         )
 
     examples = read(recipe.data.train)
-    held_out = read(recipe.eval.files) if recipe.eval.files else Examples((), ())
-    return RunData(examples.examples, held_out.examples, (*examples.files, *held_out.files), "examples")
+    held_out = read(recipe.eval.files) if recipe.eval.files else Mixture((), ())
+    return RunData(examples.items, held_out.items, (*examples.files, *held_out.files), "examples")
 
 
 def start_fine_tuning(setup: Setup[SftRecipe, Example], ray: Runtime, closing: ExitStack) -> FineTuning:

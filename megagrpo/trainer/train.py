@@ -13,7 +13,8 @@ from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
-from megagrpo.data.prompts import Mixture, load_mixture
+from megagrpo.data.mixture import Mixture
+from megagrpo.data.prompts import load_prompts
 from megagrpo.errors import MismatchError
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import with_absolute_directories
@@ -37,8 +38,8 @@ def train(checked: Preflight[Recipe]) -> int:
 def read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RunData[Prompt]:
     """The rendered prompts of data.train and eval.files. Raises DataError."""
 
-    def read(files: Sequence[DataFileConfig]) -> Mixture:
-        return load_mixture(
+    def read(files: Sequence[DataFileConfig]) -> Mixture[Prompt]:
+        return load_prompts(
             files,
             tokenizer,
             tokens_max=recipe.data.prompt_tokens_max,
@@ -49,7 +50,7 @@ def read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RunData[
 
     prompts = read(recipe.data.train)
     held_out = read(recipe.eval.files) if recipe.eval.files else Mixture((), ())
-    return RunData(prompts.prompts, held_out.prompts, (*prompts.files, *held_out.files), "prompts")
+    return RunData(prompts.items, held_out.items, (*prompts.files, *held_out.files), "prompts")
 
 
 def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack) -> GrpoTraining:

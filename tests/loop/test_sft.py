@@ -72,7 +72,7 @@ def transformers_loss(model_directory: Path, conversations: Path) -> float:
     model = AutoModelForCausalLM.from_pretrained(model_directory)
     losses = []
     files = [ConversationFileConfig(path=str(conversations))]
-    for example in load_examples(files, load_tokenizer(str(model_directory)), tokens_max=32).examples:
+    for example in load_examples(files, load_tokenizer(str(model_directory)), tokens_max=32).items:
         tokens = torch.from_numpy(example.tokens).long()
         with torch.no_grad():
             log_p = torch.log_softmax(model(tokens[None]).logits[0, :-1], -1)

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from megagrpo.data.messages import Examples, file_problems, load_examples
+from megagrpo.data.messages import Example, file_problems, load_examples
+from megagrpo.data.mixture import Mixture
 from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError, ModelError
 from megagrpo.recipe.schema import ConversationFileConfig
@@ -50,15 +51,15 @@ def write(path: Path, *conversations: Any) -> Path:
     return path
 
 
-def load(*paths: Path, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **options: Any) -> Examples:
+def load(*paths: Path, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **options: Any) -> Mixture[Example]:
     files = [ConversationFileConfig(path=str(path)) for path in paths]
     return load_examples(files, tokenizer, **{"tokens_max": 1000} | options)
 
 
-def said(examples: Examples, tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> list[list[str]]:
+def said(examples: Mixture[Example], tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> list[list[str]]:
     """Text of each run of trained tokens, of each example."""
     runs = []
-    for example in examples.examples:
+    for example in examples.items:
         edges = np.flatnonzero(np.diff(np.concatenate([[0], example.loss_mask, [0]])))
         runs.append([tokenizer.decode(example.tokens[a:b]) for a, b in edges.reshape(-1, 2)])
     return runs
@@ -75,11 +76,11 @@ def test_every_turn_of_the_assistant_is_trained_on_with_its_end(tmp_path: Path) 
     examples = load(path)
     assert said(examples) == [["2<|end|>", "4<|end|>"], ["6<|end|>"]]
     whole = "<|system|>Add.<|user|>1+1=<|assistant|>2<|end|><|user|>2+2=<|assistant|>4<|end|>"
-    assert TOKENIZER.decode(examples.examples[0].tokens) == whole
-    assert [example.id for example in examples.examples] == ["a.jsonl:1", "a.jsonl:2"]
+    assert TOKENIZER.decode(examples.items[0].tokens) == whole
+    assert [example.id for example in examples.items] == ["a.jsonl:1", "a.jsonl:2"]
     line_end = load(path, tokenizer=with_template(LINE_AFTER_END))
     assert said(line_end) == said(examples), "the line end after the end token is not the assistant's"
-    assert TOKENIZER.decode(line_end.examples[0].tokens).endswith("4<|end|>\n")
+    assert TOKENIZER.decode(line_end.items[0].tokens).endswith("4<|end|>\n")
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3), st.booleans())
@@ -89,7 +90,7 @@ def test_what_is_before_each_turn_is_the_prompt_that_is_generated_from(
 ) -> None:
     tokenizer = with_template(LINE_AFTER_END) if line_end else TOKENIZER
     messages = chat(*(text for answer in answers for text in ("?", answer)))
-    (example,) = load(write(tmp_path_factory.getbasetemp() / "a.jsonl", messages), tokenizer=tokenizer).examples
+    (example,) = load(write(tmp_path_factory.getbasetemp() / "a.jsonl", messages), tokenizer=tokenizer).items
     starts = np.flatnonzero(np.diff(np.concatenate([[0], example.loss_mask])) == 1)
     assert len(starts) == len(answers)
     for turn, start in enumerate(starts):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megagrpo.data.files import records, row_count
 from megagrpo.data.mixture import epoch_rows, file_labels, mix, take
-from megagrpo.data.prompts import load_mixture
+from megagrpo.data.prompts import load_prompts
 from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError, ModelError
 from megagrpo.recipe.schema import DataFileConfig
@@ -49,11 +49,11 @@ def write(path: Path, *questions: str, role: str = "user") -> DataFileConfig:
 
 def test_prompts_go_through_the_template_with_its_arguments(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", "hi", "h\u00e9")
-    mixture = load_mixture([file], tokenizer, tokens_max=99, template_arguments={"tail": "!"})
-    texts = [tokenizer.decode(prompt.tokens) for prompt in mixture.prompts]
+    mixture = load_prompts([file], tokenizer, tokens_max=99, template_arguments={"tail": "!"})
+    texts = [tokenizer.decode(prompt.tokens) for prompt in mixture.items]
     assert texts == ["<user>hi\n<assistant>!", "<user>h\u00e9\n<assistant>!"]
-    assert [prompt.id for prompt in mixture.prompts] == ["a.jsonl:1", "a.jsonl:2"]
-    assert mixture.prompts[0].ground_truth == "h"
+    assert [prompt.id for prompt in mixture.items] == ["a.jsonl:1", "a.jsonl:2"]
+    assert mixture.items[0].ground_truth == "h"
 
 
 EDGE = len("<user>1234567890\n<assistant>")
@@ -61,22 +61,22 @@ EDGE = len("<user>1234567890\n<assistant>")
 
 def test_overlong_prompts_are_dropped_cut_or_errors_and_always_counted(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", "1234567890", "12345678901", "1")
-    dropped = load_mixture([file], tokenizer, tokens_max=EDGE, overlong="drop")
-    assert [prompt.id for prompt in dropped.prompts] == ["a.jsonl:1", "a.jsonl:3"]
+    dropped = load_prompts([file], tokenizer, tokens_max=EDGE, overlong="drop")
+    assert [prompt.id for prompt in dropped.items] == ["a.jsonl:1", "a.jsonl:3"]
     assert (dropped.files[0].rows, dropped.files[0].overlong, dropped.files[0].used) == (3, 1, 2)
-    cut = load_mixture([file], tokenizer, tokens_max=EDGE, overlong="truncate_left")
-    assert tokenizer.decode(cut.prompts[1].tokens) == "user>12345678901\n<assistant>"
+    cut = load_prompts([file], tokenizer, tokens_max=EDGE, overlong="truncate_left")
+    assert tokenizer.decode(cut.items[1].tokens) == "user>12345678901\n<assistant>"
     assert cut.files[0].overlong == 1
     with pytest.raises(DataError, match=rf"a.jsonl line 2: the prompt is too long\n\s+given: {EDGE + 1} tokens"):
-        load_mixture([file], tokenizer, tokens_max=EDGE, overlong="error")
+        load_prompts([file], tokenizer, tokens_max=EDGE, overlong="error")
     with pytest.raises(DataError, match="all 3 rows are longer than 3 tokens"):
-        load_mixture([file], tokenizer, tokens_max=3)
+        load_prompts([file], tokenizer, tokens_max=3)
 
 
 def test_a_row_that_the_template_refuses_is_named(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", "fine", role="tool")
     with pytest.raises(DataError, match=r"line 1: the chat template refuses the messages\n\s+given: tools are not"):
-        load_mixture([file], tokenizer, tokens_max=99)
+        load_prompts([file], tokenizer, tokens_max=99)
 
 
 def test_a_tokenizer_needs_a_valid_template(tmp_path):
@@ -88,10 +88,10 @@ def test_a_tokenizer_needs_a_valid_template(tmp_path):
     (tmp_path / "bad.jinja").write_text("{% for %}")
     tokenizer = load_chat_tokenizer(str(tmp_path / "bare"), str(tmp_path / "bad.jinja"))
     with pytest.raises(ModelError, match="not valid Jinja"):
-        load_mixture([write(tmp_path / "a.jsonl", "hi")], tokenizer, tokens_max=99)
+        load_prompts([write(tmp_path / "a.jsonl", "hi")], tokenizer, tokens_max=99)
     (tmp_path / "good.jinja").write_text(TEMPLATE)
     tokenizer = load_chat_tokenizer(str(tmp_path / "bare"), str(tmp_path / "good.jinja"))
-    assert len(load_mixture([write(tmp_path / "a.jsonl", "hi")], tokenizer, tokens_max=99).prompts) == 1
+    assert len(load_prompts([write(tmp_path / "a.jsonl", "hi")], tokenizer, tokens_max=99).items) == 1
 
 
 def test_a_missing_or_broken_tokenizer_is_a_model_error(tmp_path, monkeypatch):
@@ -111,19 +111,19 @@ def test_files_are_mixed_by_their_amounts(tokenizer, tmp_path):
         write(tmp_path / "y" / "t.jsonl", *names).model_copy(update={"amount": 0.5}),
         write(tmp_path / "z.jsonl", *names).model_copy(update={"amount": 2.0}),
     ]
-    mixture = load_mixture(files, tokenizer, tokens_max=99, seed=1)
+    mixture = load_prompts(files, tokenizer, tokens_max=99, seed=1)
     assert [file.used for file in mixture.files] == [3, 5, 20]
-    ids = [prompt.id for prompt in mixture.prompts]
+    ids = [prompt.id for prompt in mixture.items]
     assert len(set(ids)) == 3 + 5 + 10
     assert {name.rpartition(":")[0] for name in ids} == {"x/t.jsonl", "y/t.jsonl", "z.jsonl"}
-    assert mixture == load_mixture(files, tokenizer, tokens_max=99, seed=1)
-    assert mixture.prompts != load_mixture(files, tokenizer, tokens_max=99, seed=2).prompts
+    assert mixture == load_prompts(files, tokenizer, tokens_max=99, seed=1)
+    assert mixture.items != load_prompts(files, tokenizer, tokens_max=99, seed=2).items
 
 
 def test_problems_of_all_files_are_reported_together(tokenizer, tmp_path):
     files = [write(tmp_path / "a.jsonl", "hi", role="king"), DataFileConfig(path=str(tmp_path / "none.parquet"))]
     with pytest.raises(DataError) as raised:
-        load_mixture(files, tokenizer, tokens_max=99)
+        load_prompts(files, tokenizer, tokens_max=99)
     assert len(raised.value.problems) == 2
 
 
@@ -167,6 +167,6 @@ def test_an_epoch_has_as_many_rows_by_count_as_mixing_takes(amounts, tmp_path):
     asked = [
         DataFileConfig(path=str(path), amount=amount) for path, amount in zip((table, lines), amounts, strict=True)
     ]
-    assert epoch_rows(asked) == len(mix(asked, read, seed=1)[0])
+    assert epoch_rows(asked) == len(mix(asked, read, seed=1).items)
     with pytest.raises(DataError, match="no such file"):
         epoch_rows([DataFileConfig(path=str(tmp_path / "none.jsonl"))])
