@@ -1,11 +1,11 @@
-"""What planning weight sync costs, and what the plans predict for real models and clusters. No GPU and no weights.
+"""The time to plan weight syncs, and the plans' predictions for real models and clusters. No GPU and no weights.
 
     python benchmarks/weight_plan.py            # both tables: minutes of one core
     python benchmarks/weight_plan.py --models   # or --ranks: one of them
 
 Predicted seconds are arithmetic over the bytes of each link (weight_traffic.py) at the speeds printed above
-the table; they are predictions, not measurements. Published ones are measured, by others, on clusters of their own, and
-end to end. DeepSeek-V3 and Kimi-K2 stand here with their experts, sizes and 60 of their 61 layers (pipeline stages are
+the table; they are predictions, not measurements. Published seconds were measured by others, on their own clusters, end
+to end. DeepSeek-V3 and Kimi-K2 stand here with their experts, sizes and 60 of their 61 layers (pipeline stages are
 of equal length), and with grouped queries in place of latent attention, which is a small part of their bytes.
 """
 

@@ -14,7 +14,7 @@ import torch
 
 from megagrpo.errors import MegagrpoError, Problem
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.weights.boxes import Manifest, Place, Topology
+from megagrpo.weights.boxes import Manifest, Place, Topology, Transfer
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import sglang
@@ -23,7 +23,7 @@ from megagrpo.weights.transport import rendezvous
 from megagrpo.weights.transport.buckets import BucketReceiver
 from megagrpo.weights.transport.choice import Sender
 from megagrpo.weights.transport.rendezvous import Member, RendezvousHost, Sync
-from megagrpo.weights.views import torch_dtype
+from megagrpo.weights.views import fill_padding, torch_dtype
 from tests.weights_oracle import Tensors, rank_tensors
 
 
@@ -58,12 +58,19 @@ class Case:
         return [rank_tensors(self.arch, self.layout, where, checkpoint) for where in rank_grid(self.layout)]
 
 
-def empty(manifest: Manifest) -> Tensors:
-    """Storages full of NaN: whatever is not written shows."""
-    return {
+def empty(manifest: Manifest, *, padded: bool = False) -> Tensors:
+    """Storages full of NaN, so that every element that is not written shows; `padded` ones with their padding."""
+    tensors = {
         name: torch.full(storage.shape, torch.nan, dtype=torch_dtype(storage.dtype))
         for name, storage in manifest.storages.items()
     }
+    if padded:
+        fill_padding(manifest, tensors)
+    return tensors
+
+
+def all_transfers(plan: WeightPlan) -> tuple[Transfer, ...]:
+    return tuple(transfer for index in range(len(plan.destinations)) for transfer in plan.incoming(index))
 
 
 def sync(

@@ -107,7 +107,7 @@ def _storage_error(whole: Region, pieces: tuple[Region, ...]) -> str:
 def check_sources(tensors: Iterable[Tensor], sources: Sequence[Manifest]) -> None:
     """Every element of these checkpoint tensors lies in at least one source, and no source has anything outside them.
 
-    Raises: WeightPlanError naming each tensor that is not, and who holds the rest of it.
+    Raises: WeightPlanError naming each tensor for which this is not so, and the holders of the rest of it.
     """
     boxes: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for manifest in sources:

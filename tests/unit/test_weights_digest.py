@@ -1,4 +1,4 @@
-"""Digests do not depend on who holds what, and see every change."""
+"""Digests do not depend on how tensors are cut over ranks, and see every change."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megagrpo.errors import ModelError, WeightPlanError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.weights.boxes import Box, Manifest, Place, Placement, Storage, Topology, Transfer
+from megagrpo.weights.boxes import Box, Manifest, Place, Placement, Storage, Topology
 from megagrpo.weights.coverage import check_sources, storage_problems
 from megagrpo.weights.digest import digests
 from megagrpo.weights.families import tensors_of
@@ -21,7 +21,8 @@ from megagrpo.weights.plan import ListedTransfers, WeightPlan, make_plan, plan_p
 from megagrpo.weights.sides import transformers
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 from megagrpo.weights.transport.buckets import buckets_between
-from megagrpo.weights.views import box_view, fill_padding, stored_tensors, torch_dtype
+from megagrpo.weights.views import box_view, stored_tensors
+from tests.weight_streams import all_transfers, empty
 from tests.weights_oracle import Tensors, architecture, moe_architecture, random_checkpoint, rank_tensors
 
 SIZES = st.sampled_from([1, 2, 4])
@@ -50,18 +51,9 @@ def architectures(draw: st.DrawFn) -> Architecture:
     return architecture(**changes, tied_embeddings=draw(st.booleans()))
 
 
-def empty(manifest: Manifest) -> Tensors:
-    tensors = {
-        name: torch.full(storage.shape, torch.nan, dtype=torch_dtype(storage.dtype))
-        for name, storage in manifest.storages.items()
-    }
-    fill_padding(manifest, tensors)
-    return tensors
-
-
 def carry_out(plan: WeightPlan, held: list[Tensors], bucket_bytes: int = 1 << 20) -> list[Tensors]:
     """What the destinations hold after the plan has run through buckets."""
-    arrived = [empty(manifest) for manifest in plan.destinations]
+    arrived = [empty(manifest, padded=True) for manifest in plan.destinations]
     everyone = frozenset(range(len(plan.destinations)))
     for source, tensors in enumerate(held):
         for destination in plan.destinations_of(source):
@@ -179,7 +171,7 @@ def small_plan() -> tuple[WeightPlan, list[Tensors], Tensors]:
 def test_a_dropped_doubled_or_shifted_transfer_is_seen(data: st.DataObject) -> None:
     plan, held, checkpoint = small_plan()
     assert not plan_problems(plan)
-    transfers = list_transfers(plan)
+    transfers = all_transfers(plan)
     index = data.draw(st.integers(0, len(transfers) - 1))
     transfer = transfers[index]
     before, after = transfers[:index], transfers[index + 1 :]
@@ -206,16 +198,12 @@ def sent_bytes(plan: WeightPlan) -> list[int]:
     return [sum(map(plan.bytes_of, plan.outgoing(source))) for source in range(len(plan.sources))]
 
 
-def list_transfers(plan: WeightPlan) -> tuple[Transfer, ...]:
-    return tuple(transfer for index in range(len(plan.destinations)) for transfer in plan.incoming(index))
-
-
 def whole_placement(tensor: Tensor) -> Placement:
     box = Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)
     return Placement(tensor.name, box.start, tuple(range(len(box.shape))), box)
 
 
-def test_elements_that_nobody_holds_are_named_with_who_holds_the_rest() -> None:
+def test_elements_that_no_source_holds_are_named_with_the_holders_of_the_rest() -> None:
     arch, layout = architecture(), ParallelLayout(tensor=2)
     first, second = (LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout))
     with pytest.raises(WeightPlanError) as caught:
@@ -259,7 +247,7 @@ def test_a_source_in_the_same_place_is_preferred() -> None:
     sources = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
     places = Place("a", 0), Place("b", 0)
     plan = make_plan(sources, sources, Topology(places, places))
-    assert all(transfer.source == transfer.destination for transfer in list_transfers(plan))
+    assert all(transfer.source == transfer.destination for transfer in all_transfers(plan))
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Plans over nodes and devices, against whole tensors, element by element: who gets what, how often, and from whom."""
+"""Plans over nodes and devices, against whole tensors, element by element; and loads, against a maximum flow."""
 
 from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -24,9 +24,11 @@ from megagrpo.weights.coverage import Located
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Experts
 from megagrpo.weights.plan import ListedTransfers, WeightPlan, make_plan, plan_problems
+from megagrpo.weights.planning.routes import Holders, even_shares, least_load
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
-from megagrpo.weights.views import box_view, fill_padding, torch_dtype
+from megagrpo.weights.views import box_view, torch_dtype
+from tests.weight_streams import all_transfers, empty
 from tests.weights_oracle import (
     Tensors,
     architecture,
@@ -85,10 +87,6 @@ def clusters(draw: st.DrawFn) -> Cluster:
     return Cluster(arch, layout, engine, make_plan(sources, destinations, topology))
 
 
-def all_transfers(plan: WeightPlan) -> tuple[Transfer, ...]:
-    return tuple(transfer for index in range(len(plan.destinations)) for transfer in plan.incoming(index))
-
-
 def where(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))
 
@@ -97,15 +95,8 @@ def where(box: Box) -> tuple[slice, ...]:
 
 
 def carried_out(plan: WeightPlan, held: Sequence[Tensors], relays_first: bool = False) -> list[Tensors]:
-    """What the destinations hold after straight transfers, then those that are passed on, out of who passes them on."""
-    arrived = []
-    for manifest in plan.destinations:
-        tensors = {
-            name: torch.full(storage.shape, torch.nan, dtype=torch_dtype(storage.dtype))
-            for name, storage in manifest.storages.items()
-        }
-        fill_padding(manifest, tensors)
-        arrived.append(tensors)
+    """What the destinations hold once the sources have sent, and then the destinations have passed on what they got."""
+    arrived = [empty(manifest, padded=True) for manifest in plan.destinations]
     for transfer in sorted(all_transfers(plan), key=lambda transfer: (transfer.via is None) == relays_first):
         into = transfer.destination_placement
         target = box_view(arrived[transfer.destination][into.storage], into)
@@ -205,7 +196,63 @@ def test_places_of_others_are_refused() -> None:
         make_plan(cluster.plan.sources, cluster.plan.destinations, topology_of(range(3), range(4), 4))
 
 
-# --- what crosses the network, and who sends it -----------------------------------------------------------------------
+# --- even loads -------------------------------------------------------------------------------------------------------
+
+SETS = st.frozensets(st.integers(0, 9), min_size=1, max_size=6).map(lambda found: tuple(sorted(found)))
+DEMANDS = st.dictionaries(SETS, st.integers(0, 100_000), min_size=1, max_size=12)
+
+
+def loads_of(shares: Mapping[Holders, np.ndarray]) -> np.ndarray:
+    loads = np.zeros(64, np.int64)
+    for holders, share in shares.items():
+        loads[list(holders)] += share
+    return loads
+
+
+def optimum(demands: Mapping[Holders, int]) -> float:
+    """The smallest largest load for which the flow from the sets through their holders carries every demand."""
+    low, high = 0.0, float(sum(demands.values()))
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        graph = nx.DiGraph()
+        graph.add_nodes_from(["from", "to"])
+        for holders, demand in demands.items():
+            graph.add_edge("from", holders, capacity=demand)
+            for holder in holders:
+                graph.add_edge(holders, holder)
+                graph.add_edge(holder, "to", capacity=middle)
+        enough = nx.maximum_flow_value(graph, "from", "to") >= sum(demands.values()) * (1 - 1e-9)
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
+@settings(max_examples=40)
+@given(demands=DEMANDS)
+def test_the_largest_load_is_the_smallest_possible(demands: dict[Holders, int]) -> None:
+    shares = even_shares(demands)
+    assert all((share >= 0).all() and share.sum() == demands[holders] for holders, share in shares.items())
+    assert shares.keys() == demands.keys()
+    best = optimum(demands)
+    assert loads_of(shares).max() <= 1.02 * best + len(demands)
+    assert least_load(demands, loads_of(shares)[:10].astype(float)) <= 1.001 * best  # a bound, never above
+
+
+def test_a_chain_of_neighbours_is_levelled_to_its_ends() -> None:
+    """The hardest kind: what the first holder has too much of must move through all others."""
+    demands = {(index, index + 1): 1000 for index in range(30)} | {(0,): 30_000}
+    loads = loads_of(even_shares(demands))[:31]
+    assert loads[0] == 30_000  # cannot be less
+    demands = {(index, index + 1): 2000 for index in range(30)} | {(0,): 2000}
+    loads = loads_of(even_shares(demands))[:31]
+    assert loads.max() <= 1.02 * 2000
+
+
+def test_replicas_share_evenly_also_where_another_rank_is_the_bottleneck() -> None:
+    shares = even_shares({(0,): 1000, (1, 2, 3, 4): 400})
+    assert shares[1, 2, 3, 4].tolist() == [100, 100, 100, 100]
+
+
+# --- what crosses the network, and from which source ------------------------------------------------------------------
 
 
 def painted(manifests: Sequence[Manifest], arch: Architecture) -> list[dict[str, np.ndarray]]:
@@ -249,31 +296,19 @@ def least_egress(cluster: Cluster) -> float:
     plan, arch = cluster.plan, cluster.arch
     held, wanted = painted(plan.sources, arch), painted(plan.destinations, arch)
     sources, destinations = plan.topology.sources, plan.topology.destinations
-    demands: dict[int, int] = defaultdict(int)  # bytes by set of holders, as bits
+    demands: dict[Holders, int] = defaultdict(int)
     for node in {place.node for place in destinations}:
         for tensor in tensors_of(arch):
-            holders = np.zeros(tensor.shape, np.int64)
+            holders = np.zeros(tensor.shape, np.int64)  # as bits
             for index, has in enumerate(held):
                 holders |= has[tensor.name].astype(np.int64) << index
             near = sum(1 << index for index, place in enumerate(sources) if place.node == node)
             need = [has[tensor.name] for has, place in zip(wanted, destinations, strict=True) if place.node == node]
             over_network = np.logical_or.reduce(need) & (holders & near == 0)
             for mask, count in zip(*np.unique(holders[over_network], return_counts=True), strict=True):
-                demands[int(mask)] += 4 * int(count)
-    low, high = 0.0, float(sum(demands.values()))
-    while high - low > 1e-3 * high:
-        middle = (low + high) / 2
-        graph = nx.DiGraph()
-        graph.add_nodes_from(["from", "to"])
-        for mask, demand in demands.items():
-            graph.add_edge("from", mask, capacity=demand)
-            for index in range(len(sources)):
-                if mask >> index & 1:
-                    graph.add_edge(mask, f"rank {index}")
-                    graph.add_edge(f"rank {index}", "to", capacity=middle)
-        enough = nx.maximum_flow_value(graph, "from", "to") >= sum(demands.values()) * (1 - 1e-9)
-        low, high = (low, middle) if enough else (middle, high)
-    return high
+                ranks = tuple(index for index in range(len(sources)) if mask >> index & 1)
+                demands[ranks] += 4 * int(count)
+    return optimum(demands)
 
 
 def egress(plan: WeightPlan) -> list[int]:
@@ -288,7 +323,7 @@ def egress(plan: WeightPlan) -> list[int]:
 
 @settings(max_examples=25)
 @given(cluster=clusters())
-def test_nobody_sends_a_tenth_more_than_the_optimum(cluster: Cluster) -> None:
+def test_no_source_sends_a_tenth_more_than_the_optimum(cluster: Cluster) -> None:
     """Up to one row of the widest tensor: rows are not cut."""
     assert max(egress(cluster.plan)) <= 1.1 * least_egress(cluster) + 4 * cluster.arch.ffn
 

@@ -16,7 +16,8 @@ from megagrpo.weights.families.architecture import Experts
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
-from tests.unit.test_weights_plan_topology import Cluster, all_transfers, clusters
+from tests.unit.test_weights_plan_topology import Cluster, clusters
+from tests.weight_streams import all_transfers
 from tests.weights_oracle import moe_architecture
 
 SPEEDS = LinkSpeeds(device=1000.0, node=100.0, network=10.0)

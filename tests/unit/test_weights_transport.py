@@ -153,8 +153,8 @@ def test_a_deadline_says_what_was_awaited_and_is_kept(host: RendezvousHost, monk
     monkeypatch.setattr(rendezvous, "time", clock)
     host.open(1, [0])
     member = host.rendezvous.join("one")
-    with pytest.raises(WeightSyncError, match="nobody came"), member.attend(1):
-        member.wait(lambda: member.pop("1"), lambda: Problem("nobody came"))
+    with pytest.raises(WeightSyncError, match="nothing came"), member.attend(1):
+        member.wait(lambda: member.pop("1"), lambda: Problem("nothing came"))
     assert clock.now == pytest.approx(200.0)
 
 
@@ -163,14 +163,14 @@ def test_messages_of_a_failed_attempt_are_not_seen_in_the_next(host: RendezvousH
     first = host.open(1, [0])
     with member.attend(1):
         member.push("1", ["sent", 0])
-    host.abort([Problem("somebody died")])
+    host.abort([Problem("engine 0 died")])
     second = host.open(1, [0])
     assert (second.attempt, second.generation) == (first.attempt + 1, first.generation + 1)
     with member.attend(1):
         assert member.pop("1") is None
 
 
-def test_a_generation_lasts_until_somebody_fails_or_is_replaced(host: RendezvousHost) -> None:
+def test_a_generation_lasts_until_an_end_fails_or_is_replaced(host: RendezvousHost) -> None:
     generations = [host.open(version, [0, 1]).generation for version in (1, 2, 3)]
     host.rendezvous.join("engine 0 rank 1").announce()
     generations.append(host.open(4, [0, 1]).generation)
