@@ -1,5 +1,4 @@
-"""What training ranks answer the driver. Apart from megagrpo.megatron, so that the driver reads it without Megatron,
-which takes seconds to import."""
+"""What training ranks answer the driver, which reads it without megagrpo.megatron: that takes seconds to import."""
 
 from __future__ import annotations
 
@@ -25,13 +24,9 @@ class StepMetrics:
     clip_low_fraction: float  # tokens whose gradient the lower bound cut
     clip_high_fraction: float  # tokens whose gradient the upper bound cut
     ratio_mean: float  # ratio of the policy's probability to the old one
-    logprob_mean: float
-    mismatch: Mismatch  # of the trainer when it first saw the tokens with what the engines sampled from
+    mismatch: Mismatch  # between the trainer's logprobs before the update and the engines'
     correction: Correction | None  # None: the recipe has none
     grad_norm: float  # before clipping, mean over optimizer steps
-    grad_norm_max: float
-    tokens: int  # response tokens in the batch
-    optimizer_steps: int
 
 
 @dataclass(frozen=True)
@@ -49,12 +44,10 @@ class CriticMetrics:
 
     loss: float  # what was minimised
     clip_fraction: float  # tokens without gradient: their value has moved far enough
-    value_mean: float  # of the critic before the update
+    value_mean: float  # by the critic before the update
     return_mean: float
-    explained_variance: float  # of the returns, by the critic before the update
+    explained_variance: float  # share of the returns' variance that these values explain
     grad_norm: float  # before clipping, mean over optimizer steps
-    tokens: int  # response tokens in the batch
-    optimizer_steps: int
 
 
 @dataclass(frozen=True)
@@ -78,7 +71,7 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class SftUpdate:
-    """What a step says of itself."""
+    """One step of supervised fine-tuning."""
 
     loss: TokenLoss  # before the step
     grad_norm: float  # before clipping

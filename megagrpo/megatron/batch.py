@@ -1,10 +1,16 @@
-"""The loaded batch: microbatches as packed tensors with their response tokens."""
+"""A rank's batch on its device: packed microbatches with their response tokens, and what passes found for these tokens.
+
+A microbatch's sequences lie end to end without padding between them. With context > 1 each sequence is padded to a
+multiple of 2 x context and cut into that many chunks; rank r holds chunks r and 2 * context - 1 - r of every sequence
+("zigzag": under causal attention all ranks then have the same work). With tensor > 1 a masked dummy sequence pads the
+total, so that sequence parallelism can divide it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import chain
 
 import numpy as np
 import torch
@@ -17,7 +23,7 @@ from megagrpo.algorithm.correction import correct
 from megagrpo.algorithm.covariance import choose_by_covariance
 from megagrpo.algorithm.draws import token_draws
 from megagrpo.algorithm.sequences import Sequences
-from megagrpo.batching.rank_batches import Microbatch, joined_microbatches
+from megagrpo.batching.rank_batches import Microbatch, RankBatch, joined_microbatches
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import PackedSequences, positions_on
 from megagrpo.recipe.passes import BY_COVARIANCE, corrects
@@ -25,22 +31,44 @@ from megagrpo.recipe.schema import AlgorithmConfig
 
 NO_ROW = -1
 
+TokenTensors = tuple[Tensor, ...]
+"""For each microbatch, one number per response token on this rank: [response tokens]. Empty on ranks without logits."""
+
+
+# --- microbatches as tensors ------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class PackedTensors:
     """One microbatch on one context rank. `tokens` below is the number of tokens on this rank, padding included.
 
-    Position t predicts token t + 1 of its sequence: `labels`, `mask` and `rollout_logprobs` are those of the predicted
+    Position t predicts token t + 1 of its sequence: `labels`, `mask` and `rollout_logprobs` describe the predicted
     token.
     """
 
-    tokens: torch.Tensor  # int64 [1, tokens], 0 in padding
-    labels: torch.Tensor  # int64 [tokens], 0 where there is no next token
-    mask: torch.Tensor  # bool [tokens], the next token is trained on
-    rollout_logprobs: torch.Tensor  # float32 [tokens], 0 where mask is False
-    rows: torch.Tensor  # int64 [tokens], row of the sequence in the step, NO_ROW in padding
-    positions: torch.Tensor  # int64 [tokens], index in the sequence of the predicting token
+    tokens: Tensor  # int64 [1, tokens], 0 in padding
+    labels: Tensor  # int64 [tokens], 0 where there is no next token
+    mask: Tensor  # bool [tokens], the next token is trained on
+    rollout_logprobs: Tensor  # float32 [tokens], 0 where mask is False
+    rows: Tensor  # int64 [tokens], row of the sequence in the step, NO_ROW in padding
+    positions: Tensor  # int64 [tokens], index in the sequence of the predicting token
     sequences: PackedSequences
+
+
+@dataclass(frozen=True)
+class ResponseTokens:
+    """The response tokens of one microbatch on the last pipeline stage. Every tensor is [tokens].
+
+    A context rank has a part of each sequence.
+    """
+
+    positions: Tensor  # int64, rows of the last stage's output
+    labels: Tensor  # int64
+    rows: Tensor  # int64, row of the sample in the step
+    places: Tensor  # int64, index of the token in its sequence, prompt included
+    index: Tensor  # int64, index of the token in its response
+    sequences: Sequences
+    rollout_logprobs: Tensor  # float32
 
 
 def pack(
@@ -53,7 +81,7 @@ def pack(
     sequence = np.repeat(np.arange(len(lengths)), padded // context)
     position = positions_on(padded, sequence, context, context_rank)
 
-    # Everything is looked up in the concatenated sequences, and what does not exist in the sentinel at their end.
+    # Every token is looked up in the concatenated sequences; what does not exist, in the sentinel at their end.
     flat_tokens = np.concatenate([*(s.tokens for s in microbatch.sequences), [0]])
     flat_mask = np.concatenate([*(s.loss_mask for s in microbatch.sequences), [False]])
     flat_logprobs = np.concatenate([*(s.rollout_logprobs for s in microbatch.sequences), [0.0]])
@@ -65,7 +93,7 @@ def pack(
     following = np.where(position + 1 < lengths[sequence], start[sequence] + position + 1, nothing)
     mask = flat_mask[following].astype(bool)
 
-    def tensor(array: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def tensor(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
 
     positions = tensor(position)
@@ -107,30 +135,6 @@ def _with_padding(lengths: np.ndarray, layout: ParallelLayout) -> tuple[np.ndarr
     return lengths, padded
 
 
-@dataclass
-class ResponseTokens:
-    """The response tokens of one microbatch on the last pipeline stage. Every tensor is [tokens] unless said otherwise.
-
-    Under context parallelism these are a part of each sequence. What is None at first is filled in by passes over the
-    same microbatch and by the update, and never leaves the rank unless asked for.
-    """
-
-    positions: Tensor  # int64, rows of the last stage's output
-    labels: Tensor  # int64
-    rows: Tensor  # int64, row of the sample in the step
-    places: Tensor  # int64, index of the token in its sequence, prompt included
-    index: Tensor  # int64, index of the token in its response
-    sequences: Sequences
-    rollout_logprobs: Tensor  # float32
-    old_logprobs: Tensor | None = None  # float32, what ratios are to
-    reference_logprobs: Tensor | None = None  # float32
-    values: Tensor | None = None  # float32, the critic's estimates before its update
-    before_update: Tensor | None = None  # float32, the trainer's logprobs when it first saw the tokens in this step
-    weights: Tensor | None = None  # float32, in the loss; 0 for tokens that a correction rejects
-    importance: Tensor | None = None  # float32, of the policy's loss; None: 1
-    chosen: Tensor | None = None  # bool, tokens that a loss by covariance chose
-
-
 def response_tokens(packed: PackedTensors, microbatch: Microbatch) -> ResponseTokens:
     """Selects the response tokens of `packed`."""
     positions = packed.mask.nonzero()[:, 0]
@@ -148,141 +152,180 @@ def response_tokens(packed: PackedTensors, microbatch: Microbatch) -> ResponseTo
         rows=rows,
         places=places,
         index=places - torch.from_numpy(start).to(device)[index],
-        sequences=Sequences(index, counts, over_context_ranks),
+        sequences=Sequences(index, counts, _over_context_ranks),
         rollout_logprobs=packed.rollout_logprobs[positions],
     )
 
 
-def joined(responses: Sequence[ResponseTokens], device: torch.device) -> Sequences:
-    """The sequences of several microbatches as those of one, their tokens laid end to end."""
+# --- the batch --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One rank's part of a minibatch. `responses` has an entry for each microbatch on ranks that compute logits."""
+
+    first: int  # index of its first microbatch in the batch
+    packed: list[PackedTensors]
+    responses: list[ResponseTokens]
+    tokens: int  # response tokens over all ranks
+    sequences: int  # sequences with response tokens over all ranks
+
+    def own(self, values: TokenTensors) -> TokenTensors:
+        """What `values`, of the whole batch, has for this minibatch's microbatches."""
+        return values[self.first : self.first + len(self.responses)]
+
+
+@dataclass(frozen=True)
+class JoinedMicrobatch:
+    """Several of training's microbatches as one, for a pass without gradients."""
+
+    packed: PackedTensors
+    responses: list[ResponseTokens]  # one; none on ranks without logits
+    parts: range  # the batch's microbatches in it, whose response tokens lie end to end
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's work on this rank."""
+
+    minibatches: tuple[Minibatch, ...] = ()
+    joined: tuple[JoinedMicrobatch, ...] = ()
+
+    @property
+    def responses(self) -> list[ResponseTokens]:
+        return [response for minibatch in self.minibatches for response in minibatch.responses]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What passes over the batch found, float32. None: the pass was not made."""
+
+    before_update: TokenTensors | None = None  # the trainer's logprobs before the update
+    old_logprobs: TokenTensors | None = None  # what ratios are to: the same, or the engines' logprobs
+    reference_logprobs: TokenTensors | None = None
+    values: TokenTensors | None = None  # the critic's estimates before its update
+
+
+def as_tensors(
+    batch: RankBatch,
+    layout: ParallelLayout,
+    context_rank: int,
+    device: torch.device,
+    *,
+    has_logits: bool,
+    at_once: int,
+) -> Batch:
+    """Moves a data rank's batch to the device. Passes without gradients join up to `at_once` microbatches."""
+
+    def tensors(microbatch: Microbatch) -> tuple[PackedTensors, list[ResponseTokens]]:
+        packed = pack(microbatch, layout=layout, context_rank=context_rank, device=device)
+        return packed, [response_tokens(packed, microbatch)] if has_logits else []
+
+    minibatches: list[Minibatch] = []
+    pairs: list[tuple[PackedTensors, list[ResponseTokens]]] = []
+    for micros, tokens, sequences in zip(batch.minibatches, batch.tokens, batch.sequences, strict=True):
+        own = [tensors(micro) for micro in micros]
+        responses = [response for _, found in own for response in found]
+        minibatches.append(Minibatch(len(pairs), [packed for packed, _ in own], responses, tokens, sequences))
+        pairs += own
+    if at_once == 1:
+        joined = [JoinedMicrobatch(*pair, range(i, i + 1)) for i, pair in enumerate(pairs)]
+    else:
+        all_micros = list(chain(*batch.minibatches))
+        joined = [
+            JoinedMicrobatch(*tensors(Microbatch(tuple(s for i in parts for s in all_micros[i].sequences))), parts)
+            for parts in joined_microbatches(len(all_micros), at_once, layout)
+        ]
+    return Batch(tuple(minibatches), tuple(joined))
+
+
+def of_tokens(batch: Batch, values: Tensor, offsets: Tensor | None) -> TokenTensors:
+    """What the driver made for each row of the step, `values` [rows]; or for each response token.
+
+    offsets: None, or int64 [rows + 1]: values[offsets[r] : offsets[r + 1]] are those of row r's response tokens.
+    """
+    if offsets is None:
+        return tuple(values[response.rows] for response in batch.responses)
+    return tuple(values[offsets[response.rows] + response.index] for response in batch.responses)
+
+
+# --- what the loss must know of a whole minibatch before its first backward pass --------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """For the microbatches of one minibatch."""
+
+    weights: TokenTensors  # float32, in the loss; 0 for tokens that a correction rejects
+    importance: TokenTensors | None  # float32, of the policy's loss; None: 1
+    chosen: TokenTensors | None  # bool, tokens that a loss by covariance chose
+    correction: Tensor | None  # `Corrected.sums`, if the recipe has a correction
+
+
+def weigh(
+    minibatch: Minibatch,
+    advantages: TokenTensors,
+    old_logprobs: TokenTensors | None,
+    algorithm: AlgorithmConfig,
+    divisor: float,
+    seed: int,
+) -> TokenWeights:
+    """Weighs every response token of a minibatch. Collective over the ranks that hold its tokens.
+
+    What depends on the whole minibatch is summed over these ranks, so that losses depend on neither layout nor packing.
+    advantages, old_logprobs: of the minibatch; old_logprobs must be there if `prepares_by_old_logprobs`.
+    """
+    responses = minibatch.responses
+    if not responses:
+        return TokenWeights((), None, None, None)
+    device = responses[0].rows.device
+    sequences = joined_sequences(responses, device)
+    old = None if old_logprobs is None else torch.cat(old_logprobs)
+    kept = torch.ones(len(sequences.index), dtype=torch.bool, device=device)
+    tokens, count = float(minibatch.tokens), float(minibatch.sequences)
+    importance = chosen = sums = None
+
+    def split(values: Tensor) -> TokenTensors:
+        return values.split([len(response.rows) for response in responses])
+
+    if corrects(algorithm) and old is not None:
+        rollout = torch.cat([response.rollout_logprobs for response in responses])
+        corrected = correct(old, rollout, sequences, algorithm.correction, sum_over_ranks)
+        kept, sums = corrected.kept, corrected.sums
+        importance = None if corrected.importance is None else split(corrected.importance)
+        # Each context rank has a part of every sequence; a token's share of its sequence's kept ones counts them once.
+        of_sequence = sequences.of_tokens(sequences.sum(kept))
+        counts = torch.stack([kept.double(), torch.where(kept, 1 / of_sequence, 0.0)]).sum(1)
+        sum_over_ranks(counts)
+        tokens, count = counts.tolist()
+    if algorithm.loss.name in BY_COVARIANCE and old is not None:
+        draws = torch.cat([token_draws(seed, response.rows, response.places) for response in responses])
+        chosen = split(choose_by_covariance(old, torch.cat(advantages), kept, draws, algorithm.loss, sum_over_ranks))
+    weights = token_weights(kept, sequences, algorithm.aggregation, tokens, count, divisor)
+    return TokenWeights(split(weights), importance, chosen, sums)
+
+
+def joined_sequences(responses: Sequence[ResponseTokens], device: torch.device) -> Sequences:
+    """The sequences of several microbatches, their tokens laid end to end."""
     index, count = [torch.empty(0, dtype=torch.int64, device=device)], 0
     for response in responses:
         index.append(response.sequences.index + count)
         count += len(response.sequences.tokens)
     tokens = torch.cat([torch.empty(0, device=device), *(response.sequences.tokens for response in responses)])
-    return Sequences(torch.cat(index), tokens, over_context_ranks)
+    return Sequences(torch.cat(index), tokens, _over_context_ranks)
 
 
-def share_out(values: Tensor, responses: Sequence[ResponseTokens], name: str) -> None:
-    """Sets the field `name` of each microbatch to its part of `values` [tokens of all, laid end to end]."""
-    parts = values.split([len(response.rows) for response in responses])
-    for response, part in zip(responses, parts, strict=True):
-        setattr(response, name, part)
+def sum_over_ranks(sums: Tensor) -> None:
+    """Sums in place over the ranks that hold the other tokens: data and context ranks."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
 
 
-def over_context_ranks(sums: Tensor) -> Tensor:
+def _over_context_ranks(sums: Tensor) -> Tensor:
     """Sum over the ranks that hold the other parts of the same sequences."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return sums
     total = sums.clone()
     dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
     return total
-
-
-@dataclass(frozen=True)
-class Minibatch:
-    """One rank's part of one. `responses` has one for each microbatch on ranks that compute logits, else none.
-
-    tokens, sequences: response tokens, and sequences with any, over all ranks.
-    """
-
-    packed: list[PackedTensors]
-    responses: list[ResponseTokens]
-    tokens: int
-    sequences: int
-
-
-def prepare(
-    minibatch: Minibatch,
-    advantages: Callable[[ResponseTokens], Tensor],
-    algorithm: AlgorithmConfig,
-    divisor: float,
-    seed: int,
-    device: torch.device,
-) -> Tensor | None:
-    """Gives every response token its weight in the loss, its importance, and the mark of a loss by covariance.
-
-    What depends on the whole minibatch is summed over the ranks that hold its other tokens, so that losses depend on
-    neither layout nor packing. Returns the sums of the correction, `Corrected.sums`, if there is one. Old logprobs must
-    be there if `prepares_by_old_logprobs`.
-    """
-    responses = minibatch.responses
-    if not responses:
-        return None
-    sequences = joined(responses, device)
-    old = _joined([response.old_logprobs for response in responses])
-    kept = torch.ones(len(sequences.index), dtype=torch.bool, device=device)
-    tokens, count, sums = float(minibatch.tokens), float(minibatch.sequences), None
-    if corrects(algorithm) and old is not None:
-        rollout = torch.cat([response.rollout_logprobs for response in responses])
-        corrected = correct(old, rollout, sequences, algorithm.correction, _sum_over_ranks)
-        kept, sums = corrected.kept, corrected.sums
-        if corrected.importance is not None:
-            share_out(corrected.importance, responses, "importance")
-        # Each context rank has a part of every sequence; a token's share of its sequence's kept ones counts them once.
-        of_sequence = sequences.of_tokens(sequences.sum(kept))
-        counts = torch.stack([kept.double(), torch.where(kept, 1 / of_sequence, 0.0)]).sum(1)
-        _sum_over_ranks(counts)
-        tokens, count = counts.tolist()
-    if algorithm.loss.name in BY_COVARIANCE and old is not None:
-        draws = torch.cat([token_draws(seed, response.rows, response.places) for response in responses])
-        per_token = torch.cat([advantages(response) for response in responses])
-        chosen = choose_by_covariance(old, per_token, kept, draws, algorithm.loss, _sum_over_ranks)
-        share_out(chosen, responses, "chosen")
-    share_out(token_weights(kept, sequences, algorithm.aggregation, tokens, count, divisor), responses, "weights")
-    return sums
-
-
-def of_tokens(values: Tensor, offsets: Tensor | None, response: ResponseTokens) -> Tensor:
-    """Each response token's of `values`: by row of the step, or, with offsets [rows + 1], by its response tokens."""
-    if offsets is None:
-        return values[response.rows]
-    return values[offsets[response.rows] + response.index]
-
-
-def _joined(parts: list[Tensor | None]) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    return torch.cat(there) if len(there) == len(parts) else None
-
-
-def _sum_over_ranks(sums: Tensor) -> None:
-    """In place, over the ranks that hold the minibatch's other tokens."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if group.size() > 1:
-        dist.all_reduce(sums, group=group)
-
-
-Result = Literal["old_logprobs", "reference_logprobs", "values"]
-
-
-@dataclass(frozen=True)
-class InferenceBatch:
-    """`responses` and `parts` are empty on ranks that compute no logits."""
-
-    packed: list[PackedTensors]
-    responses: list[ResponseTokens]
-    parts: list[list[ResponseTokens]]
-    """Of training's microbatches: response tokens i are those of parts[i], laid end to end."""
-
-    def share_out(self, name: Result) -> None:
-        """Gives the parts what was found for `responses`."""
-        for response, parts in zip(self.responses, self.parts, strict=True):
-            share_out(getattr(response, name), parts, name)
-
-
-def inference_batch(
-    microbatches: Sequence[Microbatch],
-    responses: Sequence[ResponseTokens],
-    at_once: int,
-    layout: ParallelLayout,
-    context_rank: int,
-    device: torch.device,
-) -> InferenceBatch:
-    """Joins up to `at_once` of training's microbatches. responses: theirs, or none."""
-    groups = joined_microbatches(len(microbatches), at_once, layout)
-    whole = [Microbatch(tuple(s for i in group for s in microbatches[i].sequences)) for group in groups]
-    packed = [pack(each, layout=layout, context_rank=context_rank, device=device) for each in whole]
-    if not responses:
-        return InferenceBatch(packed, [], [])
-    joined_responses = [response_tokens(tensors, each) for tensors, each in zip(packed, whole, strict=True)]
-    return InferenceBatch(packed, joined_responses, [[responses[i] for i in group] for group in groups])

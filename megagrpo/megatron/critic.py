@@ -1,30 +1,27 @@
 """PPO's critic on one rank: a model of its own with a value head, in the layout of the policy.
 
-The value at the position that predicts a token is the estimate of the return from that token on, made before it is
-chosen. A critic costs as much memory as the policy: weights, gradients and optimizer (train.offload: [critic] has them
-in host memory while engines generate).
+The value at the position that predicts a token estimates the return from that token on, before the token is chosen.
+A critic costs as much memory as the policy: weights, gradients and optimizer (train.offload: [critic] keeps them in
+host memory while engines generate).
 
 Every method is collective: all ranks call the same ones in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megagrpo.algorithm.value_loss import ValueLoss, explained_variance, value_loss
 from megagrpo.checkpoint.store import SavedFile
-from megagrpo.errors import CheckpointError, Problem, RankError
+from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import RankCoordinates
-from megagrpo.megatron.batch import Minibatch, PackedTensors, ResponseTokens
-from megagrpo.megatron.model import forward, forward_backward
+from megagrpo.megatron.batch import Batch, Minibatch, ResponseTokens, TokenTensors, sum_over_ranks
 from megagrpo.megatron.offload import Offload
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.rank_results import CriticMetrics
@@ -33,7 +30,7 @@ from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import critic_of
 
 DIRECTORY = "critic"
-"""Of the critic's state, in the directory of the policy's."""
+"""Holds the critic's state, in the directory of the policy's."""
 
 PARTS: tuple[Literal["parameters", "gradients", "optimizer"], ...] = ("parameters", "gradients", "optimizer")
 
@@ -50,66 +47,52 @@ class Critic:
     ) -> None:
         """Builds this rank's part and loads it from a model directory: a language model, or one with a value head.
 
-        A new head starts from zeros: then all values are 0 at first, the same in every layout, and advantages are what
-        they would be without a critic, not noise. Raises ModelError or RecipeError.
+        A new head starts from zeros. So all values are 0 at first, in every layout, and advantages are those without a
+        critic, not noise. Raises ModelError or RecipeError.
         """
         self._clip = settings.value_clip
         self._device = device
-        self.model = TrainedModel(
-            critic_of(read_architecture(directory)), train, train.optimizer, where, directory, dtype, device.type
-        )
+        self.model = TrainedModel(critic_of(read_architecture(directory)), train, where, directory, dtype, device.type)
         self._offload = Offload(self.model.chunks, self.model.optimizer)
 
-    def compute_values(self, packed: Sequence[PackedTensors], responses: Sequence[ResponseTokens]) -> None:
-        """Values of the response tokens by the critic as it is now, into ResponseTokens.values."""
+    def compute_values(self, batch: Batch) -> TokenTensors:
+        """Values of the response tokens by the critic as it is now, float32."""
         self._offload.require(["parameters"])
-
-        def store(index: int, output: Tensor) -> Tensor:
-            response = responses[index]
-            response.values = _values(output, response)
-            return response.values.sum()
-
-        forward(self.model.chunks, packed, store)
+        return self.model.read_tokens(batch, _values)
 
     def update(
-        self, minibatches: Sequence[Minibatch], returns: Callable[[ResponseTokens], Tensor], epochs: int, lr: float
+        self, batch: Batch, values: TokenTensors, returns: TokenTensors, epochs: int, lr: float
     ) -> CriticMetrics | None:
         """An optimizer step on each minibatch, `epochs` times over.
 
-        returns: looks up those of a microbatch's response tokens, float32 [tokens]. compute_values must have been
-        called. One rank has the metrics of all, the others None. Raises RankError if a gradient is not finite.
+        values: the critic's before the update; returns: what it is to predict; float32. Ranks without logits return
+        None. Raises RankError if a gradient is not finite.
         """
         self._offload.require(PARTS)
-        responses = [response for minibatch in minibatches for response in minibatch.responses]
-        batch = [(stored_values(response), returns(response)) for response in responses]
         sums = CriticSums(self._device)
         grad_norms = []
         for _ in range(epochs):
-            for minibatch in minibatches:
+            for minibatch in batch.minibatches:
                 if minibatch.packed:
-                    self.compute_gradients(minibatch, returns, sums)
+                    self.compute_gradients(minibatch, values, returns, sums)
                     grad_norms.append(self.model.optimizer_step(lr))
-        where = self.model.where
-        if where.pipeline != self.model.layout.pipeline - 1:
+        if self.model.where.pipeline != self.model.layout.pipeline - 1:
             return None
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        metrics = sums.reduce(group, batch, grad_norms)
-        return None if where.tensor or where.context or where.data else metrics
+        return sums.reduce(values, returns, grad_norms)
 
     def compute_gradients(
-        self, minibatch: Minibatch, returns: Callable[[ResponseTokens], Tensor], sums: CriticSums
+        self, minibatch: Minibatch, values: TokenTensors, returns: TokenTensors, sums: CriticSums
     ) -> None:
         """Gradients of the mean loss over a minibatch's response tokens, on all ranks, in the chunks' buffers."""
-        self.model.zero_gradients()
+        old_values, targets = minibatch.own(values), minibatch.own(returns)
 
         def loss(index: int, output: Tensor) -> Tensor:
-            response = minibatch.responses[index]
-            values = _values(output, response)
-            found = value_loss(values, stored_values(response), returns(response), self._clip)
+            new_values = _values(output, minibatch.responses[index])
+            found = value_loss(new_values, old_values[index], targets[index], self._clip)
             sums.add(found)
             return found.loss.sum() / max(minibatch.tokens, 1)
 
-        forward_backward(self.model.chunks, minibatch.packed, loss)
+        self.model.compute_gradients(minibatch.packed, loss)
 
     def save(self, directory: Path) -> tuple[SavedFile, ...]:
         """Writes this rank's part of the state below the policy's directory. Raises CheckpointError."""
@@ -134,13 +117,6 @@ class Critic:
         self._offload.restore(PARTS)
 
 
-def stored_values(response: ResponseTokens) -> Tensor:
-    """Those of the critic before its update, float32 [tokens]. Raises RankError if they were not computed."""
-    if response.values is None:
-        raise RankError(Problem("compute_values was not called for this batch"))
-    return response.values
-
-
 def _values(output: Tensor, response: ResponseTokens) -> Tensor:
     """float32 [tokens] from the last stage's output [positions, 1]."""
     return output[response.positions, 0]
@@ -157,32 +133,23 @@ class CriticSums:
         per_token = torch.stack([found.loss.detach(), found.clipped.float(), torch.ones_like(found.loss)])
         self._trained += per_token.sum(1, dtype=torch.float64)
 
-    def reduce(
-        self,
-        group: dist.ProcessGroup,
-        batch: Iterable[tuple[Tensor, Tensor]],
-        grad_norms: list[float],
-    ) -> CriticMetrics:
-        """Means over `group`, the ranks that hold the other tokens. One all-reduce.
+    def reduce(self, values: TokenTensors, returns: TokenTensors, grad_norms: Sequence[float]) -> CriticMetrics:
+        """Means over all ranks' tokens. Collective over the ranks that hold them.
 
-        batch: (values before the update, returns) of each microbatch of the batch, [tokens] each.
+        values: the critic's before its update; both of every microbatch of the batch.
         """
         seen = torch.zeros(6, dtype=torch.float64, device=self._trained.device)
-        for values, returns in batch:
-            v, r = values.double(), returns.double()
+        for before, target in zip(values, returns, strict=True):
+            v, r = before.double(), target.double()
             seen += torch.stack([torch.ones_like(v), v, r, r.square(), r - v, (r - v).square()]).sum(1)
         sums = torch.cat([self._trained, seen])
-        if group.size() > 1:
-            dist.all_reduce(sums, group=group)
+        sum_over_ranks(sums)
         loss, clipped, trained, tokens, value, total, squares, residual, residual_squares = sums.tolist()
-        steps = max(len(grad_norms), 1)
         return CriticMetrics(
             loss=loss / max(trained, 1.0),
             clip_fraction=clipped / max(trained, 1.0),
             value_mean=value / max(tokens, 1.0),
             return_mean=total / max(tokens, 1.0),
             explained_variance=explained_variance(tokens, (total, squares), (residual, residual_squares)),
-            grad_norm=sum(grad_norms) / steps,
-            tokens=round(tokens),
-            optimizer_steps=len(grad_norms),
+            grad_norm=sum(grad_norms) / max(len(grad_norms), 1),
         )

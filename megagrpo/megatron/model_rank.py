@@ -1,4 +1,4 @@
-"""What every training rank is, whatever it trains for: a process among others, the policy, and its weights.
+"""What every training rank is: a process among others, the policy, and the policy's weights.
 
 Every method is collective: all ranks call the same ones in the same order. It knows neither Ray nor torchrun.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import SavedFile
-from megagrpo.layout.parallel import RankCoordinates, rank_grid
+from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
-from megagrpo.megatron.batch import Minibatch, pack, response_tokens
+from megagrpo.megatron.batch import Batch, ResponseTokens, as_tensors
 from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.offload import Offload, Part
@@ -41,50 +41,67 @@ class ModelRank:
         process.start(rank, self.layout.ranks, init_method, device, cluster.start_timeout_seconds)
         process.start_parallel(self.layout, recipe.seed, cluster.step_timeout_seconds)
         self.device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
-        dtype = getattr(torch, dtype_name(recipe, self.device.type))
-        architecture = read_architecture(model_directory)
         self.policy = TrainedModel(
-            architecture,
+            read_architecture(model_directory),
             train,
-            train.optimizer,
             self.where,
             model_directory,
-            dtype,
+            getattr(torch, dtype_name(recipe, self.device.type)),
             device,
             adapters=train.lora,
             seed=recipe.seed,
         )
         self.offload = Offload(self.policy.chunks, self.policy.optimizer)
+        self.batch = Batch()
+        self.microbatches_at_once = 1  # in a pass without gradients
 
-    def minibatches(self, batch: RankBatch) -> list[Minibatch]:
-        """This data rank's part of a step as tensors on its device."""
-        minibatches = []
-        for micros, tokens, sequences in zip(batch.minibatches, batch.tokens, batch.sequences, strict=True):
-            packed = [
-                pack(micro, layout=self.layout, context_rank=self.where.context, device=self.device) for micro in micros
-            ]
-            responses = []
-            if self.has_logits:
-                responses = [response_tokens(tensors, micro) for tensors, micro in zip(packed, micros, strict=True)]
-            minibatches.append(Minibatch(packed, responses, tokens, sequences))
-        return minibatches
+    def load_batch(self, batch: RankBatch) -> None:
+        """Takes this data rank's part of a step, and forgets the one before."""
+        self.batch = as_tensors(
+            batch,
+            self.layout,
+            self.where.context,
+            self.device,
+            has_logits=self.has_logits,
+            at_once=self.microbatches_at_once,
+        )
 
     def logprobs(
-        self, output: Tensor, positions: Tensor, labels: Tensor, *, temperature: float, entropy: bool
+        self, output: Tensor, response: ResponseTokens, *, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """Of `labels` at `positions` of the last stage's output, and entropies if wanted: float32 [n] each."""
-        shard = self.vocabulary_shard()
-        weight = output_weight(unwrapped(self.policy.chunks[-1]))
-        return vocabulary_logprobs(output, positions, labels, weight, shard, temperature=temperature, entropy=entropy)
+        """Logprobs of the response tokens from the last stage's output, and entropies if wanted: float32 [tokens]."""
+        architecture, tensor = self.policy.architecture, self.layout.tensor
+        shard = VocabularyShard(
+            architecture.vocab,
+            self.where.tensor * (architecture.padded_vocab(tensor) // tensor),
+            parallel_state.get_tensor_model_parallel_group() if tensor > 1 else None,
+        )
+        return vocabulary_logprobs(
+            output,
+            response.positions,
+            response.labels,
+            output_weight(unwrapped(self.policy.chunks[-1])),
+            shard,
+            temperature=temperature,
+            entropy=entropy,
+        )
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether this rank is on the last pipeline stage, which computes logits and the loss."""
+        return self.where.pipeline == self.layout.pipeline - 1
+
+    @property
+    def answers(self) -> bool:
+        """Whether this rank answers the driver for all: it is the first rank of the last pipeline stage."""
+        where = self.where
+        return self.has_logits and not (where.tensor or where.context or where.data)
 
     # --- weights out --------------------------------------------------------------------------------------------------
 
     def manifest(self) -> Manifest:
         """What this rank holds of the policy, in coordinates of the Hugging Face checkpoint."""
         return self.policy.manifest()
-
-    def manifest_of(self, where: RankCoordinates) -> Manifest:
-        return self.policy.manifest_of(where)
 
     def adapter_manifest(self) -> Manifest:
         """What this rank holds of the policy's adapters, in coordinates of a PEFT checkpoint."""
@@ -96,7 +113,7 @@ class ModelRank:
         return self.policy.tensors()
 
     def write_export(self, export: Export, plan: WeightPlan, source: int) -> None:
-        """Writes the part of this rank, the plan's `source`-th, of a Hugging Face export. Raises CheckpointError."""
+        """Writes this rank's part of a Hugging Face export. It is the plan's `source`-th. Raises CheckpointError."""
         write_part(export, plan, source, self.tensors())
 
     def write_adapter_export(self, export: Export, plan: WeightPlan, source: int) -> None:
@@ -125,18 +142,3 @@ class ModelRank:
 
     def close(self) -> None:
         process.stop()
-
-    @property
-    def has_logits(self) -> bool:
-        """Whether this rank is on the last pipeline stage, which computes them and the loss."""
-        return self.where.pipeline == self.layout.pipeline - 1
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this rank speaks for its tensor ranks, which all know the same of their last stage's tokens."""
-        return self.has_logits and self.where.tensor == 0
-
-    def vocabulary_shard(self) -> VocabularyShard:
-        columns = self.policy.architecture.padded_vocab(self.layout.tensor) // self.layout.tensor
-        group = parallel_state.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None
-        return VocabularyShard(self.policy.architecture.vocab, self.where.tensor * columns, group)

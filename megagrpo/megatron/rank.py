@@ -1,18 +1,17 @@
-"""One training rank of GRPO or PPO: the policy, its reference and a step's work. Knows neither Ray nor torchrun.
+"""One training rank of GRPO or PPO: the policy, its reference, its critic, and a step's work on them.
 
-Every method is collective: all ranks call the same ones in the same order.
+Every method is collective: all ranks call the same ones in the same order. It knows neither Ray nor torchrun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megagrpo.algorithm.kl import kl_estimate
@@ -21,10 +20,9 @@ from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import SavedFile
 from megagrpo.errors import Problem, RankError
-from megagrpo.megatron.batch import InferenceBatch, Minibatch, ResponseTokens, inference_batch, of_tokens, prepare
-from megagrpo.megatron.critic import Critic, stored_values
+from megagrpo.megatron.batch import Minibatch, Passes, ResponseTokens, TokenTensors, TokenWeights, of_tokens, weigh
+from megagrpo.megatron.critic import Critic
 from megagrpo.megatron.metrics import MetricSums, reduce_mismatch
-from megagrpo.megatron.model import forward, forward_backward
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.reference import Reference
@@ -37,12 +35,27 @@ RowOrTokenValues = np.ndarray | Ragged
 """float [rows of the step], one for each sample; or one for each response token."""
 
 
+@dataclass(frozen=True)
+class Update:
+    """What the losses of one update share: their inputs, made before the first gradient, and the metrics' sums."""
+
+    minibatches: list[tuple[Minibatch, TokenWeights]]
+    advantages: TokenTensors
+    settings: ObjectiveSettings
+    metrics: MetricSums
+    before_update: dict[int, Tensor] = field(default_factory=dict)
+    """The trainer's logprobs of each microbatch before the update, [response tokens]."""
+
+
 class TrainRank(ModelRank):
     def __init__(self, recipe: Recipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
         """As ModelRank; with the reference policy if the recipe has a KL penalty."""
         super().__init__(recipe, rank, init_method, model_directory, device)
         self.recipe = recipe
-        algorithm = recipe.algorithm
+        self.passes = Passes()
+        train, algorithm = recipe.train, recipe.algorithm
+        inference_tokens = train.logprob_tokens_per_microbatch or train.tokens_per_microbatch
+        self.microbatches_at_once = inference_tokens // train.tokens_per_microbatch
         self.reference: Reference | None = None
         if algorithm.kl.coefficient > 0:
             follows = algorithm.reference.update_every_steps is not None
@@ -50,10 +63,6 @@ class TrainRank(ModelRank):
             self.offload = Offload(self.policy.chunks, self.policy.optimizer, self.reference.tensors)
             if follows:
                 self.policy.save_reference(self.reference)
-        self._loss = GrpoLoss(self._readout)
-        self._divisor = algorithm.aggregation_divisor or float(recipe.rollout.response_tokens_max)
-        self._minibatches: list[Minibatch] = []
-        self._inference = InferenceBatch([], [], [])
         self._critic: Critic | None = None
 
     def add_critic(self, directory: str) -> None:
@@ -67,124 +76,111 @@ class TrainRank(ModelRank):
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def load_batch(self, batch: RankBatch) -> None:
-        """Takes this data rank's part of a step, and forgets the one before."""
-        self._minibatches = self.minibatches(batch)
-        self._inference = self._joined(batch)
+        super().load_batch(batch)
+        self.passes = Passes()
 
     def compute_old_logprobs(self) -> None:
-        """Logprobs of the loaded batch under the policy as it is now; they stay here."""
-        self._compute_logprobs("old_logprobs")
-        for response in self._responses():
-            response.before_update = response.old_logprobs
+        """Logprobs of the batch under the policy as it is now; they stay here."""
+        found = self._compute_logprobs()
+        self.passes = replace(self.passes, before_update=found, old_logprobs=found)
 
     def use_rollout_logprobs_as_old(self) -> None:
-        """Ratios of the loaded batch will be to what the engines sampled from."""
-        for response in self._responses():
-            response.old_logprobs = response.rollout_logprobs
+        """Takes what the engines sampled from as old logprobs: ratios will be to these."""
+        rollout = tuple(response.rollout_logprobs for response in self.batch.responses)
+        self.passes = replace(self.passes, old_logprobs=rollout)
 
     def compute_reference_logprobs(self) -> None:
-        """Logprobs of the loaded batch under the reference; they stay here."""
+        """Logprobs of the batch under the reference; they stay here."""
         if self.reference is None:
             raise RankError(Problem("reference logprobs", "algorithm.kl.coefficient: 0", "a KL coefficient above 0"))
         self.offload.require(["reference"])
         with self.reference.in_place_of(self.policy.chunks):
-            self._compute_logprobs("reference_logprobs")
+            self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs())
 
     def token_kl(self) -> TokenNumbers | None:
-        """KL estimates of the loaded batch's response tokens. Old and reference logprobs must be there.
-
-        Each token comes from one rank; ranks that have none return None.
-        """
-        old, reference = self._stored("old_logprobs"), self._stored("reference_logprobs")
-        return self._token_numbers(kl_estimate(old, reference, self.recipe.algorithm.kl.estimator))
+        """KL estimates of the batch's response tokens. Old and reference logprobs must be there."""
+        old = _computed("old_logprobs", self.passes.old_logprobs)
+        reference = _computed("reference_logprobs", self.passes.reference_logprobs)
+        estimator = self.recipe.algorithm.kl.estimator
+        return self.token_numbers(tuple(kl_estimate(o, r, estimator) for o, r in zip(old, reference, strict=True)))
 
     def update(self, advantages: RowOrTokenValues, lr: float, kl_coefficient: float, step: int) -> StepMetrics | None:
-        """All minibatches and epochs of the loaded batch. kl_coefficient: of the loss term, 0 if there is none.
+        """Takes an optimizer step on each minibatch of the batch, algorithm.epochs times over.
 
-        With more than one optimizer step the ratio is to the policy before the first: old logprobs must be there, as
-        they must for a correction and losses by covariance; and reference logprobs, if there is a reference. `step`
-        seeds random choices. One rank returns the metrics of all, the others None. Raises RankError if one of these
-        passes is missing or a gradient is not finite.
+        kl_coefficient: of the loss term, 0 if there is none. `step` seeds random choices. One rank returns the metrics
+        of all, the others None. Raises RankError if a pass over the batch is missing (see begin_update) or a gradient
+        is not finite.
         """
         self.offload.require(["parameters", "gradients", "optimizer"])
-        algorithm = self.recipe.algorithm
-        minibatches = [minibatch for minibatch in self._minibatches if minibatch.packed]
-        if self.has_logits and (len(minibatches) * algorithm.epochs > 1 or prepares_by_old_logprobs(algorithm)):
-            self._require("old_logprobs")
-        if self.has_logits and self.reference is not None:
-            self._require("reference_logprobs")
-        of_token = self._reader(advantages)
-        metrics = MetricSums(self.device)
-        settings = self.objective_settings(kl_coefficient)
-        for minibatch in minibatches:
-            metrics.add_correction(self.prepare(minibatch, of_token, step))
+        update = self.begin_update(advantages, kl_coefficient, step)
         grad_norms = []
-        for _ in range(algorithm.epochs):
-            for minibatch in minibatches:
-                self.compute_gradients(minibatch, of_token, settings, metrics)
+        for _ in range(self.recipe.algorithm.epochs):
+            for minibatch, weights in update.minibatches:
+                self.compute_gradients(minibatch, weights, update)
                 grad_norms.append(self.policy.optimizer_step(lr))
         if not self.has_logits:
             return None
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        mismatch = reduce_mismatch(self._responses(), group, self.recipe.rollout.mismatch.worst_tokens, self.device)
-        result = metrics.reduce(group, grad_norms, algorithm.epochs, mismatch)
-        where = self.where
-        return None if where.tensor or where.context or where.data else result
+        seen = [update.before_update[index] for index in sorted(update.before_update)]
+        worst = self.recipe.rollout.mismatch.worst_tokens
+        mismatch = reduce_mismatch(self.batch.responses, seen, worst, self.device)
+        metrics = update.metrics.reduce(grad_norms, mismatch)
+        return metrics if self.answers else None
 
-    def objective_settings(self, kl_coefficient: float) -> ObjectiveSettings:
-        algorithm = self.recipe.algorithm
-        return ObjectiveSettings(
+    def begin_update(self, advantages: RowOrTokenValues, kl_coefficient: float, step: int) -> Update:
+        """Weighs the tokens of every minibatch. Raises RankError if a pass that the update needs was not made.
+
+        With more than one optimizer step the ratio is to the policy before the first: then old logprobs must be there,
+        as for a correction and for losses by covariance. Reference logprobs must be there if there is a reference.
+        """
+        algorithm, passes = self.recipe.algorithm, self.passes
+        minibatches = [minibatch for minibatch in self.batch.minibatches if minibatch.packed]
+        if len(minibatches) * algorithm.epochs > 1 or prepares_by_old_logprobs(algorithm):
+            _computed("old_logprobs", passes.old_logprobs)
+        if self.reference is not None:
+            _computed("reference_logprobs", passes.reference_logprobs)
+        settings = ObjectiveSettings(
             loss=algorithm.loss,
             kl_coefficient=kl_coefficient,
             kl_estimator=algorithm.kl.estimator,
             kl_straight_through=algorithm.kl.straight_through,
             entropy_coefficient=algorithm.entropy_coefficient,
         )
+        of_token = self.of_tokens(advantages)
+        divisor = algorithm.aggregation_divisor or float(self.recipe.rollout.response_tokens_max)
+        metrics = MetricSums(self.device)
+        weighed = []
+        for minibatch in minibatches:
+            old = None if passes.old_logprobs is None else minibatch.own(passes.old_logprobs)
+            weights = weigh(minibatch, minibatch.own(of_token), old, algorithm, divisor, self.recipe.seed + step)
+            metrics.add_correction(weights.correction)
+            weighed.append((minibatch, weights))
+        return Update(weighed, of_token, settings, metrics, dict(enumerate(passes.before_update or ())))
 
-    def prepare(self, minibatch: Minibatch, advantages: Callable[[ResponseTokens], Tensor], step: int) -> Tensor | None:
-        """What the loss of a minibatch needs to know of all its tokens, on all ranks, before the first gradient."""
-        return prepare(
-            minibatch, advantages, self.recipe.algorithm, self._divisor, self.recipe.seed + step, self.device
-        )
-
-    def compute_gradients(
-        self,
-        minibatch: Minibatch,
-        advantages: Callable[[ResponseTokens], Tensor],
-        settings: ObjectiveSettings,
-        metrics: MetricSums,
-    ) -> None:
-        """Gradients of one minibatch in the chunks' buffers, summed over all ranks and not clipped."""
-        self.policy.zero_gradients()
+    def compute_gradients(self, minibatch: Minibatch, weights: TokenWeights, update: Update) -> None:
+        """Gradients of one minibatch's loss in the chunks' buffers, summed over all ranks and not clipped."""
 
         def loss(index: int, output: Tensor) -> Tensor:
-            response = minibatch.responses[index]
-            return self._loss.loss(output, response, advantages(response), settings, metrics)
+            response, of_batch = minibatch.responses[index], minibatch.first + index
+            logprobs, entropy = self._logprobs(output, response, entropy=True)
+            update.before_update.setdefault(of_batch, logprobs.detach())
+            old, reference = self.passes.old_logprobs, self.passes.reference_logprobs
+            inputs = ObjectiveInputs(
+                logprobs=logprobs,
+                # Without a pass for old logprobs the policy has not moved yet: they are those of this forward pass.
+                old_logprobs=logprobs.detach() if old is None else old[of_batch],
+                advantages=update.advantages[of_batch],
+                weights=weights.weights[index],
+                entropy=entropy,
+                reference_logprobs=None if reference is None else reference[of_batch],
+                sequences=response.sequences,
+                importance=None if weights.importance is None else weights.importance[index],
+                chosen=None if weights.chosen is None else weights.chosen[index],
+            )
+            objective = grpo_objective(inputs, update.settings)
+            update.metrics.add(objective, inputs)
+            return objective.loss
 
-        forward_backward(self.policy.chunks, minibatch.packed, loss)
-
-    def compute_values(self) -> None:
-        """The critic's estimates for the loaded batch; they stay here."""
-        self.critic.compute_values(self._inference.packed, self._inference.responses)
-        self._inference.share_out("values")
-
-    def token_values(self) -> TokenNumbers | None:
-        """What compute_values found. Each token comes from one rank; ranks that have none return None."""
-        parts = [stored_values(response) for response in self._responses()]
-        return self._token_numbers(torch.cat(parts)) if parts else None
-
-    def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics | None:
-        """All minibatches and epochs of the loaded batch, towards these returns; compute_values must have been called.
-
-        One rank returns the metrics of all, the others None. Raises RankError if a gradient is not finite.
-        """
-        return self.critic.update(self._minibatches, self._reader(returns), self.recipe.algorithm.epochs, lr)
-
-    @property
-    def critic(self) -> Critic:
-        if self._critic is None:
-            raise RankError(Problem("the critic", "add_critic was not called", "a recipe with algorithm.critic"))
-        return self._critic
+        self.policy.compute_gradients(minibatch.packed, loss)
 
     def update_reference(self) -> None:
         """Moves the reference towards the policy by the recipe's share."""
@@ -192,6 +188,32 @@ class TrainRank(ModelRank):
             raise RankError(Problem("update of the reference", "algorithm.kl.coefficient: 0", "a reference policy"))
         self.offload.require(["parameters", "reference"])
         self.reference.follow(self.policy.chunks)
+
+    # --- the critic's part of the step --------------------------------------------------------------------------------
+
+    @property
+    def critic(self) -> Critic:
+        if self._critic is None:
+            raise RankError(Problem("the critic", "add_critic was not called", "a recipe with algorithm.critic"))
+        return self._critic
+
+    def compute_values(self) -> None:
+        """The critic's estimates for the batch; they stay here."""
+        self.passes = replace(self.passes, values=self.critic.compute_values(self.batch))
+
+    def token_values(self) -> TokenNumbers | None:
+        """What compute_values found."""
+        return self.token_numbers(_computed("values", self.passes.values))
+
+    def update_critic(self, returns: RowOrTokenValues, lr: float) -> CriticMetrics | None:
+        """Takes an optimizer step of the critic on each minibatch, algorithm.epochs times over, towards these returns.
+
+        compute_values must have been called. One rank returns the metrics of all, the others None. Raises RankError if
+        a gradient is not finite.
+        """
+        values = _computed("values", self.passes.values)
+        metrics = self.critic.update(self.batch, values, self.of_tokens(returns), self.recipe.algorithm.epochs, lr)
+        return metrics if self.answers else None
 
     # --- checkpoints and memory, with the critic ----------------------------------------------------------------------
 
@@ -225,110 +247,38 @@ class TrainRank(ModelRank):
         if self.reference is not None and self.reference.follows:
             self.offload.require(["reference"])
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    # --- numbers by token ---------------------------------------------------------------------------------------------
 
-    def _readout(self, output: Tensor, positions: Tensor, labels: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        temperature = self.recipe.rollout.temperature
-        return self.logprobs(output, positions, labels, temperature=temperature, entropy=entropy)
+    def _logprobs(self, output: Tensor, response: ResponseTokens, *, entropy: bool) -> tuple[Tensor, Tensor]:
+        return self.logprobs(output, response, temperature=self.recipe.rollout.temperature, entropy=entropy)
 
-    def _compute_logprobs(self, name: Literal["old_logprobs", "reference_logprobs"]) -> None:
+    def _compute_logprobs(self) -> TokenTensors:
+        """A pass over the batch: logprobs of its response tokens under the weights in the policy's chunks, float32."""
         self.offload.require(["parameters"])
-        batch = self._inference
-        forward(
-            self.policy.chunks, batch.packed, lambda index, output: self._store(name, batch.responses[index], output)
+        return self.policy.read_tokens(
+            self.batch, lambda output, response: self._logprobs(output, response, entropy=False)[0]
         )
-        batch.share_out(name)
 
-    def _store(self, name: str, response: ResponseTokens, output: Tensor) -> Tensor:
-        logprobs = self._loss.logprobs(output, response)
-        setattr(response, name, logprobs)
-        return logprobs.sum()
-
-    def _stored(self, name: Literal["old_logprobs", "reference_logprobs"]) -> Tensor:
-        self._require(name)
-        parts = [getattr(response, name) for response in self._responses()]
-        return torch.cat(parts) if parts else torch.empty(0, device=self.device)
-
-    def _require(self, name: Literal["old_logprobs", "reference_logprobs"]) -> None:
-        if any(getattr(response, name) is None for response in self._responses()):
-            raise RankError(Problem(f"compute_{name} was not called for this batch"))
-
-    def _reader(self, values: RowOrTokenValues) -> Callable[[ResponseTokens], Tensor]:
-        """Looks up each response token's of numbers that the driver made for rows or tokens of the step."""
+    def of_tokens(self, values: RowOrTokenValues) -> TokenTensors:
+        """What the driver made for the rows or tokens of the step, by response token of the batch, float32."""
         flat = values.values if isinstance(values, Ragged) else values
         on_device = torch.as_tensor(flat, dtype=torch.float32, device=self.device)
         offsets = torch.as_tensor(values.offsets, device=self.device) if isinstance(values, Ragged) else None
-        return lambda response: of_tokens(on_device, offsets, response)
+        return of_tokens(self.batch, on_device, offsets)
 
-    def _token_numbers(self, values: Tensor) -> TokenNumbers | None:
-        """`values` [tokens of all microbatches here] for the driver."""
-        responses = self._responses()
-        if not responses or not self.speaks:
+    def token_numbers(self, values: TokenTensors) -> TokenNumbers | None:
+        """`values` for the driver. Each token comes from one rank; ranks that have none return None."""
+        responses = self.batch.responses
+        if not responses or self.where.tensor:  # tensor ranks of one last stage all have the same values
             return None
         return TokenNumbers(
             rows=torch.cat([response.rows for response in responses]).cpu().numpy(),
             index=torch.cat([response.index for response in responses]).cpu().numpy(),
-            values=values.float().cpu().numpy(),
+            values=torch.cat(values).float().cpu().numpy(),
         )
 
-    def _joined(self, batch: RankBatch) -> InferenceBatch:
-        train, responses = self.recipe.train, self._responses()
-        at_once = (train.logprob_tokens_per_microbatch or train.tokens_per_microbatch) // train.tokens_per_microbatch
-        if at_once == 1:
-            packed = [packed for minibatch in self._minibatches for packed in minibatch.packed]
-            return InferenceBatch(packed, responses, [[response] for response in responses])
-        microbatches = [microbatch for minibatch in batch.minibatches for microbatch in minibatch]
-        return inference_batch(microbatches, responses, at_once, self.layout, self.where.context, self.device)
 
-    def _responses(self) -> list[ResponseTokens]:
-        return [response for minibatch in self._minibatches for response in minibatch.responses]
-
-
-Readout = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-"""(output of the last stage, positions int64 [n], labels int64 [n], whether entropies are wanted) -> logprobs and
-entropies of the policy at the sampling temperature, float32 [n] each.
-"""
-
-
-@dataclass(frozen=True)
-class GrpoLoss:
-    """What stays the same over a run."""
-
-    readout: Readout
-
-    def logprobs(self, output: Tensor, response: ResponseTokens) -> Tensor:
-        """Logprobs of the response tokens, float32 [tokens]."""
-        return self.readout(output, response.positions, response.labels, False)[0]
-
-    def loss(
-        self,
-        output: Tensor,
-        response: ResponseTokens,
-        advantages: Tensor,
-        settings: ObjectiveSettings,
-        metrics: MetricSums,
-    ) -> Tensor:
-        """This microbatch's part of the loss, a scalar: the sum over all microbatches and ranks is the loss.
-
-        advantages: float32 [tokens]. Without old logprobs the policy has not moved since they would have been computed,
-        and the forward pass's own serve.
-        """
-        if response.weights is None:
-            raise ValueError("the minibatch was not prepared")
-        logprobs, entropy = self.readout(output, response.positions, response.labels, True)
-        if response.before_update is None:
-            response.before_update = logprobs.detach()
-        inputs = ObjectiveInputs(
-            logprobs=logprobs,
-            old_logprobs=logprobs.detach() if response.old_logprobs is None else response.old_logprobs,
-            advantages=advantages,
-            weights=response.weights,
-            entropy=entropy,
-            reference_logprobs=response.reference_logprobs,
-            sequences=response.sequences,
-            importance=response.importance,
-            chosen=response.chosen,
-        )
-        objective = grpo_objective(inputs, settings)
-        metrics.add(objective, inputs)
-        return objective.loss
+def _computed(name: str, values: TokenTensors | None) -> TokenTensors:
+    if values is None:
+        raise RankError(Problem(f"compute_{name} was not called for this batch"))
+    return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from megagrpo.checkpoint.store import SavedFile
 from megagrpo.errors import Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron import state
+from megagrpo.megatron.batch import Batch, PackedTensors, ResponseTokens, TokenTensors
 from megagrpo.megatron.config import layer_spec, transformer_config
 from megagrpo.megatron.lora import Adapters
-from megagrpo.megatron.model import build_chunks, named_tensors, sum_gradients
+from megagrpo.megatron.model import Loss, build_chunks, forward, forward_backward, named_tensors, sum_gradients
 from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.state import TrainingState
 from megagrpo.recipe import schema
@@ -38,7 +40,6 @@ class TrainedModel:
         self,
         architecture: Architecture,
         train: TrainConfig,
-        optimizer: schema.OptimizerConfig,
         where: RankCoordinates,
         directory: str | Path,
         dtype: torch.dtype,
@@ -48,14 +49,14 @@ class TrainedModel:
     ) -> None:
         """Builds this rank's part and loads its weights from a Hugging Face directory. Collective over all ranks.
 
-        With `adapters` the weights stay as they are and only the adapters are trained; they begin from `seed`.
+        With `adapters`, which begin from `seed`, only these are trained and the weights stay as they are.
         Raises ModelError or RecipeError.
         """
         self.architecture = architecture
         self.layout = train.layout.parallel()
         self.where = where
         self._dtype_name = str(dtype).removeprefix("torch.")
-        self._settings = optimizer
+        self._settings = train.optimizer
         config = transformer_config(architecture, train, dtype, device)
         self._side = TE_SPEC if layer_spec(train, device) == "transformer_engine" else LOCAL_SPEC
         models = build_chunks(architecture, config, self.layout)
@@ -63,7 +64,7 @@ class TrainedModel:
         self.adapters = Adapters(models, architecture, self.manifest(), adapters, seed) if adapters else None
         sum_gradients(config)
         self.chunks = wrap_chunks(models, config, train.distributed_optimizer)
-        self.optimizer = make_optimizer(self.chunks, optimizer, train.distributed_optimizer, dtype)
+        self.optimizer = make_optimizer(self.chunks, train.optimizer, train.distributed_optimizer, dtype)
         self._reference: Reference | None = None
         trained, held = tensors_of(architecture), self.manifest()
         if self.adapters:
@@ -72,10 +73,7 @@ class TrainedModel:
 
     def manifest(self) -> Manifest:
         """What this rank holds, in coordinates of the Hugging Face checkpoint."""
-        return self.manifest_of(self.where)
-
-    def manifest_of(self, where: RankCoordinates) -> Manifest:
-        return self._side.manifest(self.architecture, self.layout, where, self._dtype_name)
+        return self._side.manifest(self.architecture, self.layout, self.where, self._dtype_name)
 
     def tensors(self) -> dict[str, Tensor]:
         """The storages of `manifest`: the weights themselves; copies where adapters are added to them."""
@@ -89,10 +87,32 @@ class TrainedModel:
             raise RankError(Problem("adapters", "none", "a recipe with train.lora"))
         return self.adapters
 
+    def read_tokens(self, batch: Batch, read: Callable[[Tensor, ResponseTokens], Tensor]) -> TokenTensors:
+        """A pass over the batch without gradients: what `read` finds for each response token.
+
+        `read` takes the last stage's output for a microbatch and its response tokens, and returns [response tokens].
+        """
+        found: dict[int, Tensor] = {}
+
+        def keep(index: int, output: Tensor) -> Tensor:
+            joined = batch.joined[index]
+            values = read(output, joined.responses[0])
+            lengths = [len(batch.responses[part].rows) for part in joined.parts]
+            found.update(zip(joined.parts, values.split(lengths), strict=True))
+            return values.sum()
+
+        forward(self.chunks, [joined.packed for joined in batch.joined], keep)
+        return tuple(found[part] for part in sorted(found))
+
     def zero_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def compute_gradients(self, microbatches: Sequence[PackedTensors], loss: Loss) -> None:
+        """Gradients of the sum of the microbatches' losses in the chunks' buffers, over all ranks, not clipped."""
+        self.zero_gradients()
+        forward_backward(self.chunks, microbatches, loss)
 
     def optimizer_step(self, lr: float) -> float:
         """Clips the gradients in the chunks' buffers, steps, and returns their global norm before clipping.

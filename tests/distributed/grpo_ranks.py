@@ -47,10 +47,17 @@ def boxes(rank: Any, tensors: dict[str, torch.Tensor]) -> Parts:
 
 
 def take_old_and_reference_from_rollout(rank: Any) -> None:
-    for minibatch in rank._minibatches:
-        for response in minibatch.responses:
-            response.old_logprobs = response.rollout_logprobs
-            response.reference_logprobs = reference_of(response.rollout_logprobs)
+    from megagrpo.megatron.batch import Passes
+
+    rollout = tuple(response.rollout_logprobs for response in rank.batch.responses)
+    rank.passes = Passes(old_logprobs=rollout, reference_logprobs=tuple(map(reference_of, rollout)))
+
+
+def compute_gradients(rank: Any, advantages: Any, step: int = 1) -> Any:
+    """Gradients of the first minibatch, with the recipe's KL coefficient. Returns the Update that they belong to."""
+    started = rank.begin_update(advantages, rank.recipe.algorithm.kl.coefficient, step)
+    rank.compute_gradients(*started.minibatches[0], started)
+    return started
 
 
 def update(rank: Any, advantages: np.ndarray, lr: float) -> Any:
@@ -78,16 +85,12 @@ class RankStep:
 
 def step(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, lr: float) -> RankStep:
     """Gradients of the first minibatch (complete ones: without the distributed optimizer), then the update."""
-    from megagrpo.megatron.metrics import MetricSums
     from megagrpo.megatron.state import parameters_of
 
     rank.load_batch(batches[rank.where.data])
     take_old_and_reference_from_rollout(rank)
     before = boxes(rank, rank.tensors())
-    minibatch = rank._minibatches[0]
-    of_token, settings = rank._reader(advantages), rank.objective_settings(rank.recipe.algorithm.kl.coefficient)
-    rank.prepare(minibatch, of_token, step=1)
-    rank.compute_gradients(minibatch, of_token, settings, MetricSums(rank.device))
+    compute_gradients(rank, advantages)
     gradients = boxes(rank, {name: p.main_grad for name, p in parameters_of(rank.policy.chunks).items()})
     metrics = update(rank, advantages, lr)
     return RankStep(metrics, gradients, before, boxes(rank, rank.tensors()))

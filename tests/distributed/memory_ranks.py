@@ -32,9 +32,7 @@ def measure(directory: Path, recipe: Recipe) -> dict[str, int]:
     where = rank_grid(layout)[dist.get_rank()]
     process.start_parallel(layout, seed=1)
     try:
-        policy = TrainedModel(
-            read_architecture(directory), train, train.optimizer, where, directory, dtype, "cpu", train.lora
-        )
+        policy = TrainedModel(read_architecture(directory), train, where, directory, dtype, "cpu", train.lora)
         reference: list[torch.Tensor] = []
         if algorithm.kl.coefficient > 0:
             follows = algorithm.reference.update_every_steps is not None

@@ -29,7 +29,14 @@ from tests.distributed.grpo_case import (
     make_recipe,
     transformers_step,
 )
-from tests.distributed.grpo_ranks import Parts, boxes, on_ranks, take_old_and_reference_from_rollout, update
+from tests.distributed.grpo_ranks import (
+    Parts,
+    boxes,
+    compute_gradients,
+    on_ranks,
+    take_old_and_reference_from_rollout,
+    update,
+)
 from tests.distributed.lora_ranks import adapter_boxes, export_adapter
 from tests.safetensors_files import saved
 from tests.tiny_models import make_model
@@ -62,7 +69,6 @@ def put(rank: Any, values: dict[str, np.ndarray]) -> None:
 
 def step(rank: Any, values: dict[str, np.ndarray], batches: Sequence[RankBatch], advantages: np.ndarray) -> RankStep:
     """Gradients of the first minibatch, then the update."""
-    from megagrpo.megatron.metrics import MetricSums
     from megagrpo.megatron.model import named_tensors
     from megagrpo.megatron.state import parameters_of
 
@@ -72,10 +78,7 @@ def step(rank: Any, values: dict[str, np.ndarray], batches: Sequence[RankBatch],
     base = {name: tensor.clone() for name, tensor in named_tensors(rank.policy.chunks).items()}
     rank.load_batch(batches[rank.where.data])
     take_old_and_reference_from_rollout(rank)
-    minibatch = rank._minibatches[0]
-    of_token, settings = rank._reader(advantages), rank.objective_settings(rank.recipe.algorithm.kl.coefficient)
-    rank.prepare(minibatch, of_token, step=1)
-    rank.compute_gradients(minibatch, of_token, settings, MetricSums(rank.device))
+    compute_gradients(rank, advantages)
     parameters = parameters_of(rank.policy.chunks)
     gradients = adapter_boxes(rank, {name: parameters[name].main_grad for name in adapters.manifest.storages})
     metrics = update(rank, advantages, LR)

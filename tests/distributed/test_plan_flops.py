@@ -72,7 +72,7 @@ def count(directory: Path, train: TrainConfig) -> tuple[int, int]:
     process.start_parallel(layout, seed=1)
     try:
         arch = read_architecture(directory)
-        policy = TrainedModel(arch, train, train.optimizer, where, directory, torch.float32, "cpu", train.lora)
+        policy = TrainedModel(arch, train, where, directory, torch.float32, "cpu", train.lora)
         columns = arch.padded_vocab(layout.tensor) // layout.tensor
         shard = VocabularyShard(arch.vocab, columns * where.tensor, None)
         mask = np.arange(LENGTH) >= LENGTH - RESPONSE

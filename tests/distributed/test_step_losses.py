@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.grpo_case import Case, assemble, load_reference, make_batches, make_case, make_recipe
-from tests.distributed.grpo_ranks import Parts, boxes, on_ranks, take_old_and_reference_from_rollout
+from tests.distributed.grpo_ranks import Parts, boxes, compute_gradients, on_ranks, take_old_and_reference_from_rollout
 from tests.tiny_models import make_model
 
 HERE = "tests.distributed.test_step_losses"
@@ -46,7 +47,6 @@ def gradients_of_variants(
     rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray | Ragged, recipes: dict[str, Recipe]
 ) -> dict[str, tuple[float, Parts, int]]:
     """By variant: this rank's part of the loss, its gradients, and of its response tokens those with a weight."""
-    from megagrpo.megatron.metrics import MetricSums
     from megagrpo.megatron.state import parameters_of
 
     found = {}
@@ -54,18 +54,16 @@ def gradients_of_variants(
         rank.recipe = recipe
         rank.load_batch(batches[rank.where.data])
         take_old_and_reference_from_rollout(rank)
-        for response in rank._responses():
+        responses = rank.batch.minibatches[0].responses
+        for i, response in enumerate(responses):
             # The engines differ from the trainer, differently for every token.
             noise = 0.3 * ((response.rows * 7 + response.places * 13) % 11 - 5) / 5
-            response.rollout_logprobs = response.old_logprobs + noise
-        (minibatch,) = rank._minibatches
-        metrics, of_token = MetricSums(rank.device), rank._reader(advantages)
-        rank.prepare(minibatch, of_token, step=3)
-        kl = recipe.algorithm.kl.coefficient
-        rank.compute_gradients(minibatch, of_token, rank.objective_settings(kl), metrics)
+            responses[i] = replace(response, rollout_logprobs=response.rollout_logprobs + noise)
+        update = compute_gradients(rank, advantages, step=3)
         gradients = {name: p.main_grad for name, p in parameters_of(rank.policy.chunks).items()}
-        loss = float(metrics._sums[0]) if rank.where.tensor == 0 else 0.0
-        weighed = sum(int((r.weights > 0).sum()) for r in minibatch.responses) if rank.where.tensor == 0 else 0
+        ((_, weights),) = update.minibatches
+        loss = update.metrics.loss() if rank.where.tensor == 0 else 0.0
+        weighed = sum(int((w > 0).sum()) for w in weights.weights) if rank.where.tensor == 0 else 0
         found[name] = (loss, boxes(rank, gradients), weighed)
     return found
 

@@ -26,8 +26,8 @@ pickle.load(sys.stdin.buffer)
 print([name for name in {ACTORS_ONLY} if name in sys.modules])
 """
 MISMATCH = Mismatch(*(0.0,) * len(Mismatch.__dataclass_fields__))
-UPDATE = StepMetrics(0.5, 0.5, None, 1.0, 0.0, 0.0, 1.0, -1.0, MISMATCH, None, 1.0, 1.0, 8, 1)
-CRITIC = CriticMetrics(0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 8, 1)
+UPDATE = StepMetrics(0.5, 0.5, None, 1.0, 0.0, 0.0, 1.0, MISMATCH, None, 1.0)
+CRITIC = CriticMetrics(0.5, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize(
