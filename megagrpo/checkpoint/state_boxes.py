@@ -37,31 +37,20 @@ class BoxInRange:
 def boxes_in_range(placement: Placement, storage_shape: Sequence[int], start: int, stop: int) -> list[BoxInRange]:
     """The boxes of `placement` held by elements start .. stop of its storage (contiguous, of `storage_shape`)."""
     found = []
-    for at, shape in _common_regions(placement.at, placement.local_shape, storage_shape, start, stop):
-        view = _strided(at, shape, storage_shape, start)
-        axes = [placement.axes.index(axis) for axis in range(len(placement.box.shape))]
-        box = Box(
-            placement.box.tensor,
-            tuple(placement.box.start[axis] + at[local] - placement.at[local] for axis, local in enumerate(axes)),
-            tuple(shape[local] for local in axes),
-        )
-        strided = Strided(box.shape, tuple(view.strides[local] for local in axes), view.offset)
-        found.append(BoxInRange(box, strided))
+    for region in _regions(tuple(storage_shape), start, stop):
+        if (part := placement.within(*region)) is not None:
+            view = _strided(part.at, part.local_shape, storage_shape, start)
+            axes = [part.axes.index(axis) for axis in range(len(part.box.shape))]
+            strided = Strided(part.box.shape, tuple(view.strides[axis] for axis in axes), view.offset)
+            found.append(BoxInRange(part.box, strided))
     return found
 
 
 def fills_in_range(fill: Fill, storage_shape: Sequence[int], start: int, stop: int) -> list[Strided]:
     """The parts of `fill` held by elements start .. stop of its storage."""
-    regions = _common_regions(fill.at, fill.shape, storage_shape, start, stop)
-    return [_strided(at, shape, storage_shape, start) for at, shape in regions]
-
-
-def _common_regions(
-    at: tuple[int, ...], shape: tuple[int, ...], storage_shape: Sequence[int], start: int, stop: int
-) -> Iterator[Region]:
-    for region in _regions(tuple(storage_shape), start, stop):
-        if (common := Box("", at, shape).intersect(Box("", *region))) is not None:
-            yield common.start, common.shape
+    filled = Box("", fill.at, fill.shape)
+    regions = [filled.intersect(Box("", *region)) for region in _regions(tuple(storage_shape), start, stop)]
+    return [_strided(part.start, part.shape, storage_shape, start) for part in regions if part is not None]
 
 
 def _regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:

@@ -21,7 +21,7 @@ import torch
 from megagrpo.convert.job import Advance, Converted, Unit, convert
 from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source, pieces
 from megagrpo.convert.torch_checkpoint import TorchFile, Written, write_metadata
-from megagrpo.weights.boxes import ITEM_BYTES, Placement
+from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention
 from megagrpo.weights.files.export import lay_out
 from megagrpo.weights.sides import torch_dist
@@ -125,28 +125,11 @@ def _parts(chunk: Chunk, item_bytes: int) -> Iterator[Chunk]:
     axis = sum(index is None for index in chunk.placements[0].axes)
     step = max(1, CHUNK_BYTES // (math.prod(chunk.shape[axis + 1 :]) * item_bytes))
     for low in range(0, chunk.shape[axis], step):
+        at = (*chunk.start[:axis], low, *chunk.start[axis + 1 :])
         count = min(step, chunk.shape[axis] - low)
-        yield Chunk(
-            chunk.key,
-            (*chunk.start[:axis], low, *chunk.start[axis + 1 :]),
-            (*chunk.shape[:axis], count, *chunk.shape[axis + 1 :]),
-            chunk.layer,
-            tuple(part for whole in chunk.placements for part in _rows(whole, axis, low, count)),
-        )
-
-
-def _rows(placement: Placement, axis: int, low: int, count: int) -> Iterator[Placement]:
-    """The part of a placement in local rows low .. low + count."""
-    box, of_box = placement.box, placement.axes[axis]
-    if of_box is None:
-        raise ValueError(f"axis {axis} of {placement.storage} is not one of {box.tensor}")
-    first = max(low, placement.at[axis])
-    end = min(low + count, placement.at[axis] + box.shape[of_box])
-    if first < end:
-        start, shape = list(box.start), list(box.shape)
-        start[of_box] += first - placement.at[axis]
-        shape[of_box] = end - first
-        yield placement.part(replace(box, start=tuple(start), shape=tuple(shape)))
+        shape = (*chunk.shape[:axis], count, *chunk.shape[axis + 1 :])
+        parts = (placement.within(at, shape) for placement in chunk.placements)
+        yield replace(chunk, start=at, shape=shape, placements=tuple(part for part in parts if part is not None))
 
 
 def _arguments(arch: Architecture) -> dict[str, Any]:

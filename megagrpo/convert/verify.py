@@ -82,42 +82,26 @@ def _compare(left: Source, right: Source, tensor: Tensor, dtype: str | None, adv
     if dtype is None and dtypes[0] != dtypes[1]:
         advance(_bytes(left, tensor))
         return [Difference(tensor.name, f"{dtypes[0]} and {dtypes[1]}")]
-    found = _Differing()
+    count, largest, first = 0, 0.0, ""
     for box in pieces(whole(tensor), ITEM_BYTES[dtypes[0]], PIECE_BYTES):
         values, others = left.read(box), right.read(box)
         advance(values.nbytes)
-        found.add(_cast(values, dtype), _cast(others, dtype), box.start)
-    left.forget()
-    right.forget()
-    return [Difference(tensor.name, found.described(tensor), found.largest)] if found.count else []
-
-
-class _Differing:
-    """The differing elements of one tensor, piece by piece."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.largest = 0.0
-        self._first = ""
-
-    def add(self, values: torch.Tensor, others: torch.Tensor, start: tuple[int, ...]) -> None:
-        bits = BITS[values.itemsize]
-        differ = values.view(bits) != others.view(bits)
-        count = int(differ.sum())
-        if not count:
-            return
+        values, others = _cast(values, dtype), _cast(others, dtype)
+        differ = values.view(BITS[values.itemsize]) != others.view(BITS[values.itemsize])
+        if not differ.any():
+            continue
         mine, theirs = values[differ].double(), others[differ].double()
         distance = (mine - theirs).abs()
         distance[mine == theirs] = 0.0  # zeros of both signs, infinities
-        self.largest = max(self.largest, float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max()))
-        if not self.count:
-            at = [index + offset for index, offset in zip(differ.nonzero()[0].tolist(), start, strict=True)]
-            self._first = f"first at {at}: {mine[0].item():.9g} and {theirs[0].item():.9g}"
-        self.count += count
-
-    def described(self, tensor: Tensor) -> str:
-        share = f"{self.count:,} of {math.prod(tensor.shape):,} elements"
-        return f"{share}, by at most {self.largest:.3g}; {self._first}"
+        largest = max(largest, float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max()))
+        if not count:
+            at = [index + offset for index, offset in zip(differ.nonzero()[0].tolist(), box.start, strict=True)]
+            first = f"first at {at}: {mine[0].item():.9g} and {theirs[0].item():.9g}"
+        count += len(mine)
+    left.forget()
+    right.forget()
+    share = f"{count:,} of {math.prod(tensor.shape):,} elements, by at most {largest:.3g}"
+    return [Difference(tensor.name, f"{share}; {first}", largest)] if count else []
 
 
 def _cast(values: torch.Tensor, dtype: str | None) -> torch.Tensor:

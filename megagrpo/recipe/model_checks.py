@@ -9,6 +9,7 @@ from megagrpo.recipe.lora_checks import lora_model_problems
 from megagrpo.recipe.rule_problem import RuleProblem, broken
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides.megatron_rank import divided_sizes
 
 
 def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[RuleProblem]:
@@ -78,11 +79,7 @@ def _uneven(layers: int, layout: ParallelLayout) -> str | None:
 
 def _tensor(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProblem]:
     tensor, groups = recipe.train.layout.tensor, architecture.query_groups
-    divided = {"attention heads (num_attention_heads)": architecture.heads}
-    if architecture.has_dense_layers:
-        divided["MLP columns (intermediate_size)"] = architecture.ffn
-    if architecture.experts is not None and architecture.experts.shared_ffn:
-        divided["columns of the shared experts"] = architecture.experts.shared_ffn
+    divided = {what: size for axis, what, size in divided_sizes(architecture) if axis == "tensor"}
     fitting = [
         size
         for size in divisors(architecture.heads)

@@ -72,6 +72,15 @@ class Placement:
         )
         return Placement(self.storage, at, self.axes, box)
 
+    def within(self, at: tuple[int, ...], shape: tuple[int, ...]) -> Placement | None:
+        """The same placement narrowed to a region of its storage; None if nothing of it lies there."""
+        common = Box("", self.at, self.local_shape).intersect(Box("", at, shape))
+        if common is None:
+            return None
+        local = [self.axes.index(axis) for axis in range(len(self.box.shape))]
+        start = (low + common.start[i] - self.at[i] for low, i in zip(self.box.start, local, strict=True))
+        return self.part(Box(self.box.tensor, tuple(start), tuple(common.shape[i] for i in local)))
+
 
 @dataclass(frozen=True, slots=True)
 class Fill:

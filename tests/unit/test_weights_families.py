@@ -214,15 +214,15 @@ def test_the_tensors_are_those_that_transformers_saves(family: str, tmp_path_fac
 @pytest.mark.parametrize(
     ("arch", "layout", "named"),
     [
-        (architecture(), ParallelLayout(tensor=3), ["attention heads: 4", "query groups (key-value heads): 2"]),
+        (architecture(), ParallelLayout(tensor=3), ["(num_attention_heads): 4", "query groups (key-value heads): 2"]),
         (architecture(heads=8, head_dim=3), ParallelLayout(tensor=8), ["rows of q, k and v together: 36"]),
-        (architecture(ffn=26), ParallelLayout(tensor=4), ["columns of the MLP: 26"]),
+        (architecture(ffn=26), ParallelLayout(tensor=4), ["(intermediate_size): 26"]),
         (architecture(heads=12, query_groups=4, head_dim=7), ParallelLayout(tensor=6), ["(key-value heads): 4"]),
         (architecture(), ParallelLayout(pipeline=3), ["layers: 4"]),
         (architecture(), ParallelLayout(pipeline=3, first_stage_layers=3), ["layers: 4"]),
         (moe_architecture(), ParallelLayout(data=3, expert=3), ["experts: 4"]),
         (moe_architecture(experts=Experts(4, 2, 9, True)), ParallelLayout(2, expert_tensor=2), ["each expert: 9"]),
-        (latent_architecture(ffn=30, hidden=48), ParallelLayout(tensor=4), ["columns of the MLP: 30"]),
+        (latent_architecture(ffn=30, hidden=48), ParallelLayout(tensor=4), ["(intermediate_size): 30"]),
         (
             latent_architecture(latent=LatentAttention(13, 9, 6, 2, 5)),
             ParallelLayout(tensor=2),

@@ -68,7 +68,10 @@ class MegatronSpec:
     def _split_problems(self, arch: Architecture, layout: ParallelLayout) -> list[Problem]:
         """Every size of the model that the layout does not divide, and layers that do not fit the stages."""
         rules = divided_sizes(arch)
-        if self.cuts_latents and (latent := arch.latent) is not None:
+        if (latent := arch.latent) is None:
+            rows = (arch.heads + 2 * arch.query_groups) * arch.head_dim
+            rules.append(("tensor", "rows of q, k and v together", rows))
+        elif self.cuts_latents:
             rules.append(("tensor", "kv_lora_rank + qk_rope_head_dim", latent.key_value_rank + latent.rotary_dim))
             rules.append(("tensor", "q_lora_rank", latent.query_rank or 0))
         sizes = {"tensor": layout.tensor, "expert": layout.expert, "expert_tensor": layout.expert_tensor}
@@ -113,12 +116,9 @@ TE_SPEC = MegatronSpec(
 
 def divided_sizes(arch: Architecture) -> list[tuple[Axis, str, int]]:
     """Every size of the model that a parallel size must divide, whatever the layer spec: (axis, what, size)."""
-    found: list[tuple[Axis, str, int]] = [("tensor", "attention heads", arch.heads)]
-    if arch.latent is None:
-        rows = (arch.heads + 2 * arch.query_groups) * arch.head_dim
-        found.append(("tensor", "rows of q, k and v together", rows))
+    found: list[tuple[Axis, str, int]] = [("tensor", "attention heads (num_attention_heads)", arch.heads)]
     if arch.has_dense_layers:
-        found.append(("tensor", "columns of the MLP", arch.ffn))
+        found.append(("tensor", "MLP columns (intermediate_size)", arch.ffn))
     if arch.experts is not None:
         found.append(("expert", "experts", arch.experts.count))
         found.append(("expert_tensor", "columns of each expert", arch.experts.ffn))
