@@ -105,6 +105,7 @@ def test_an_engine_is_not_split_where_a_node_has_room_for_half_of_it() -> None:
     engines = ((0, 1, 2, 3), (4, 5, 6, 7))
     assert nodes_of_devices(plan(8, engines), 1, {"a": 6, "b": 5}) == ("a",) * 4 + ("b",) * 4
     assert nodes_of_devices(plan(8, engines), 1, {"a": 6, "b": 3}) is None
+    assert nodes_of_devices(plan(8), 1, {}) is None
 
 
 def test_tensor_ranks_are_split_only_if_there_is_no_other_way() -> None:
@@ -134,11 +135,6 @@ def test_engines_are_whole_and_no_node_has_more_than_its_room(
     assert len(found) == devices.bundles
     assert all(len({found[device] for device in engine}) == 1 for engine in devices.bundles_of_engine)
     assert all(count <= room[node] for node, count in Counter(found).items())
-
-
-@pytest.mark.parametrize("free", [{}, {"a": 0}])
-def test_a_cluster_without_free_devices_has_no_place(free: dict[str, int]) -> None:
-    assert nodes_of_devices(plan(1), 1, free) is None
 
 
 # --- which files a node sees ------------------------------------------------------------------------------------------
@@ -171,14 +167,11 @@ def check(tmp_path: Path, *nodes: str, watch: NodeWatch | None = None) -> None:
 
 
 def test_directories_that_are_seen_everywhere_are_left_as_they_were(tmp_path: Path, other_node: Any) -> None:
+    check(tmp_path, "a", "a")
+    assert not other_node.asked
     check(tmp_path, "a", "b", "b")
     assert other_node.asked == 1
     assert not list((tmp_path / "run").rglob(".seen*"))
-
-
-def test_a_run_on_this_node_alone_asks_nobody(tmp_path: Path, other_node: Any) -> None:
-    check(tmp_path, "a", "a")
-    assert not other_node.asked
 
 
 @pytest.mark.parametrize("hidden", ["run", "model"])

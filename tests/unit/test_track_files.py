@@ -1,0 +1,133 @@
+"""What a run writes to its directory, through interruptions, and the table of metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megagrpo.recipe.load import load
+from megagrpo.track import tracker as module
+from megagrpo.track.jsonl import JsonlMetrics, RolloutTraces
+from megagrpo.track.metrics import METRICS, UndocumentedMetric, as_markdown, undocumented
+from megagrpo.track.sink import RunStart
+from megagrpo.track.tracker import Tracker
+from megagrpo.types import Group, Prompt, Sample, Score
+from tests.track_recipe import make_recipe
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_metrics(directory: Path, resumed_step: int, steps: range) -> list[int]:
+    """The steps in metrics.jsonl after a run, continued after `resumed_step`, logged these; it is still open."""
+    sink = JsonlMetrics()
+    sink.start(RunStart(make_recipe(directory), directory, 10, resumed_step))
+    for step in steps:
+        sink.log(step, {"reward/mean": step / 10})
+    return [line["step"] for line in lines(directory / "metrics.jsonl")]
+
+
+def test_a_run_has_one_line_per_step_whenever_it_is_killed_or_starts_anew(tmp_path: Path) -> None:
+    assert write_metrics(tmp_path, 0, range(6)) == list(range(6))
+    assert write_metrics(tmp_path, 3, range(4, 8)) == list(range(8)), "its checkpoint was of step 3"
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    assert write_metrics(tmp_path, 7, range(8, 9)) == list(range(9)), "a line cut off by the kill is dropped"
+    assert write_metrics(tmp_path, 0, range(2)) == [0, 1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_json_cannot_say_is_null(tmp_path: Path, value: float) -> None:
+    sink = JsonlMetrics()
+    sink.start(RunStart(make_recipe(tmp_path), tmp_path, 10))
+    sink.log(1, {"grad_norm": value, "lr": 1.0})
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert (line["grad_norm"], line["lr"]) == (None, 1.0)
+
+
+def test_traces_hold_the_first_groups_of_a_step(tmp_path: Path) -> None:
+    tokens, logprobs = np.array([5, 1], np.int32), np.array([-0.5, -0.25], np.float32)
+    sample = Sample("p", 0, tokens, logprobs, np.zeros(2), "stop", "é 82")
+    scores = (Score(1.0, {"gsm8k": 1.0}), Score(None, error="x"))
+    group = Group(Prompt("p", (3, 4), "adder", "82", "sums"), (sample, sample), scores)
+    traces = RolloutTraces(RunStart(make_recipe(tmp_path, rollouts_per_step=1), tmp_path, 10))
+    traces.write(7, [group, group])
+    (line,) = lines(tmp_path / "rollouts.jsonl")
+    assert (line["step"], line["prompt_id"], line["ground_truth"], line["prompt_tokens"]) == (7, "p", "82", [3, 4])
+    assert (line["data_source"], line["ability"]) == ("adder", "sums")
+    first, second = line["samples"]
+    assert (first["text"], first["tokens"], first["logprob"], first["score"]) == ("é 82", 2, -0.75, 1.0)
+    assert (second["score"], second["error"]) == (None, "x")
+
+
+def test_a_run_directory_tells_what_was_run_and_the_last_lines_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_recipe(tmp_path, console="lines", mlflow={})
+    with Tracker(recipe, 10) as tracker:
+        tracker.start()
+        tracker.log(1, {"reward/mean": 0.5})
+    directory = tmp_path / "runs" / "adder"
+    assert load(directory / "recipe.yaml").recipe == recipe
+    environment = json.loads((directory / "environment.json").read_text())
+    assert environment["libraries"]["torch"]
+    assert environment["command"]
+    assert environment["host"]["cores"]
+    if environment["git"] is not None:
+        assert len(environment["git"]["commit"]) == 40
+    assert lines(directory / "metrics.jsonl")[0]["reward/mean"] == 0.5
+    assert (directory / "rollouts.jsonl").exists()
+    said = capsys.readouterr().out
+    assert str(directory) in said
+    assert f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/runs/mlflow.db" in said
+    assert "the same command continues" in said
+
+
+def test_a_tracker_that_was_not_started_ends_quietly(tmp_path: Path) -> None:
+    with Tracker(make_recipe(tmp_path), 10):
+        pass
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"), [(None, "finished"), (ValueError, "failed"), (KeyboardInterrupt, "interrupted")]
+)
+def test_leaving_tells_every_tracker_how_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException] | None, status: str
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(module.JsonlMetrics, "finish", lambda self, status: told.append(status))
+    tracker = Tracker(make_recipe(tmp_path), 10)
+    tracker.start()
+    tracker.__exit__(raised, raised and raised(), None)
+    assert told == [status]
+
+
+# --- the table of metrics ---------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_the_table_says_and_names_are_unique() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+    assert page.read_text(encoding="utf-8") == as_markdown(), "run python -m megagrpo.track.metrics > docs/metrics.md"
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_names_that_are_not_in_the_table_are_found() -> None:
+    known = ["reward/mean", "reward/gsm8k", "eval/mean@1", "eval/adder/pass@16", "seconds/weight_sync", "grad_norm"]
+    others = ["rewards/mean", "grad_norms", "eval/mean", "eval/best@4", "seconds/", "xgrad_norm"]
+    assert undocumented([*known, *others]) == others
+
+
+def test_a_metric_without_an_entry_is_an_error_in_tests_and_logged_elsewhere(tmp_path: Path) -> None:
+    tracker = Tracker(make_recipe(tmp_path), 10)
+    tracker.start()
+    with pytest.raises(UndocumentedMetric, match="rewards/mean"):
+        tracker.log(1, {"rewards/mean": 0.5})
+    tracker.log(1, {"rewards/mean": 0.5})  # warned of once
+    assert "rewards/mean" in (tmp_path / "runs" / "adder" / "metrics.jsonl").read_text()
