@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,8 @@ from tests.track_recipe import make_recipe
 
 TOKEN = WorstToken("sums/3", 2, 5, 11, "12+34=", "4", "6#", -0.25, -2.5, 6)
 RECORD = MismatchRecord(7, 640, 0.001, 0.02, 2.25, 0.003, 0.0004, 1.01, 0.98, (TOKEN, replace(TOKEN, position=6)))
-FOUND = Mismatch(
-    tokens=9,
-    mean=0.1,
-    p99=0.2,
-    max=0.3,
-    k1=0.4,
-    k3=0.5,
-    reverse_k3=0.5,
-    ratio_mean=0.6,
-    effective_share=0.7,
-    chi2_token=0.8,
-    chi2_sequence=0.9,
-    train_perplexity=1.1,
-    rollout_perplexity=1.2,
-    worst=(),
-)
+FIGURES = [field.name for field in fields(Mismatch) if field.name not in ("tokens", "worst")]
+FOUND = Mismatch(tokens=9, worst=(), **{name: number / 10 for number, name in enumerate(FIGURES, 1)})
 
 
 def write(directory: Path, *records: MismatchRecord, resumed_step: int = 0) -> None:
@@ -63,8 +49,10 @@ def records(steps: range) -> list[MismatchRecord]:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+def test_what_is_read_is_what_was_written_and_no_line_that_is_still_being_written(tmp_path: Path) -> None:
     write(tmp_path, RECORD, replace(RECORD, step=8, worst=()))
+    with (tmp_path / "mismatch.jsonl").open("a") as file:
+        file.write('{"step": 8, "tok')
     assert read_mismatch(tmp_path) == [RECORD, replace(RECORD, step=8, worst=())]
 
 
@@ -81,13 +69,6 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     write(tmp_path, *records(range(1, 6)))
     write(tmp_path, *records(range(4, 7)), resumed_step=3)
     assert [record.step for record in read_mismatch(tmp_path)] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
-    write(tmp_path, RECORD)
-    with (tmp_path / "mismatch.jsonl").open("a") as file:
-        file.write('{"step": 8, "tok')
-    assert read_mismatch(tmp_path) == [RECORD]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -133,12 +114,6 @@ def test_a_token_is_shown_in_one_line_and_one_that_is_not_a_number_comes_first(
     assert worst.endswith(r"a\nb【\x1b[31m】\t")
 
 
-def test_a_run_that_has_not_trained_yet_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path)
-    assert main(["report", str(tmp_path)]) == 0
-    assert "No step has trained" in capsys.readouterr().out
-
-
 def test_what_is_not_a_run_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "absent")]) == EXIT_USER_ERROR
     assert "absent: no such directory" in capsys.readouterr().err
@@ -149,6 +124,9 @@ def test_what_is_not_a_run_is_refused_by_name(tmp_path: Path, capsys: pytest.Cap
     assert "mismatch.jsonl:1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path), "--steps", "0"])
+    write(tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "No step has trained" in capsys.readouterr().out
 
 
 # --- from rows to text, and the threshold -----------------------------------------------------------------------------
@@ -183,12 +161,8 @@ def test_the_threshold_is_of_the_recipes_metric(metric: str, value: float) -> No
     assert "train logprob -0.25, rollout logprob -2.5, sampled by weight version 6" in said
     assert f"{value * 0.99:g} (rollout.mismatch.above)" in said
     assert "megagrpo report runs/x" in said
-
-
-def run_of(directory: Path, **mismatch: Any) -> Recipe:
-    values = make_recipe(directory, console="lines").model_dump()
-    values["rollout"]["mismatch"] |= {"metric": "max"} | mismatch
-    return Recipe.model_validate(values)
+    never = schema.MismatchConfig(metric=metric, above=1e9)
+    assert excess_mismatch(replace(RECORD, **{metric: math.nan}), never, Path("runs/x")), "NaN is above any threshold"
 
 
 @pytest.mark.parametrize(
@@ -204,7 +178,9 @@ def run_of(directory: Path, **mismatch: Any) -> Recipe:
 def test_past_the_threshold_a_run_is_warned_or_ended_and_otherwise_nothing_is_said(
     settings: dict[str, Any], ends: bool, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = run_of(tmp_path, **settings)
+    values = make_recipe(tmp_path, console="lines").model_dump()
+    values["rollout"]["mismatch"] |= {"metric": "max"} | settings
+    recipe = Recipe.model_validate(values)
     sample = Sample("a", 0, np.array([4]), np.array([-2.0]), np.array([4]), "stop", "")
     groups = [Group(Prompt("a", (1, 2, 3), "x", ""), (sample,))]
     found = replace(FOUND, worst=(TokenMismatch(0, 3, -1.7, -2.0),))
@@ -218,8 +194,3 @@ def test_past_the_threshold_a_run_is_warned_or_ended_and_otherwise_nothing_is_sa
     assert said in printed
     assert bool(printed) == bool(said)
     assert [record.step for record in read_mismatch(tmp_path / "runs" / "adder")] == [5]
-
-
-def test_a_figure_that_is_not_a_number_is_above_every_threshold() -> None:
-    settings = schema.MismatchConfig(metric="mean", above=1e9)
-    assert excess_mismatch(replace(RECORD, mean=math.nan), settings, Path("runs/x")) is not None
