@@ -1,7 +1,7 @@
 """Training ranks for tests: real processes over gloo, at the price of a fork.
 
-`run_ranks(2, "tests.distributed.test_x:function", *args)` calls the function on ranks 0 and 1 of a fresh process group
-of two and returns their results in rank order. A nursery process imports what ranks need once; each rank is a fork of
+`run_ranks(2, function, *args)` calls the function, which its module names, on ranks 0 and 1 of a fresh process group of
+two and returns their results in rank order. A nursery process imports what ranks need once; each rank is a fork of
 it, which starts in milliseconds and ends with the call. Ranks do not serve a second call: nothing of a test stays in
 them, and a gloo group that is destroyed leaves a thread that wakes up a hundred times a second.
 A rank that raises, dies or passes its deadline ends the call with RankGroupError, which carries the ranks' tracebacks.
@@ -24,12 +24,14 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
+T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS_MAX = 8
 # Deadlines that are only there to end a test that hangs: a busy machine may take fifty times what an idle one takes.
@@ -92,7 +94,9 @@ class RankGroup:
         self._directory = tempfile.TemporaryDirectory(prefix="megagrpo_ranks_")
         self._calls = 0
 
-    def run(self, ranks: int, function: str, args: tuple[Any, ...], timeout: float, joined: bool) -> list[Any]:
+    def run(
+        self, ranks: int, function: Callable[..., T], args: tuple[Any, ...], timeout: float, joined: bool
+    ) -> list[T]:
         self._calls += 1
         files = Path(self._directory.name) / str(self._calls)
         files.mkdir()
@@ -237,10 +241,9 @@ def serve(trace_file: str, connection: Connection) -> None:
             return
 
 
-def call(function: str, args: tuple[Any, ...], group: tuple[Any, ...] | None = None) -> Any:
+def call(function: Callable[..., Any], args: tuple[Any, ...], group: tuple[Any, ...] | None = None) -> Any:
     from megagrpo.megatron import process
 
     if group is not None:
         process.start(*group)
-    module, name = function.split(":")
-    return getattr(importlib.import_module(module), name)(*args)
+    return function(*args)

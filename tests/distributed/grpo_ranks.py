@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megagrpo.batching.rank_batches import RankBatch
+from megagrpo.megatron.attention import PackedLatentAttention
+from megagrpo.megatron.batch import Passes
+from megagrpo.megatron.rank import TrainRank
+from megagrpo.megatron.state import parameters_of
 from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.train import LoraConfig
+from megagrpo.weights.files.adapters import peft_config
+from megagrpo.weights.files.export import begin_adapter_export, finish_export
+from megagrpo.weights.plan import make_plan
+from megagrpo.weights.views import box_view
 from tests.distributed.grpo_case import LR, StepResult, assemble, reference_of
-from tests.rank_group import CALL_SECONDS, run_ranks
+from tests.rank_group import run_ranks
 
 Parts = list[tuple[Any, np.ndarray]]
 
 
-def on_ranks(function: str, recipe: Recipe, directory: Path, *args: Any, timeout: float = CALL_SECONDS) -> list[Any]:
-    """Results by rank of `function`(TrainRank, *args): a name in this module, or module:name."""
-    if ":" not in function:
-        function = f"{__name__}:{function}"
+def on_ranks(function: Callable[..., Any], recipe: Recipe, directory: Path, *args: Any) -> list[Any]:
+    """Results by rank of `function`(TrainRank, *args)."""
     ranks = recipe.train.layout.parallel().ranks
-    return run_ranks(ranks, f"{__name__}:call", function, recipe, str(directory), *args, timeout=timeout, joined=False)
+    return run_ranks(ranks, call, function, recipe, str(directory), *args, joined=False)
 
 
-def call(number: int, store: str, function: str, recipe: Recipe, directory: str, *args: Any) -> Any:
-    from megagrpo.megatron.rank import TrainRank
-
-    module, name = function.split(":")
-    rank = TrainRank(recipe, number, store, directory, "cpu")
-    return getattr(importlib.import_module(module), name)(rank, *args)
+def call(number: int, store: str, function: Callable[..., Any], recipe: Recipe, directory: str, *args: Any) -> Any:
+    return function(TrainRank(recipe, number, store, directory, "cpu"), *args)
 
 
 def boxes(rank: Any, tensors: dict[str, torch.Tensor]) -> Parts:
     """Copies of this rank's placements in these tensors, by storage name; routers' biases have no gradients."""
-    from megagrpo.weights.views import box_view
-
     return [
         (p.box, box_view(tensors[p.storage], p).detach().float().contiguous().clone().numpy())
         for p in rank.manifest().placements
@@ -47,8 +49,6 @@ def boxes(rank: Any, tensors: dict[str, torch.Tensor]) -> Parts:
 
 
 def take_old_and_reference_from_rollout(rank: Any) -> None:
-    from megagrpo.megatron.batch import Passes
-
     rollout = tuple(response.rollout_logprobs for response in rank.batch.responses)
     rank.passes = Passes(old_logprobs=rollout, reference_logprobs=tuple(map(reference_of, rollout)))
 
@@ -85,8 +85,6 @@ class RankStep:
 
 def step(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, lr: float) -> RankStep:
     """Gradients of the first minibatch (complete ones: without the distributed optimizer), then the update."""
-    from megagrpo.megatron.state import parameters_of
-
     rank.load_batch(batches[rank.where.data])
     take_old_and_reference_from_rollout(rank)
     before = boxes(rank, rank.tensors())
@@ -98,10 +96,6 @@ def step(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, lr: fl
 
 def step_with_keys_of_own_heads(*args: Any) -> RankStep:
     """The same with Megatron's own gradient of the rotary part of latent attention's keys."""
-    from unittest.mock import patch
-
-    from megagrpo.megatron.attention import PackedLatentAttention
-
     with patch.object(PackedLatentAttention, "with_whole_gradient", lambda self, key: key):
         return step(*args)
 
@@ -122,3 +116,28 @@ def gather(steps: Sequence[RankStep], gradients: bool = True) -> StepResult:
         before=assemble([step.before for step in steps]),
         after=assemble([step.after for step in steps]),
     )
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def adapter_boxes(rank: Any, tensors: dict[str, torch.Tensor]) -> Parts:
+
+    placements = rank.policy.adapters.manifest.placements
+    return [(p.box, box_view(tensors[p.storage], p).detach().clone().numpy()) for p in placements]
+
+
+def export_adapter(rank: Any, directory: Path, lora: LoraConfig, dtype: str) -> None:
+    """What trainer/saving.py does, without Ray."""
+
+    manifests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(manifests, rank.adapter_manifest())
+    adapters, begun = rank.policy.adapters, [None]
+    if dist.get_rank() == 0:
+        config = peft_config(adapters.matrices, lora.rank, lora.alpha, "base")
+        begun = [begin_adapter_export(directory, adapters.checkpoint_tensors, config, dtype)]
+    dist.broadcast_object_list(begun)
+    rank.write_adapter_export(begun[0], make_plan(manifests, begun[0].files), dist.get_rank())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        finish_export(begun[0])

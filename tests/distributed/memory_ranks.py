@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megagrpo.layout.parallel import rank_grid
+from megagrpo.megatron import process
+from megagrpo.megatron.critic import Critic
+from megagrpo.megatron.reference import Reference
+from megagrpo.megatron.state import MOMENTS, parameters_of, parts_of
+from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.schema import Recipe
+from megagrpo.weights.families import read_architecture
 
 
 def measure_all(cases: list[tuple[Path, Recipe]]) -> list[dict[str, int]]:
@@ -18,15 +26,6 @@ def measure_all(cases: list[tuple[Path, Recipe]]) -> list[dict[str, int]]:
 
 def measure(directory: Path, recipe: Recipe) -> dict[str, int]:
     """Bytes by the names of train.offload, without what is 0."""
-    import torch.distributed as dist
-
-    from megagrpo.layout.parallel import rank_grid
-    from megagrpo.megatron import process
-    from megagrpo.megatron.critic import Critic
-    from megagrpo.megatron.reference import Reference
-    from megagrpo.megatron.trained_model import TrainedModel
-    from megagrpo.weights.families import read_architecture
-
     train, algorithm = recipe.train, recipe.algorithm
     layout, dtype = train.layout.parallel(), getattr(torch, recipe.model.dtype)
     where = rank_grid(layout)[dist.get_rank()]
@@ -50,8 +49,6 @@ def measure(directory: Path, recipe: Recipe) -> dict[str, int]:
 
 def of_model(model: Any) -> dict[str, int]:
     """After a first step, which makes the moments."""
-    from megagrpo.megatron.state import MOMENTS, parameters_of, parts_of
-
     model.zero_gradients()
     model.optimizer_step(1e-3)
     parameters = list(parameters_of(model.chunks).values())

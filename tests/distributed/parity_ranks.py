@@ -37,7 +37,7 @@ class RankLogits:
     logits: np.ndarray
 
 
-def logits_of_families(
+def logits_of_models(
     directories: list[Path], layout: ParallelLayout, microbatches: list[list[list[int]]], dtype: str = "float32"
 ) -> list[RankLogits | None]:
     """For each model, this rank's logits of its part of `microbatches[m][sequence][token]`; None on earlier stages."""

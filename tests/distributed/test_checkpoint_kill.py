@@ -12,22 +12,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megagrpo.checkpoint.store import CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.megatron import state
+from tests.distributed.conftest import Tiny
+from tests.distributed.tiny_training import TinyTraining
 from tests.rank_group import RankGroupError, run_ranks
-from tests.tiny_models import make_model
-
-HERE = "tests.distributed.test_checkpoint_kill"
 
 
 def save_twice_and_die(model: Path, root: Path, victim: int, moment: float) -> None:
     """Save step 1; begin to save step 2, in which `victim` is killed after `moment` of the time that the first took."""
-    import torch.distributed as dist
-
-    from megagrpo.megatron import state
-    from tests.distributed.tiny_training import TinyTraining
-
     training = TinyTraining(model, {"pipeline": 2})
     store = CheckpointStore(root, keep_last=1)
     seconds = 0.0
@@ -51,28 +47,23 @@ def save_twice_and_die(model: Path, root: Path, victim: int, moment: float) -> N
 
 
 def load_and_step(model: Path, directory: Path) -> tuple[float, float]:
-    from megagrpo.megatron import state
-    from tests.distributed.tiny_training import TinyTraining
-
     training = TinyTraining(model, {}, weights=False)
     state.load(training.state, directory)
     return training.step()
 
 
 def second_step(model: Path) -> tuple[float, float]:
-    from tests.distributed.tiny_training import TinyTraining
-
     return TinyTraining(model, {}).steps(2)[1]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("qwen2_tied", tmp_path_factory.mktemp("models") / "qwen2_tied")
+def model(tiny: Tiny) -> Path:
+    return tiny("qwen2_tied")
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> tuple[float, float]:
-    return run_ranks(1, f"{HERE}:second_step", model)[0]
+    return run_ranks(1, second_step, model)[0]
 
 
 @pytest.mark.parametrize(("victim", "moment"), [(0, 0.2), (1, 0.5), (0, 0.8)])
@@ -80,15 +71,13 @@ def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(
     victim: int, moment: float, model: Path, expected: tuple[float, float], tmp_path: Path
 ) -> None:
     with pytest.raises(RankGroupError):
-        run_ranks(2, f"{HERE}:save_twice_and_die", model, tmp_path, victim, moment)
+        run_ranks(2, save_twice_and_die, model, tmp_path, victim, moment)
     store = CheckpointStore(tmp_path, keep_last=1)
     found = store.latest_complete()
     assert found is not None
     assert found.state.step == 1
     assert found.warnings == ()
-    assert run_ranks(1, f"{HERE}:load_and_step", model, found.rank_directory)[0] == pytest.approx(
-        expected, rel=0, abs=2e-6
-    )
+    assert run_ranks(1, load_and_step, model, found.rank_directory)[0] == pytest.approx(expected, rel=0, abs=2e-6)
 
 
 COMMIT_FOR_EVER = """

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from megagrpo.checkpoint.store import describe
+from megagrpo.errors import CheckpointError
+from megagrpo.megatron import state
+from tests.distributed.conftest import Tiny
+from tests.distributed.tiny_training import TinyTraining, options
 from tests.rank_group import run_ranks
-from tests.tiny_models import make_model
-
-HERE = "tests.distributed.test_checkpoint_resume"
 
 
 def save_and_continue(model: Path, directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
     """Two steps, a save, two more steps. The files, and the losses and norms of the last two."""
-    from megagrpo.megatron import state
-    from tests.distributed.tiny_training import TinyTraining, options
-
     training = TinyTraining(model, **options(layout))
     training.steps(2)
     files = state.save(training.state, directory)
@@ -29,9 +31,6 @@ def save_and_continue(model: Path, directory: Path, layout: dict[str, Any]) -> d
 
 def load_and_continue(model: Path, directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
     """What the two steps after a load give, started from weights that are noise."""
-    from megagrpo.megatron import state
-    from tests.distributed.tiny_training import TinyTraining, options
-
     training = TinyTraining(model, **options({"weights": False, **layout}))
     state.load(training.state, directory)
     random = torch.rand(3).tolist()
@@ -45,21 +44,7 @@ def ranks_of(layout: dict[str, Any]) -> int:
     return result
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {family: make_model(family, root / family) for family in ("qwen2_tied", "qwen3_moe", "deepseek_v3")}
-
-
-@pytest.fixture(scope="session")
-def uninterrupted(models: dict[str, Path]) -> dict[str, Any]:
-    """Losses and gradient norms of steps 3 and 4 on one rank."""
-    return {family: run_ranks(1, f"{HERE}:just_train", model)[0] for family, model in models.items()}
-
-
 def just_train(model: Path) -> list[tuple[float, float]]:
-    from tests.distributed.tiny_training import TinyTraining
-
     return TinyTraining(model, {}).steps(4)[2:]
 
 
@@ -93,15 +78,15 @@ def test_a_run_continues_in_other_layouts(
     family: str,
     saved: dict[str, Any],
     loaded: list[dict[str, Any]],
-    models: dict[str, Path],
-    uninterrupted: dict[str, Any],
+    tiny: Tiny,
     tmp_path: Path,
 ) -> None:
-    run = run_ranks(ranks_of(saved), f"{HERE}:save_and_continue", models[family], tmp_path, saved)[0]
+    run = run_ranks(ranks_of(saved), save_and_continue, tiny(family), tmp_path, saved)[0]
     between_layouts = 1e-5 if family == "deepseek_v3" else 2e-6  # its gradients are larger, after two steps of Adam
-    assert close(run["after"], uninterrupted[family], between_layouts), (run["after"], uninterrupted[family])
+    alone = run_ranks(1, just_train, tiny(family))[0]
+    assert close(run["after"], alone, between_layouts), (run["after"], alone)
     for layout in loaded:
-        resumed = run_ranks(ranks_of(layout), f"{HERE}:load_and_continue", models[family], tmp_path, layout)[0]
+        resumed = run_ranks(ranks_of(layout), load_and_continue, tiny(family), tmp_path, layout)[0]
         assert close(resumed["after"], run["after"]), (layout, resumed["after"], run["after"])
 
 
@@ -117,10 +102,10 @@ def test_a_run_continues_in_other_layouts(
     ],
 )
 def test_in_the_same_layout_a_run_continues_bit_for_bit(
-    family: str, layout: dict[str, Any], models: dict[str, Path], tmp_path: Path
+    family: str, layout: dict[str, Any], tiny: Tiny, tmp_path: Path
 ) -> None:
-    run = run_ranks(ranks_of(layout), f"{HERE}:save_and_continue", models[family], tmp_path, layout)
-    resumed = run_ranks(ranks_of(layout), f"{HERE}:load_and_continue", models[family], tmp_path, layout)
+    run = run_ranks(ranks_of(layout), save_and_continue, tiny(family), tmp_path, layout)
+    resumed = run_ranks(ranks_of(layout), load_and_continue, tiny(family), tmp_path, layout)
     for whole, continued in zip(run, resumed, strict=True):
         assert continued["after"] == whole["after"]
         assert continued["random"] == whole["random"]
@@ -129,8 +114,8 @@ def test_in_the_same_layout_a_run_continues_bit_for_bit(
             assert torch.equal(tensor, whole["tensors"][name]), name
 
 
-def test_what_the_ranks_report_is_what_lies_in_the_directory(models: dict[str, Path], tmp_path: Path) -> None:
-    results = run_ranks(2, f"{HERE}:save_and_continue", models["qwen2_tied"], tmp_path, {"tensor": 2})
+def test_what_the_ranks_report_is_what_lies_in_the_directory(tiny: Tiny, tmp_path: Path) -> None:
+    results = run_ranks(2, save_and_continue, tiny("qwen2_tied"), tmp_path, {"tensor": 2})
     files = [file for result in results for file in result["files"]]
     assert sorted(file.path for file in files) == sorted(path.name for path in tmp_path.iterdir())
     assert all(describe(tmp_path, tmp_path / file.path) == file for file in files)
@@ -138,10 +123,6 @@ def test_what_the_ranks_report_is_what_lies_in_the_directory(models: dict[str, P
 
 def load_and_report(model: Path, directory: Path, layout: dict[str, Any]) -> tuple[str, bool]:
     """The error of a load, and whether the rank's weights and states are still as they were."""
-    from megagrpo.errors import CheckpointError
-    from megagrpo.megatron import state
-    from tests.distributed.tiny_training import TinyTraining, options
-
     training = TinyTraining(model, **options(layout))
     training.step()
     before = training.tensors()
@@ -153,39 +134,25 @@ def load_and_report(model: Path, directory: Path, layout: dict[str, Any]) -> tup
     return "", False
 
 
-def test_another_model_is_refused_by_name_on_every_rank_before_anything_changes(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    run_ranks(1, f"{HERE}:save_and_continue", models["qwen2_tied"], tmp_path, ONE)
-    for message, untouched in run_ranks(2, f"{HERE}:load_and_report", models["qwen3_moe"], tmp_path, {"pipeline": 2}):
+def test_another_model_is_refused_by_name_on_every_rank_before_anything_changes(tiny: Tiny, tmp_path: Path) -> None:
+    run_ranks(1, save_and_continue, tiny("qwen2_tied"), tmp_path, ONE)
+    for message, untouched in run_ranks(2, load_and_report, tiny("qwen3_moe"), tmp_path, {"pipeline": 2}):
         assert untouched
         assert "exp_avg.model.layers.0.mlp.experts.0.gate_proj.weight" in message  # rank 0's, and
         assert "param.lm_head.weight" in message  # rank 1's, on both
 
 
 @pytest.mark.parametrize("file", [".metadata", "common.pt", "__1_0.distcp"])
-def test_files_that_cannot_be_read_are_a_checkpoint_error_on_every_rank(
-    file: str, models: dict[str, Path], tmp_path: Path
-) -> None:
-    run_ranks(2, f"{HERE}:save_and_continue", models["qwen2_tied"], tmp_path, {"tensor": 2})
+def test_files_that_cannot_be_read_are_a_checkpoint_error_on_every_rank(file: str, tiny: Tiny, tmp_path: Path) -> None:
+    run_ranks(2, save_and_continue, tiny("qwen2_tied"), tmp_path, {"tensor": 2})
     (tmp_path / file).write_bytes(b"")
-    for message, _ in run_ranks(2, f"{HERE}:load_and_report", models["qwen2_tied"], tmp_path, {"tensor": 2}):
+    for message, _ in run_ranks(2, load_and_report, tiny("qwen2_tied"), tmp_path, {"tensor": 2}):
         assert message.startswith("checkpoint error")
         assert "cannot be read" in message
 
 
 def save_on_a_full_disk(model: Path, directory: Path, full_rank: int) -> tuple[str, list[str]]:
     """The error of a save while one rank cannot write, and the processes that it left behind."""
-    import resource
-    import signal
-
-    import psutil
-    import torch.distributed as dist
-
-    from megagrpo.errors import CheckpointError
-    from megagrpo.megatron import state
-    from tests.distributed.tiny_training import TinyTraining
-
     training = TinyTraining(model, {"tensor": 2})
     training.step()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -203,23 +170,20 @@ def save_on_a_full_disk(model: Path, directory: Path, full_rank: int) -> tuple[s
 
 
 @pytest.mark.parametrize("full_rank", [0, 1])
-def test_a_full_disk_on_one_rank_is_a_checkpoint_error_on_all(
-    full_rank: int, models: dict[str, Path], tmp_path: Path
-) -> None:
-    results = run_ranks(2, f"{HERE}:save_on_a_full_disk", models["qwen2_tied"], tmp_path, full_rank)
+def test_a_full_disk_on_one_rank_is_a_checkpoint_error_on_all(full_rank: int, tiny: Tiny, tmp_path: Path) -> None:
+    results = run_ranks(2, save_on_a_full_disk, tiny("qwen2_tied"), tmp_path, full_rank)
     for message, processes in results:
         assert message.startswith("checkpoint error")
         assert "File too large" in message
         assert processes == []
 
 
-def test_a_tied_embedding_that_data_ranks_cut_on_two_stages_is_saved_once(tmp_path: Path) -> None:
+def test_a_tied_embedding_that_data_ranks_cut_on_two_stages_is_saved_once(tiny: Tiny, tmp_path: Path) -> None:
     # So large that data ranks would cut it differently on the two stages, had it no bucket of its own.
-    model = make_model("qwen2_tied", tmp_path / "model", vocab_size=1001)
-    (directory := tmp_path / "rank").mkdir()
+    model = tiny("qwen2_tied", vocab_size=1001)
     layout = {"pipeline": 2, "data": 2}
-    run = run_ranks(4, f"{HERE}:save_and_continue", model, directory, layout)[0]
-    resumed = run_ranks(1, f"{HERE}:load_and_continue", model, directory, ONE)[0]
+    run = run_ranks(4, save_and_continue, model, tmp_path, layout)[0]
+    resumed = run_ranks(1, load_and_continue, model, tmp_path, ONE)[0]
     assert close(resumed["after"], run["after"])
 
 

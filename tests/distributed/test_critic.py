@@ -18,6 +18,9 @@ from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence
 from megagrpo.checkpoint.store import describe
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron.critic import CriticSums
+from megagrpo.megatron.model import named_tensors
+from megagrpo.megatron.state import parameters_of, shards_of
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import critic_of
@@ -28,7 +31,6 @@ from tests.distributed.grpo_ranks import Parts, boxes, on_ranks
 from tests.rank_group import RankGroupError
 from tests.tiny_models import make_model, randomize
 
-HERE = __name__
 CLIP = 0.3
 LAYOUTS = {
     "tensor and pipeline": ParallelLayout(tensor=2, pipeline=2),
@@ -198,10 +200,6 @@ def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool
 
 def step(rank: Any, directory: str, batches: Sequence[RankBatch], returns: Ragged) -> RankStep:
     """Values, gradients and the update of the critic; then an update of the policy."""
-    from megagrpo.megatron.critic import CriticSums
-    from megagrpo.megatron.model import named_tensors
-    from megagrpo.megatron.state import parameters_of
-
     rank.add_critic(directory)
     model = rank.critic.model
     rank.load_batch(batches[rank.where.data])
@@ -225,7 +223,7 @@ def step(rank: Any, directory: str, batches: Sequence[RankBatch], returns: Ragge
 def run(family: Family, layout: ParallelLayout, **train: Any) -> Step:
     recipe = recipe_of(layout, **train)
     batches = make_batches(recipe, family.sequences)
-    steps = on_ranks(f"{HERE}:step", recipe, family.policy, str(family.critic), batches, family.returns)
+    steps = on_ranks(step, recipe, family.policy, str(family.critic), batches, family.returns)
     assert all(one.policy_untouched and one.critic_untouched for one in steps)
     assert all(one.base_untouched == (recipe.train.lora is not None) for one in steps)
     (metrics,) = [one.metrics for one in steps if one.metrics is not None]
@@ -311,7 +309,7 @@ def test_a_new_head_starts_from_zeros_and_learns_the_returns(dense):
         algorithm={"critic": {}, "advantage": {"name": "gae"}, "minibatches": 2, "epochs": 2, "kl": {"coefficient": 0}},
     )
     batches = make_batches(recipe, dense.sequences)
-    (steps, _) = on_ranks(f"{HERE}:several_steps", recipe, dense.policy, str(dense.policy), batches, dense.returns)
+    (steps, _) = on_ranks(several_steps, recipe, dense.policy, str(dense.policy), batches, dense.returns)
     assert all(held == 0 for held, _, _ in steps)
     assert not np.concatenate(values_by_row([steps[0][1]])).any()
     metrics = [metrics for _, _, metrics in steps]
@@ -331,7 +329,7 @@ def test_use_while_released_is_refused(dense):
     recipe = recipe_of(ParallelLayout())
     batches = make_batches(recipe, dense.sequences)
     with pytest.raises(RankGroupError, match="parameters released"):
-        on_ranks(f"{HERE}:update_while_released", recipe, dense.policy, str(dense.critic), batches, dense.returns)
+        on_ranks(update_while_released, recipe, dense.policy, str(dense.critic), batches, dense.returns)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -341,8 +339,6 @@ def save_and_continue(
     rank: Any, directory: str, batches: Sequence[RankBatch], returns: Ragged, saved: Path, load: bool
 ) -> Any:
     """A step, a save and a step; or a load and a step. What was saved, and metrics and state after the last step."""
-    from megagrpo.megatron.state import parameters_of, shards_of
-
     rank.add_critic(directory)
     files = ()
 
@@ -375,8 +371,7 @@ def test_a_critic_continues_from_a_checkpoint_in_the_same_layout_and_in_another(
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
         batches = make_batches(recipe, dense.sequences)
         start = str(dense.policy if load else dense.critic)  # other weights, which the checkpoint replaces
-        function = f"{HERE}:save_and_continue"
-        return on_ranks(function, recipe, dense.policy, start, batches, dense.returns, tmp_path, load)
+        return on_ranks(save_and_continue, recipe, dense.policy, start, batches, dense.returns, tmp_path, load)
 
     layout = ParallelLayout(tensor=2, data=2)
     whole = train(layout, False, distributed_optimizer=True)

@@ -16,17 +16,18 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import model, process
 from megagrpo.megatron.config import option_problems
 from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from tests.distributed.conftest import Tiny
 from tests.distributed.parity_ranks import load_model, logits_of, rank_microbatches, run_schedule
 from tests.rank_group import run_ranks
-from tests.tiny_models import DIMENSIONS, make_model
+from tests.tiny_models import DIMENSIONS
 
 VOCAB = DIMENSIONS["vocab_size"]
 MICROBATCHES = [[np.random.default_rng(seed).integers(0, VOCAB, 24).tolist()] for seed in range(4)]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("qwen2", tmp_path_factory.mktemp("guards") / "qwen2")
+def directory(tiny: Tiny) -> Path:
+    return tiny("qwen2")
 
 
 # --- interleaved pipeline stages --------------------------------------------------------------------------------------
@@ -34,11 +35,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_interleaved_stages_need_overlapped_communication(directory: Path) -> None:
     layout = ParallelLayout(pipeline=2, virtual_pipeline=2)
-    (right,) = run_ranks(1, f"{__name__}:gradient_norms", directory, ParallelLayout(), {})
-    ours = run_ranks(2, f"{__name__}:gradient_norms", directory, layout, {})
+    (right,) = run_ranks(1, gradient_norms, directory, ParallelLayout(), {})
+    ours = run_ranks(2, gradient_norms, directory, layout, {})
     # Megatron's own default communication, and the fixed lengths that go with it.
     defaults = {"overlap_p2p_comm": False, "batch_p2p_comm": True, "variable_seq_lengths": False}
-    theirs = run_ranks(2, f"{__name__}:gradient_norms", directory, layout, defaults)
+    theirs = run_ranks(2, gradient_norms, directory, layout, defaults)
     assert np.hypot(*ours) == pytest.approx(right, rel=1e-5)
     assert np.hypot(*theirs) != pytest.approx(right, rel=0.01)
     for option in ("overlap_p2p_comm", "batch_p2p_comm"):
@@ -68,7 +69,7 @@ def gradient_norms(directory: Path, layout: ParallelLayout, changes: dict[str, A
 
 
 def test_logprobs_leave_the_logits_alone_and_have_exact_gradients() -> None:
-    (errors,) = run_ranks(1, f"{__name__}:cross_entropy_errors")
+    (errors,) = run_ranks(1, cross_entropy_errors)
     assert errors["megatron changed its logits by"] > 0.1
     assert errors["ours changed its logits by"] == 0
     assert errors["fused gradient is wrong by"] > 1e-4

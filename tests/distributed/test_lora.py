@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,13 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.convert.hugging_face import to_hugging_face
 from megagrpo.convert.merge_lora import merge_lora
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron.model import named_tensors
+from megagrpo.megatron.state import parameters_of
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.adapters import adapted_matrices, initial_a, key_a, key_b
+from megagrpo.weights.sides import transformers as transformers_side
+from megagrpo.weights.views import box_view
 from tests.distributed.grpo_case import (
     LR,
     Case,
@@ -31,13 +35,14 @@ from tests.distributed.grpo_case import (
 )
 from tests.distributed.grpo_ranks import (
     Parts,
+    adapter_boxes,
     boxes,
     compute_gradients,
+    export_adapter,
     on_ranks,
     take_old_and_reference_from_rollout,
     update,
 )
-from tests.distributed.lora_ranks import adapter_boxes, export_adapter
 from tests.safetensors_files import saved
 from tests.tiny_models import make_model
 
@@ -59,8 +64,6 @@ class RankStep:
 
 def put(rank: Any, values: dict[str, np.ndarray]) -> None:
     """Whole adapters, by PEFT's names, into a rank whose optimizer has no main weights of its own."""
-    from megagrpo.weights.views import box_view
-
     tensors = rank.policy.adapters.tensors()
     for p in rank.policy.adapters.manifest.placements:
         at = tuple(slice(a, a + n) for a, n in zip(p.box.start, p.box.shape, strict=True))
@@ -69,9 +72,6 @@ def put(rank: Any, values: dict[str, np.ndarray]) -> None:
 
 def step(rank: Any, values: dict[str, np.ndarray], batches: Sequence[RankBatch], advantages: np.ndarray) -> RankStep:
     """Gradients of the first minibatch, then the update."""
-    from megagrpo.megatron.model import named_tensors
-    from megagrpo.megatron.state import parameters_of
-
     adapters = rank.policy.adapters
     initial = adapter_boxes(rank, adapters.tensors())
     put(rank, values)
@@ -143,9 +143,6 @@ def torch_step(directory: Path, values: dict[str, np.ndarray], case: Case, recip
 
 def load_reference_of(weights: dict[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
     """A checkpoint's tensors as transformers holds them in memory: experts stacked."""
-    from megagrpo.weights.sides import transformers as transformers_side
-    from megagrpo.weights.views import box_view
-
     manifest = transformers_side.manifest(read_architecture(directory), "float64")
     state = {name: torch.empty(storage.shape, dtype=torch.float64) for name, storage in manifest.storages.items()}
     for p in manifest.placements:
@@ -185,9 +182,7 @@ def test_gradients_and_update_are_those_of_plain_torch(name, tmp_path):
     recipe = make_recipe(layout, train=train)
     case = make_case(load_reference(directory), temperature=0.8)
     values = some_adapters(directory, targets)
-    results = on_ranks(
-        f"{__name__}:step", recipe, directory, values, make_batches(recipe, case.sequences), case.advantages
-    )
+    results = on_ranks(step, recipe, directory, values, make_batches(recipe, case.sequences), case.advantages)
     wanted = torch_step(directory, values, case, recipe)
 
     (metrics,) = [result.metrics for result in results if result.metrics is not None]
@@ -260,17 +255,17 @@ def test_a_checkpoint_holds_the_adapters_for_any_layout_and_the_export_merges_in
     to_hugging_face(make_model("qwen2", tmp_path / "float32", num_hidden_layers=2), directory, dtype="bfloat16")
     case = make_case(load_reference(directory), temperature=0.8)
 
-    def run(function: str, layout: ParallelLayout, *args: Any) -> list[Trained]:
+    def run(function: Callable[..., Any], layout: ParallelLayout, *args: Any) -> list[Trained]:
         train = make_recipe(layout).train.model_dump() | {"lora": SETTINGS | {"targets": ALL}}
         recipe = make_recipe(layout, train=train, model={"path": "unused", "dtype": "bfloat16"})
         batches = make_batches(recipe, case.sequences)
-        return on_ranks(f"{__name__}:{function}", recipe, directory, batches, case.advantages, *args)
+        return on_ranks(function, recipe, directory, batches, case.advantages, *args)
 
     saved_in = tmp_path / "checkpoint"
     saved_in.mkdir()
-    before = run("train_and_save", ParallelLayout(tensor=2, data=2), saved_in, tmp_path / "adapter")
-    same = run("load_and_continue", ParallelLayout(tensor=2, data=2), saved_in)
-    other = run("load_and_continue", ParallelLayout(pipeline=2), saved_in)
+    before = run(train_and_save, ParallelLayout(tensor=2, data=2), saved_in, tmp_path / "adapter")
+    same = run(load_and_continue, ParallelLayout(tensor=2, data=2), saved_in)
+    other = run(load_and_continue, ParallelLayout(pipeline=2), saved_in)
 
     (first_kl,) = [result.first_kl for result in before if result.first_kl is not None]
     assert first_kl == 0.0  # the reference is the model without adapters, and these begin with nothing

@@ -105,7 +105,7 @@ def test_every_layout_finds_what_transformers_finds(step, layout, algorithm):
     recipe = make_recipe(layout, algorithm=algorithm)
     batches = make_batches(recipe, train_sequences(step.groups, step.rows))
     advantages = np.random.default_rng(0).normal(0, 1, len(step.rows)).astype(np.float32)
-    results = on_ranks(f"{__name__}:update", recipe, step.directory, batches, advantages, algorithm is SEVERAL)
+    results = on_ranks(update, recipe, step.directory, batches, advantages, algorithm is SEVERAL)
     (found,) = [result for result in results if result is not None]
 
     d = step.difference

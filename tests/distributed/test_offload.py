@@ -8,20 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from megagrpo.errors import RankError
+from megagrpo.megatron.model import named_tensors
+from megagrpo.megatron.offload import Offload
+from megagrpo.megatron.state import shards_of
+from tests.distributed.conftest import Tiny
+from tests.distributed.tiny_training import TinyTraining, options
 from tests.rank_group import run_ranks
-from tests.tiny_models import make_model
 
-HERE = "tests.distributed.test_offload"
 PARTS = ("parameters", "gradients", "optimizer", "reference")
 
 
 def train(model: Path, layout: dict[str, Any], release: bool) -> dict[str, Any]:
     """Three steps, with everything released and restored before and after each of them if asked."""
-    from megagrpo.megatron.model import named_tensors
-    from megagrpo.megatron.offload import Offload
-    from megagrpo.megatron.state import shards_of
-    from tests.distributed.tiny_training import TinyTraining, options
-
     training = TinyTraining(model, **options(layout))
     reference = [tensor.clone() for tensor in named_tensors(training.wrapped).values()]
     offload = Offload(training.wrapped, training.optimizer, reference)
@@ -40,12 +39,6 @@ def train(model: Path, layout: dict[str, Any], release: bool) -> dict[str, Any]:
     return {"steps": steps, "held": held, "tensors": training.tensors(), "reference": reference}
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {family: make_model(family, root / family) for family in ("qwen2_tied", "qwen3_moe")}
-
-
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -56,11 +49,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ],
 )
 def test_released_memory_is_gone_and_the_numbers_stay_bit_for_bit(
-    family: str, layout: dict[str, Any], models: dict[str, Path]
+    family: str, layout: dict[str, Any], tiny: Tiny
 ) -> None:
     ranks = layout.get("data", 1) * layout.get("pipeline", 1) * layout.get("tensor", 1)
-    without = run_ranks(ranks, f"{HERE}:train", models[family], layout, False)
-    released = run_ranks(ranks, f"{HERE}:train", models[family], layout, True)
+    without = run_ranks(ranks, train, tiny(family), layout, False)
+    released = run_ranks(ranks, train, tiny(family), layout, True)
     for rank in range(ranks):
         assert released[rank]["held"] == [0, 0, 0]
         assert released[rank]["steps"] == without[rank]["steps"]
@@ -71,10 +64,6 @@ def test_released_memory_is_gone_and_the_numbers_stay_bit_for_bit(
 
 
 def use_while_released(model: Path) -> tuple[str, list[str]]:
-    from megagrpo.errors import RankError
-    from megagrpo.megatron.offload import Offload
-    from tests.distributed.tiny_training import TinyTraining
-
     training = TinyTraining(model, {})
     offload = Offload(training.wrapped, training.optimizer)
     offload.release(["gradients", "optimizer"])
@@ -88,8 +77,8 @@ def use_while_released(model: Path) -> tuple[str, list[str]]:
     return "", []
 
 
-def test_use_of_a_released_part_is_refused_by_name(models: dict[str, Path]) -> None:
-    message, released = run_ranks(1, f"{HERE}:use_while_released", models["qwen2_tied"])[0]
+def test_use_of_a_released_part_is_refused_by_name(tiny: Tiny) -> None:
+    message, released = run_ranks(1, use_while_released, tiny("qwen2_tied"))[0]
     assert "optimizer released" in message
     assert "gradients" not in message
     assert released == ["optimizer"]

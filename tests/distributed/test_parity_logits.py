@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,8 @@ import pytest
 import torch
 
 from megagrpo.layout.parallel import ParallelLayout
-from tests.distributed.parity_ranks import RankLogits
+from tests.distributed.conftest import Tiny
+from tests.distributed.parity_ranks import RankLogits, logits_of_models
 from tests.rank_group import run_ranks
 from tests.tiny_models import DIMENSIONS, FAMILIES, WITH_EXPERTS, make_model, reference_logits
 
@@ -38,34 +41,38 @@ EXPERT_LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    parent = tmp_path_factory.mktemp("models")
-    return {family: make_model(family, parent / family) for family in FAMILIES}
+@cache
+def references(directory: Path, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return reference_logits(directory, SEQUENCES, dtype)
 
 
-@pytest.fixture(scope="session")
-def references(models: dict[str, Path]) -> dict[str, list[torch.Tensor]]:
-    return {family: reference_logits(directory, SEQUENCES) for family, directory in models.items()}
+def check(directories: list[Path], layout: ParallelLayout) -> None:
+    for directory, ours in zip(directories, logits_of(directories, layout), strict=True):
+        for row, (got, wanted) in enumerate(zip(ours, references(directory), strict=True)):
+            np.testing.assert_allclose(got, wanted.numpy(), rtol=0, atol=2e-5, err_msg=f"{directory}, sequence {row}")
+
+
+def logits_of(directories: list[Path], layout: ParallelLayout, dtype: str = "float32") -> list[list[np.ndarray]]:
+    """By model and sequence: [tokens, vocab]."""
+    by_rank = run_ranks(layout.ranks, logits_of_models, directories, layout, MICROBATCHES, dtype)
+    return [assemble([results[index] for results in by_rank], layout) for index in range(len(directories))]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_family_agrees_with_transformers(
-    name: str, models: dict[str, Path], references: dict[str, list[torch.Tensor]]
-) -> None:
+def test_every_family_agrees_with_transformers(name: str, tiny: Tiny) -> None:
     layout = LAYOUTS[name]
-    families = [family for family in FAMILIES if layout.expert == 1 or family in WITH_EXPERTS]
-    check_families(families, layout, models, references)
-    if layout.expert > 1:  # the other families have no experts to split
-        dense = ParallelLayout(**(vars(layout) | {"expert": 1}))
-        check_families([family for family in FAMILIES if family not in WITH_EXPERTS], dense, models, references)
+    with_experts = [tiny(family) for family in WITH_EXPERTS]
+    dense = [tiny(family) for family in FAMILIES if family not in WITH_EXPERTS]
+    if layout.expert == 1:
+        check(dense + with_experts, layout)
+    else:  # the dense families have no experts to split
+        check(with_experts, layout)
+        check(dense, replace(layout, expert=1))
 
 
 @pytest.mark.parametrize("name", EXPERT_LAYOUTS)
-def test_experts_agree_with_transformers(
-    name: str, models: dict[str, Path], references: dict[str, list[torch.Tensor]]
-) -> None:
-    check_families(list(WITH_EXPERTS), EXPERT_LAYOUTS[name], models, references)
+def test_experts_agree_with_transformers(name: str, tiny: Tiny) -> None:
+    check([tiny(family) for family in WITH_EXPERTS], EXPERT_LAYOUTS[name])
 
 
 @pytest.mark.parametrize(
@@ -78,56 +85,30 @@ def test_experts_agree_with_transformers(
     ids=str,
 )
 def test_stages_of_unequal_length_agree_with_transformers(
-    family: str, layers: int, layout: ParallelLayout, tmp_path: Path
+    family: str, layers: int, layout: ParallelLayout, tiny: Tiny
 ) -> None:
-    directory = make_model(family, tmp_path / family, num_hidden_layers=layers)
-    references = {family: reference_logits(directory, SEQUENCES)}
-    check_families([family], layout, {family: directory}, references)
+    check([tiny(family, num_hidden_layers=layers)], layout)
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(tensor=2, data=2, expert=2)], ids=str)
 def test_plainer_kinds_of_deepseek_v3_agree_with_transformers(layout: ParallelLayout, tmp_path: Path) -> None:
     """Queries without a latent, a rotary embedding without scaling, one group of experts."""
     changes = {"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "n_group": 1}
-    directory = make_model("deepseek_v3", tmp_path / "plain", **changes, topk_group=1, first_k_dense_replace=0)
-    references = {"plain": reference_logits(directory, SEQUENCES)}
-    check_families(["plain"], layout, {"plain": directory}, references)
+    check([make_model("deepseek_v3", tmp_path / "plain", **changes, topk_group=1, first_k_dense_replace=0)], layout)
 
 
-def test_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(
-    models: dict[str, Path], references: dict[str, list[torch.Tensor]]
-) -> None:
-    families = ["llama", "qwen3"]
-    theirs = {family: reference_logits(models[family], SEQUENCES, torch.bfloat16) for family in families}
+def test_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(tiny: Tiny) -> None:
+    directories = [tiny("llama"), tiny("qwen3")]
     for layout in (ParallelLayout(), ParallelLayout(tensor=2, expert_tensor=2)):
-        for family, ours in run_families(families, layout, models, dtype="bfloat16").items():
-            error = rms([got - wanted.numpy() for got, wanted in zip(ours, references[family], strict=True)])
-            error_of_theirs = rms(
-                [(got - wanted).numpy() for got, wanted in zip(theirs[family], references[family], strict=True)]
-            )
+        for directory, ours in zip(directories, logits_of(directories, layout, "bfloat16"), strict=True):
+            exact, theirs = references(directory), references(directory, torch.bfloat16)
+            error = rms([got - wanted.numpy() for got, wanted in zip(ours, exact, strict=True)])
+            error_of_theirs = rms([(got - wanted).numpy() for got, wanted in zip(theirs, exact, strict=True)])
             assert 0.5 * error_of_theirs < error < 1.25 * error_of_theirs
 
 
 def rms(differences: list[np.ndarray]) -> float:
     return float(np.sqrt(np.mean(np.concatenate(differences) ** 2)))
-
-
-def check_families(
-    families: list[str], layout: ParallelLayout, models: dict[str, Path], references: dict[str, list[torch.Tensor]]
-) -> None:
-    for family, ours in run_families(families, layout, models).items():
-        for row, (got, wanted) in enumerate(zip(ours, references[family], strict=True)):
-            np.testing.assert_allclose(got, wanted.numpy(), rtol=0, atol=2e-5, err_msg=f"{family}, sequence {row}")
-
-
-def run_families(
-    families: list[str], layout: ParallelLayout, models: dict[str, Path], dtype: str = "float32"
-) -> dict[str, list[np.ndarray]]:
-    directories = [models[family] for family in families]
-    by_rank = run_ranks(
-        layout.ranks, "tests.distributed.parity_ranks:logits_of_families", directories, layout, MICROBATCHES, dtype
-    )
-    return {family: assemble([results[index] for results in by_rank], layout) for index, family in enumerate(families)}
 
 
 def assemble(by_rank: list[RankLogits | None], layout: ParallelLayout) -> list[np.ndarray]:

@@ -16,27 +16,20 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import model, process
 from megagrpo.megatron.attention import PackedAttention
 from megagrpo.megatron.batch import NO_ROW, PackedTensors, pack
+from tests.distributed.conftest import Tiny
 from tests.distributed.parity_ranks import load_model, logits_of, rank_microbatches, run_schedule
 from tests.rank_group import run_ranks
-from tests.tiny_models import DIMENSIONS, make_model
+from tests.tiny_models import DIMENSIONS
 
 LENGTHS = [17, 1, 40, 3, 2, 31, 17, 18]
 GENERATOR = np.random.default_rng(1)
 SEQUENCES = [GENERATOR.integers(0, DIMENSIONS["vocab_size"], n).tolist() for n in LENGTHS]
 
 
-@pytest.fixture(scope="session")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    parent = tmp_path_factory.mktemp("packing")
-    return {family: make_model(family, parent / family) for family in ("qwen3", "qwen3_moe")}
-
-
 @pytest.mark.parametrize("context", [1, 2])
-def test_perturbing_one_sequence_leaves_the_others_logits_as_they_are(
-    directories: dict[str, Path], context: int
-) -> None:
+def test_perturbing_one_sequence_leaves_the_others_logits_as_they_are(tiny: Tiny, context: int) -> None:
     layout = ParallelLayout(context=context)
-    for before, after, rows in run_ranks(context, f"{__name__}:perturb", directories["qwen3"], layout):
+    for before, after, rows in run_ranks(context, perturb, tiny("qwen3"), layout):
         others = (rows != 2) & (rows != NO_ROW)
         assert np.array_equal(before[others], after[others])
         # The first two tokens of the perturbed sequence stand before the change, the rest see it.
@@ -54,9 +47,9 @@ def perturb(directory: Path, layout: ParallelLayout) -> tuple[np.ndarray, np.nda
     return before, after, packs[0].rows.numpy()
 
 
-def test_a_microbatch_without_sequences_runs_and_has_no_gradient_of_its_own(directories: dict[str, Path]) -> None:
+def test_a_microbatch_without_sequences_runs_and_has_no_gradient_of_its_own(tiny: Tiny) -> None:
     layout = ParallelLayout(tensor=2, expert_tensor=2)
-    assert run_ranks(2, f"{__name__}:run_empty", directories["qwen3_moe"], layout) == [True, True]
+    assert run_ranks(2, run_empty, tiny("qwen3_moe"), layout) == [True, True]
 
 
 def run_empty(directory: Path, layout: ParallelLayout) -> bool:
@@ -72,8 +65,8 @@ def run_empty(directory: Path, layout: ParallelLayout) -> bool:
 @pytest.mark.parametrize(
     "layout", [ParallelLayout(), ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2, expert_tensor=2)], ids=str
 )
-def test_recomputation_changes_no_gradient(directories: dict[str, Path], family: str, layout: ParallelLayout) -> None:
-    for none, selective, full in run_ranks(layout.ranks, f"{__name__}:recompute", directories[family], layout):
+def test_recomputation_changes_no_gradient(tiny: Tiny, family: str, layout: ParallelLayout) -> None:
+    for none, selective, full in run_ranks(layout.ranks, recompute, tiny(family), layout):
         assert none["loss"] == selective["loss"] == full["loss"]
         assert none["gradients"].keys() == selective["gradients"].keys() == full["gradients"].keys()
         for name, gradient in none["gradients"].items():
@@ -117,9 +110,9 @@ def _loss_and_gradients(directory: Path, layout: ParallelLayout, mode: str) -> d
 
 
 @pytest.mark.parametrize("context", [2, 4])
-def test_context_ranks_add_up_to_the_gradients_of_one_rank(directories: dict[str, Path], context: int) -> None:
-    (whole,) = run_ranks(1, f"{__name__}:gradients", directories["qwen3"], ParallelLayout())
-    parts = run_ranks(context, f"{__name__}:gradients", directories["qwen3"], ParallelLayout(context=context))
+def test_context_ranks_add_up_to_the_gradients_of_one_rank(tiny: Tiny, context: int) -> None:
+    (whole,) = run_ranks(1, gradients, tiny("qwen3"), ParallelLayout())
+    parts = run_ranks(context, gradients, tiny("qwen3"), ParallelLayout(context=context))
     for name, wanted in whole.items():
         got = sum(part[name] for part in parts)
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(), err_msg=name)

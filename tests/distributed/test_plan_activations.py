@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron import heads
 from megagrpo.plan import activations
 from megagrpo.plan.activations import (
     Pass,
@@ -22,6 +24,7 @@ from megagrpo.plan.activations import (
 from megagrpo.plan.parameters import stages
 from megagrpo.recipe import schema
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
+from tests.distributed import activation_ranks
 from tests.rank_group import run_ranks
 
 TOLERANCE = 0.15
@@ -143,7 +146,7 @@ def planned(case: Case, stage: int) -> tuple[int, int]:
 def test_planned_bytes_are_those_that_ranks_allocate(case: Case) -> None:
     layout = case.train.layout.parallel()
     arguments = case.architecture, case.train, case.dtype, case.lengths, case.microbatches
-    measured = run_ranks(layout.ranks, "tests.distributed.activation_ranks:measure", *arguments)
+    measured = run_ranks(layout.ranks, activation_ranks.measure, *arguments)
     per_stage = layout.ranks // layout.pipeline
     for stage in range(layout.pipeline):
         update, forward = planned(case, stage)
@@ -154,8 +157,6 @@ def test_planned_bytes_are_those_that_ranks_allocate(case: Case) -> None:
 
 @pytest.mark.parametrize(("pipeline", "chunks"), [(2, 1), (4, 1), (2, 2), (2, 3), (4, 2), (8, 5)])
 def test_microbatches_in_flight_are_those_of_megatrons_schedules(pipeline: int, chunks: int) -> None:
-    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
-
     layout = ParallelLayout(pipeline=pipeline, virtual_pipeline=chunks)
     for microbatches in (1, pipeline, pipeline + 1, 3 * pipeline + 2):
         table = get_schedule_table(microbatches, chunks, pipeline)
@@ -169,7 +170,5 @@ def test_microbatches_in_flight_are_those_of_megatrons_schedules(pipeline: int, 
 
 
 def test_logits_are_planned_in_the_chunks_that_they_are_made_in() -> None:
-    from megagrpo.megatron import heads
-
     assert activations.LOGIT_CHUNK_ELEMENTS == heads.CHUNK_ELEMENTS
     assert activations.LOGIT_CHUNK_COLUMNS == heads.CHUNK_COLUMNS

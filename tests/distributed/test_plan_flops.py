@@ -7,7 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
+from megagrpo.batching.rank_batches import Microbatch, TrainSequence
+from megagrpo.layout.parallel import rank_grid
+from megagrpo.megatron import process
+from megagrpo.megatron.batch import pack
+from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
+from megagrpo.megatron.model import forward, forward_backward, unwrapped
+from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.plan.parameters import layer_counts
 from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops, training_products
 from megagrpo.recipe.schema import TrainConfig
@@ -34,7 +44,7 @@ def test_products_of_real_ranks_are_those_that_are_counted(tmp_path_factory: pyt
         (make_model(family, models / family), TrainConfig.model_validate({**train, "total_steps": 1}))
         for family, train in CASES
     ]
-    measured = run_ranks(2, "tests.distributed.test_plan_flops:count_all", cases)
+    measured = run_ranks(2, count_all, cases)
     for number, ((directory, train), (name, _)) in enumerate(zip(cases, CASES, strict=True)):
         arch = read_architecture(directory)
         replicas = MICROBATCHES * train.layout.data
@@ -55,18 +65,6 @@ def count_all(cases: list[tuple[Path, TrainConfig]]) -> list[tuple[int, int]]:
 
 def count(directory: Path, train: TrainConfig) -> tuple[int, int]:
     """This rank's operations in a pass without gradients and in one with them."""
-    import torch
-    import torch.distributed as dist
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from megagrpo.batching.rank_batches import Microbatch, TrainSequence
-    from megagrpo.layout.parallel import rank_grid
-    from megagrpo.megatron import process
-    from megagrpo.megatron.batch import pack
-    from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
-    from megagrpo.megatron.model import forward, forward_backward, unwrapped
-    from megagrpo.megatron.trained_model import TrainedModel
-
     layout = train.layout.parallel()
     where = rank_grid(layout)[dist.get_rank()]
     process.start_parallel(layout, seed=1)

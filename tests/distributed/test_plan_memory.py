@@ -13,6 +13,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.memory import model_parts
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
+from tests.distributed import memory_ranks
 from tests.distributed.grpo_case import make_recipe
 from tests.rank_group import run_ranks
 from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_model
@@ -125,7 +126,7 @@ def check(directory: Path, recipes: list[Recipe]) -> None:
     """The fullest rank of each stage has what is planned, and the padding of its buffers."""
     layout = recipes[0].train.layout.parallel()
     by_rank: list[list[dict[str, int]]] = run_ranks(
-        layout.ranks, "tests.distributed.memory_ranks:measure_all", [(directory, recipe) for recipe in recipes]
+        layout.ranks, memory_ranks.measure_all, [(directory, recipe) for recipe in recipes]
     )
     architecture = read_architecture(directory)
     for index, recipe in enumerate(recipes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_megatrons_groups_are_those_of_the_rank_grid(layout: ParallelLayout) -> 
     def shared(where: RankCoordinates, axes: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(getattr(where, axis) for axis in axes)
 
-    for where, groups in zip(grid, run_ranks(layout.ranks, f"{__name__}:groups_of_rank", layout), strict=True):
+    for where, groups in zip(grid, run_ranks(layout.ranks, groups_of_rank, layout), strict=True):
         for axis, (_, axes) in GROUPS.items():
             members = [other.rank for other in grid if shared(other, axes) == shared(where, axes)]
             assert groups[axis] == members, f"{axis} group of rank {where.rank}"
@@ -55,7 +56,7 @@ def groups_of_rank(layout: ParallelLayout) -> dict[str, list[int]]:
 
 
 def test_the_default_group_gets_the_deadline_of_the_steps() -> None:
-    assert run_ranks(2, f"{__name__}:deadlines", timeout=500) == [(500.0, 700.0)] * 2
+    assert run_ranks(2, deadlines, timeout=500) == [(500.0, 700.0)] * 2
 
 
 def deadlines() -> tuple[float, float]:
@@ -69,7 +70,7 @@ def deadlines() -> tuple[float, float]:
 
 def test_ranks_that_do_not_come_are_an_error_within_the_deadline() -> None:
     with pytest.raises(RankGroupError) as error:
-        run_ranks(1, f"{__name__}:start_alone", joined=False)
+        run_ranks(1, start_alone, joined=False)
     assert "RankError" in str(error.value)
     assert "could not join the other 1" in str(error.value)
     assert "2 ranks within 1 s" in str(error.value)
@@ -85,7 +86,7 @@ def test_a_device_without_an_index_is_the_first(device: str, index: int) -> None
 
 
 def test_a_layout_of_another_size_is_an_error() -> None:
-    (message,) = run_ranks(1, f"{__name__}:start_two_on_one")
+    (message,) = run_ranks(1, start_two_on_one)
     assert "given: 1 ranks" in message
     assert "tensor 2" in message
 
@@ -98,14 +99,14 @@ def start_two_on_one() -> str:
 
 def test_a_rank_that_raises_ends_the_call_and_the_next_one_works() -> None:
     with pytest.raises(RankGroupError, match="ValueError: on purpose"):
-        run_ranks(2, f"{__name__}:raise_on_rank_1")
+        run_ranks(2, raise_on_rank_1)
     for timeout in (1, 10, 100):  # a busy machine may not even start it in time
         with pytest.raises(RankGroupError) as error:
-            run_ranks(2, f"{__name__}:wait_for_ever", timeout=timeout)
+            run_ranks(2, wait_for_ever, timeout=timeout)
         if "in wait_for_ever" in str(error.value):
             break
     assert "in wait_for_ever" in str(error.value)
-    assert run_ranks(2, f"{__name__}:rank") == [0, 1]
+    assert run_ranks(2, rank) == [0, 1]
 
 
 def raise_on_rank_1() -> None:
@@ -115,8 +116,6 @@ def raise_on_rank_1() -> None:
 
 
 def wait_for_ever() -> None:
-    import time
-
     time.sleep(3600)
 
 

@@ -13,11 +13,9 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
 from tests.distributed.grpo_case import LR, assemble, load_reference, make_batches, make_case, make_recipe
-from tests.distributed.grpo_ranks import Parts, boxes, on_ranks, update
-from tests.distributed.lora_ranks import adapter_boxes
+from tests.distributed.grpo_ranks import Parts, adapter_boxes, boxes, on_ranks, update
 from tests.tiny_models import make_model
 
-HERE = "tests.distributed.test_reference"
 SHARE = 0.25
 
 
@@ -74,7 +72,7 @@ def test_a_reference_follows_by_its_share_and_is_in_the_checkpoint(tmp_path, dty
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     batches = make_batches(saving, case.sequences)
-    results = on_ranks(f"{HERE}:follow_and_save", saving, model, batches, case.advantages, checkpoint)
+    results = on_ranks(follow_and_save, saving, model, batches, case.advantages, checkpoint)
     start, policy, followed = (assemble(list(parts)) for parts in zip(*results, strict=True))
     tolerance = {"float32": 1e-6, "bfloat16": 2**-8}[dtype]
     for name in start:
@@ -82,7 +80,7 @@ def test_a_reference_follows_by_its_share_and_is_in_the_checkpoint(tmp_path, dty
         np.testing.assert_allclose(followed[name], wanted, rtol=tolerance, atol=tolerance / 10)
     assert max(np.abs(policy[name] - start[name]).max() for name in start) > LR / 2
 
-    loaded = on_ranks(f"{HERE}:load_and_look", loading, model, checkpoint)
+    loaded = on_ranks(load_and_look, loading, model, checkpoint)
     fresh, restored = (assemble(list(parts)) for parts in zip(*loaded, strict=True))
     for name in start:
         np.testing.assert_array_equal(fresh[name], start[name])

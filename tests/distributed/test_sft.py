@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
 from megagrpo.convert.merge_lora import merge_lora
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron.model import named_tensors
+from megagrpo.megatron.sft_rank import SftRank
+from megagrpo.megatron.state import parameters_of
 from megagrpo.recipe.schema import SftRecipe
 from megagrpo.recipe.schema.train import LoraConfig
 from tests.distributed.grpo_case import assemble, in_checkpoint, load_reference
-from tests.distributed.grpo_ranks import boxes
-from tests.distributed.lora_ranks import export_adapter
+from tests.distributed.grpo_ranks import boxes, export_adapter
 from tests.rank_group import run_ranks
 from tests.safetensors_files import saved
 from tests.tiny_models import make_model
@@ -63,20 +66,22 @@ def make_sequences(vocabulary: int) -> list[TrainSequence]:
 
 
 def call(
-    number: int, store: str, function: str, recipe: SftRecipe, directory: str, batches: list[RankBatch], *args: Any
+    number: int,
+    store: str,
+    function: Callable[..., Any],
+    recipe: SftRecipe,
+    directory: str,
+    batches: list[RankBatch],
+    *args: Any,
 ) -> Any:
-    """`function` of this module on every rank's SftRank, with its batch loaded."""
-    from megagrpo.megatron.sft_rank import SftRank
-
+    """`function` on every rank's SftRank, with its batch loaded."""
     rank = SftRank(recipe, number, store, directory, "cpu")
     rank.load_batch(batches[rank.where.data])
-    return globals()[function](rank, *args)
+    return function(rank, *args)
 
 
 def step(rank: Any) -> dict[str, Any]:
     """Gradients, an update, and the loss after it."""
-    from megagrpo.megatron.state import parameters_of
-
     rank.compute_gradients()
     gradients = boxes(rank, {name: p.main_grad for name, p in parameters_of(rank.policy.chunks).items()})
     return {"gradients": gradients, "before": rank.evaluate(), "update": rank.update(LR), "after": rank.evaluate()}
@@ -84,8 +89,6 @@ def step(rank: Any) -> dict[str, Any]:
 
 def train_adapters(rank: Any, lora: LoraConfig, exported_in: Path) -> dict[str, Any]:
     """Two updates: the first changes B's alone, which begin with zeros."""
-    from megagrpo.megatron.model import named_tensors
-
     base, adapters = (
         {name: tensor.clone() for name, tensor in tensors.items()}
         for tensors in (named_tensors(rank.policy.chunks), rank.policy.adapters.tensors())
@@ -103,12 +106,12 @@ def train_adapters(rank: Any, lora: LoraConfig, exported_in: Path) -> dict[str, 
 
 
 def on_ranks(
-    function: str, recipe: SftRecipe, directory: Path, sequences: list[TrainSequence], *args: Any
+    function: Callable[..., Any], recipe: SftRecipe, directory: Path, sequences: list[TrainSequence], *args: Any
 ) -> list[dict[str, Any]]:
     layout = recipe.train.layout.parallel()
     batches = make_rank_batches(sequences, layout=layout, minibatches=1, tokens_per_microbatch=LONGEST, seed=0)
     arguments = function, recipe, str(directory), batches, *args
-    return run_ranks(layout.ranks, f"{__name__}:call", *arguments, joined=False)
+    return run_ranks(layout.ranks, call, *arguments, joined=False)
 
 
 def cross_entropy(model: torch.nn.Module, sequences: list[TrainSequence]) -> torch.Tensor:
@@ -137,7 +140,7 @@ def test_loss_gradients_and_step_are_those_of_plain_torch(directory: Path, layou
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0).step()
 
-    ranks = on_ranks("step", make_recipe(layout), directory, sequences)
+    ranks = on_ranks(step, make_recipe(layout), directory, sequences)
     (update,) = [rank["update"] for rank in ranks if rank["update"]]
     (before,) = [rank["before"] for rank in ranks if rank["before"]]
     (after,) = [rank["after"] for rank in ranks if rank["after"]]
@@ -159,7 +162,7 @@ def test_with_adapters_only_these_are_trained_and_the_merged_export_has_the_loss
     lora = LoraConfig(rank=3, alpha=6.0)
     recipe = make_recipe(ParallelLayout(tensor=2), lora=lora.model_dump())
     sequences = make_sequences(load_reference(directory).config.vocab_size)
-    ranks = on_ranks("train_adapters", recipe, directory, sequences, lora, tmp_path / "adapter")
+    ranks = on_ranks(train_adapters, recipe, directory, sequences, lora, tmp_path / "adapter")
     assert all(rank["base stays"] and all(rank["changed"]) for rank in ranks)
 
     merge_lora(directory, tmp_path / "adapter", tmp_path / "merged")

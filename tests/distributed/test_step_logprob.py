@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
 from tests.rank_group import run_ranks
 
 TOKENS, HIDDEN = 23, 16
@@ -12,8 +14,6 @@ TOKENS, HIDDEN = 23, 16
 
 def shard_of(vocab):
     """This rank's rows of an output matrix padded to equal shards, and how many they are."""
-    from megagrpo.megatron.heads import VocabularyShard
-
     rows = -(-vocab // dist.get_world_size())
     return VocabularyShard(vocab, rows * dist.get_rank(), dist.group.WORLD), rows
 
@@ -42,8 +42,6 @@ def shard_rows(weight, shard, rows):
 
 def compare(vocab, temperature, chunk_columns, dtype, which):
     """Largest errors against float64: of the outputs; of the hidden states' and the matrix's gradients, relative."""
-    from megagrpo.megatron.heads import vocabulary_logprobs
-
     hidden, weight, positions, labels, logprob_weight, entropy_weight = random_case(vocab, dtype)
     exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
     log_p = torch.log_softmax((exact[0] @ exact[1].t())[positions] / temperature, -1)
@@ -94,26 +92,24 @@ def worst(results):
 @pytest.mark.parametrize("which", ["logprob", "logprob and entropy", "entropy", "logprob, frozen"])
 def test_logprobs_entropies_and_gradients_match_float64(ranks, which):
     for vocab, temperature, chunk in ((131, 1.0, None), (131, 0.7, 9), (5, 1.3, 1)):
-        errors = worst(run_ranks(ranks, f"{__name__}:compare", vocab, temperature, chunk, torch.float32, which))
+        errors = worst(run_ranks(ranks, compare, vocab, temperature, chunk, torch.float32, which))
         assert max(errors) < 3e-6, errors
 
 
 def test_a_rank_that_holds_only_padding_takes_part():
-    errors = worst(run_ranks(4, f"{__name__}:compare", 5, 1.0, 8, torch.float32, "logprob and entropy"))
+    errors = worst(run_ranks(4, compare, 5, 1.0, 8, torch.float32, "logprob and entropy"))
     assert max(errors) < 3e-6, errors
 
 
 def test_bfloat16_is_summed_in_float32():
     """Off by some roundings of the logits, and no more for many chunks: sums in bfloat16 would be 0.05 off."""
-    errors = worst(run_ranks(1, f"{__name__}:compare", 1031, 0.9, 1, torch.bfloat16, "logprob and entropy"))
+    errors = worst(run_ranks(1, compare, 1031, 0.9, 1, torch.bfloat16, "logprob and entropy"))
     assert errors[0] < 0.04, errors
     assert max(errors[1:]) < 0.02, errors
 
 
 def finite_differences(vocab):
     """A directional derivative of the shared loss by central differences, and by autograd."""
-    from megagrpo.megatron.heads import vocabulary_logprobs
-
     hidden, weight, positions, labels, logprob_weight, entropy_weight = random_case(vocab, spread=1.0)
     shard, rows = shard_of(vocab)
     random = torch.Generator().manual_seed(1)
@@ -136,14 +132,12 @@ def finite_differences(vocab):
 
 
 def test_gradient_matches_finite_differences():
-    for by_difference, by_autograd in run_ranks(2, f"{__name__}:finite_differences", 131):
+    for by_difference, by_autograd in run_ranks(2, finite_differences, 131):
         np.testing.assert_allclose(by_difference, by_autograd, rtol=1e-3)
 
 
 def no_responses():
     """Gradients of a microbatch without a single response token."""
-    from megagrpo.megatron.heads import vocabulary_logprobs
-
     hidden, weight, *_ = random_case(8)
     shard, rows = shard_of(8)
     local, _ = shard_rows(weight, shard, rows)
@@ -156,14 +150,11 @@ def no_responses():
 
 
 def test_a_microbatch_without_responses_has_no_gradient():
-    assert run_ranks(2, f"{__name__}:no_responses") == [([(0,), (0,)], False, False)] * 2
+    assert run_ranks(2, no_responses) == [([(0,), (0,)], False, False)] * 2
 
 
 def largest_allocation(tokens, columns, chunk_columns):
     """Largest tensor, in elements, that forward and backward make besides the gradients."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
 
     class Sizes(TorchDispatchMode):
         largest = 0
@@ -187,4 +178,4 @@ def largest_allocation(tokens, columns, chunk_columns):
 
 
 def test_no_more_logits_exist_than_those_of_a_chunk():
-    assert run_ranks(1, f"{__name__}:largest_allocation", 64, 1000, 10) == [64 * 10]
+    assert run_ranks(1, largest_allocation, 64, 1000, 10) == [64 * 10]

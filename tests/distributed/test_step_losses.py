@@ -13,12 +13,12 @@ import pytest
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron.state import parameters_of
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.grpo_case import Case, assemble, load_reference, make_batches, make_case, make_recipe
 from tests.distributed.grpo_ranks import Parts, boxes, compute_gradients, on_ranks, take_old_and_reference_from_rollout
 from tests.tiny_models import make_model
 
-HERE = "tests.distributed.test_step_losses"
 TOKEN = {"level": "token", "statistic": "ratio", "low": 0.8, "high": 1.25}
 SEQUENCE = {"level": "sequence", "statistic": "k3", "over": "mean", "high": 0.04}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -47,8 +47,6 @@ def gradients_of_variants(
     rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray | Ragged, recipes: dict[str, Recipe]
 ) -> dict[str, tuple[float, Parts, int]]:
     """By variant: this rank's part of the loss, its gradients, and of its response tokens those with a weight."""
-    from megagrpo.megatron.state import parameters_of
-
     found = {}
     for name, recipe in recipes.items():
         rank.recipe = recipe
@@ -79,7 +77,7 @@ def in_layout(
     recipes = {name: make_recipe(layout, algorithm=plain | v, train=train) for name, v in VARIANTS.items()}
     first = next(iter(recipes.values()))
     batches = make_batches(first, case.sequences)
-    results = on_ranks(f"{HERE}:gradients_of_variants", first, directory, batches, advantages, recipes)
+    results = on_ranks(gradients_of_variants, first, directory, batches, advantages, recipes)
     return {
         name: (
             sum(result[name][0] for result in results),

@@ -25,7 +25,7 @@ from tests.distributed.grpo_case import (
     make_recipe,
     transformers_step,
 )
-from tests.distributed.grpo_ranks import gather, on_ranks
+from tests.distributed.grpo_ranks import gather, on_ranks, step, step_with_keys_of_own_heads
 from tests.tiny_models import make_model
 
 LAYOUTS = {
@@ -65,7 +65,7 @@ class Family:
 
 
 def run(family: Family, recipe: Recipe, batches: list[RankBatch]) -> StepResult:
-    return gather(on_ranks("step", recipe, family.directory, batches, family.case.advantages, LR))
+    return gather(on_ranks(step, recipe, family.directory, batches, family.case.advantages, LR))
 
 
 def make_family(name: str, parent: Path) -> Family:
@@ -142,7 +142,7 @@ def test_every_layout_of_latent_attention_takes_the_same_step(name, latent):
 def test_megatrons_gradient_of_shared_keys_would_be_noticed(latent):
     recipe = latent.recipe(LATENT_LAYOUTS["tensor"])
     batches = make_batches(recipe, latent.case.sequences)
-    steps = on_ranks("step_with_keys_of_own_heads", recipe, latent.directory, batches, latent.case.advantages, LR)
+    steps = on_ranks(step_with_keys_of_own_heads, recipe, latent.directory, batches, latent.case.advantages, LR)
     found = differences(gather(steps), latent.alone)
     assert found["loss"] <= LIMITS["loss"], found
     assert found["gradient"] > 0.1, found

@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from megagrpo.batching.rank_batches import RankBatch
+from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.grpo_case import (
@@ -28,7 +29,7 @@ from tests.distributed.grpo_case import (
     make_case,
     make_recipe,
 )
-from tests.distributed.grpo_ranks import Parts, boxes, gather, on_ranks, row_kl, update
+from tests.distributed.grpo_ranks import Parts, boxes, gather, metrics_of_step, on_ranks, row_kl, step, update
 from tests.rank_group import CALL_SECONDS, ENVIRONMENT, REPOSITORY, RankGroupError
 from tests.tiny_models import make_model
 
@@ -53,10 +54,9 @@ def model(tmp_path_factory) -> tuple[Path, Case]:
     return directory, make_case(load_reference(directory), temperature=0.8)
 
 
-def on_all(function: str, model: tuple[Path, Case], recipe: Recipe, *args: Any) -> list[Any]:
+def on_all(function: Callable[..., Any], model: tuple[Path, Case], recipe: Recipe, *args: Any) -> list[Any]:
     directory, case = model
-    module = f"{__name__}:{function}"
-    return on_ranks(module, recipe, directory, make_batches(recipe, case.sequences), case.advantages, *args)
+    return on_ranks(function, recipe, directory, make_batches(recipe, case.sequences), case.advantages, *args)
 
 
 # --- minibatches and epochs -------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def several_steps(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarra
 
 @pytest.fixture(scope="module")
 def several_alone(model):
-    return collect(on_all("several_steps", model, make_recipe(ALONE, algorithm=SEVERAL)))
+    return collect(on_all(several_steps, model, make_recipe(ALONE, algorithm=SEVERAL)))
 
 
 def figures(metrics: Any) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def collect(results: Sequence[Any]) -> tuple[dict[str, float], np.ndarray]:
 
 @pytest.mark.parametrize("layout", [TENSOR_AND_DATA, CONTEXT_AND_PIPELINE], ids=str)
 def test_minibatches_and_epochs_do_not_depend_on_the_layout(layout, model, several_alone):
-    metrics, change = collect(on_all("several_steps", model, make_recipe(layout, algorithm=SEVERAL)))
+    metrics, change = collect(on_all(several_steps, model, make_recipe(layout, algorithm=SEVERAL)))
     wanted_metrics, wanted_change = several_alone
     assert np.linalg.norm(change - wanted_change) <= 1e-3 * np.linalg.norm(wanted_change)
     assert metrics == pytest.approx(wanted_metrics, rel=2e-3, abs=1e-5)
@@ -105,7 +105,7 @@ def test_minibatches_and_epochs_do_not_depend_on_the_layout(layout, model, sever
 
 
 def test_the_same_seed_and_layout_give_the_same_numbers(model, several_alone):
-    metrics, change = collect(on_all("several_steps", model, make_recipe(ALONE, algorithm=SEVERAL)))
+    metrics, change = collect(on_all(several_steps, model, make_recipe(ALONE, algorithm=SEVERAL)))
     assert metrics == several_alone[0]
     np.testing.assert_array_equal(change, several_alone[1])
 
@@ -119,7 +119,7 @@ def test_the_distributed_optimizer_takes_the_same_step(family, layout, tmp_path)
     results = []
     for distributed in (False, True):
         recipe = make_recipe(layout, train={"distributed_optimizer": distributed})
-        steps = on_ranks("step", recipe, directory, make_batches(recipe, case.sequences), case.advantages, LR)
+        steps = on_ranks(step, recipe, directory, make_batches(recipe, case.sequences), case.advantages, LR)
         results.append(gather(steps, gradients=not distributed))
     plain, distributed = results
     assert distributed.grad_norm == pytest.approx(plain.grad_norm, rel=1e-6)
@@ -131,7 +131,7 @@ def test_bfloat16_with_float32_gradients_stays_near_float32(model):
     results = []
     for dtype in ("float32", "bfloat16"):
         recipe = make_recipe(ParallelLayout(tensor=2), model={"path": "unused", "dtype": dtype})
-        steps = on_ranks("metrics_of_step", recipe, directory, make_batches(recipe, case.sequences), case.advantages)
+        steps = on_ranks(metrics_of_step, recipe, directory, make_batches(recipe, case.sequences), case.advantages)
         results.append(next(metrics for metrics in steps if metrics))
     exact, rounded = results
     assert rounded.loss == pytest.approx(exact.loss, abs=0.02)
@@ -150,7 +150,7 @@ def first_step_metrics(rank: Any, batches: Sequence[RankBatch], advantages: np.n
 
 def test_one_update_needs_no_pass_for_old_logprobs(model):
     recipe = make_recipe(ALONE, algorithm={"kl": {"coefficient": 0.0}})
-    (own,), (stored,) = (on_all("first_step_metrics", model, recipe, old) for old in (False, True))
+    (own,), (stored,) = (on_all(first_step_metrics, model, recipe, old) for old in (False, True))
     assert own.ratio_mean == 1.0
     assert own.clip_low_fraction == own.clip_high_fraction == 0.0
     assert own.kl is None
@@ -176,7 +176,7 @@ def reference_and_policy(rank: Any, batches: Sequence[RankBatch], advantages: np
 def test_the_reference_stays_while_the_policy_moves_and_kl_is_summed_by_sequence(model):
     sums = {}
     for layout in (ALONE, TENSOR_AND_DATA, CONTEXT_AND_PIPELINE):
-        results = on_all("reference_and_policy", model, make_recipe(layout, algorithm={"kl": {"coefficient": 0.1}}))
+        results = on_all(reference_and_policy, model, make_recipe(layout, algorithm={"kl": {"coefficient": 0.1}}))
         for logprobs, _ in results:
             if logprobs:
                 (old, reference), (old_after, reference_after) = logprobs
@@ -219,7 +219,7 @@ def test_logprobs_do_not_depend_on_how_many_microbatches_pass_at_once(layout, tm
         sizes = {"tokens_per_microbatch": trained, "logprob_tokens_per_microbatch": tokens}
         recipe = make_recipe(layout, train=sizes, algorithm={"minibatches": 2})
         batches = make_batches(recipe, sequences)
-        results = on_ranks(f"{__name__}:numbers_without_gradients", recipe, directory, batches, case.advantages)
+        results = on_ranks(numbers_without_gradients, recipe, directory, batches, case.advantages)
         by_size.append((by_token(results, 0), by_token(results, 1), results[0][1]))
     (old, reference, count), (joined_old, joined_reference, joined_count) = by_size
     assert joined_count < count
@@ -247,7 +247,7 @@ def nothing_loaded(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarr
 
 @pytest.mark.parametrize("layout", [ALONE, ParallelLayout(pipeline=2)], ids=str)
 def test_a_batch_of_nothing_has_no_kl_and_takes_no_step(model, layout):
-    results = on_all("nothing_loaded", model, make_recipe(layout))
+    results = on_all(nothing_loaded, model, make_recipe(layout))
     assert [kl for kl, _ in results] == [{}] * layout.ranks
     (metrics,) = [metrics for _, metrics in results if metrics is not None]
     assert (metrics.mismatch.tokens, metrics.grad_norm) == (0, 0)
@@ -262,7 +262,7 @@ def decay_only(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) 
 
 def test_without_signal_only_matrices_decay(model):
     recipe = make_recipe(ALONE, algorithm={"kl": {"coefficient": 0.0}, "entropy_coefficient": 0.0})
-    ((before, after),) = on_all("decay_only", model, recipe)
+    ((before, after),) = on_all(decay_only, model, recipe)
     for (box, old), (_, new) in zip(before, after, strict=True):
         kept = 1 - LR * recipe.train.optimizer.weight_decay if len(box.shape) > 1 else 1
         np.testing.assert_allclose(new, old * kept, rtol=1e-6, err_msg=box.tensor)
@@ -273,12 +273,12 @@ def test_without_signal_only_matrices_decay(model):
 
 def test_several_optimizer_steps_without_old_logprobs_are_refused(model):
     with pytest.raises(RankGroupError, match="compute_old_logprobs was not called"):
-        on_all("first_step_metrics", model, make_recipe(ALONE, algorithm=SEVERAL), False)
+        on_all(first_step_metrics, model, make_recipe(ALONE, algorithm=SEVERAL), False)
 
 
 def test_an_update_without_the_reference_that_its_recipe_needs_is_refused(model):
     with pytest.raises(RankGroupError, match="compute_reference_logprobs was not called"):
-        on_all("first_step_metrics", model, make_recipe(ALONE), True)
+        on_all(first_step_metrics, model, make_recipe(ALONE), True)
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(model):
@@ -286,13 +286,15 @@ def test_a_gradient_that_is_not_finite_ends_the_run(model):
     recipe = make_recipe(ALONE)
     with pytest.raises(RankGroupError, match="the gradient is not finite"):
         on_ranks(
-            "metrics_of_step", recipe, directory, make_batches(recipe, case.sequences), np.full(12, np.nan, np.float32)
+            metrics_of_step,
+            recipe,
+            directory,
+            make_batches(recipe, case.sequences),
+            np.full(12, np.nan, np.float32),
         )
 
 
 def released(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) -> tuple[str, Any, Any]:
-    from megagrpo.errors import RankError
-
     rank.load_batch(batches[rank.where.data])
     rank.release(["gradients", "optimizer"])
     try:
@@ -305,9 +307,9 @@ def released(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray) ->
 
 def test_an_update_is_refused_while_its_memory_is_released(model):
     recipe = make_recipe(ALONE, algorithm={"kl": {"coefficient": 0.0}})
-    ((message, metrics, _),) = on_all("released", model, recipe)
+    ((message, metrics, _),) = on_all(released, model, recipe)
     assert "gradients, optimizer released" in message
-    assert asdict(metrics) == asdict(on_all("first_step_metrics", model, recipe, False)[0])
+    assert asdict(metrics) == asdict(on_all(first_step_metrics, model, recipe, False)[0])
 
 
 def saved_and_loaded(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, directory: str) -> Any:
@@ -323,7 +325,7 @@ def saved_and_loaded(rank: Any, batches: Sequence[RankBatch], advantages: np.nda
 
 def test_a_rank_continues_from_its_checkpoint_as_if_nothing_had_happened(model, tmp_path):
     recipe = make_recipe(ParallelLayout(data=2), algorithm={"kl": {"coefficient": 0.0}})
-    results = on_all("saved_and_loaded", model, recipe, str(tmp_path / "checkpoint"))
+    results = on_all(saved_and_loaded, model, recipe, str(tmp_path / "checkpoint"))
     assert all(first == second for first, second in results)
     assert results[0][0][0].loss != results[0][0][1].loss
 
@@ -347,5 +349,5 @@ def test_ranks_run_under_torchrun(model, tmp_path):
         timeout=CALL_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    metrics = next(m for m in on_all("first_step_metrics", model, recipe, False) if m is not None)
+    metrics = next(m for m in on_all(first_step_metrics, model, recipe, False) if m is not None)
     assert json.loads((tmp_path / "metrics.json").read_text()) == json.loads(json.dumps(asdict(metrics)))

@@ -22,12 +22,12 @@ from megagrpo.weights.transport.choice import TransportName, open_receiver, open
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from megagrpo.weights.transport.shared_memory import DIRECTORY, remove_left_over
 from megagrpo.weights.views import fill_padding
+from tests.distributed import weight_ranks
 from tests.rank_group import CALL_SECONDS, RankGroupError, run_ranks
 from tests.tiny_models import make_model
 from tests.weight_streams import Case, at_once, empty
 from tests.weights_oracle import architecture, random_checkpoint
 
-RANKS = "tests.distributed.weight_ranks"
 TRANSPORTS = [TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP]
 BUCKET_BYTES = 20_000
 
@@ -89,7 +89,7 @@ def test_megatron_ranks_fill_engine_ranks_by_each_transport(
     receiving = threading.Thread(target=receive, daemon=True)
     receiving.start()
     sent = run_ranks(
-        layout.ranks, f"{RANKS}:send_model", directory, layout, plan, host.rendezvous, TRANSPORTS, BUCKET_BYTES
+        layout.ranks, weight_ranks.send_model, directory, layout, plan, host.rendezvous, TRANSPORTS, BUCKET_BYTES
     )
     receiving.join(CALL_SECONDS)
     assert [str(error) for error in errors if error is not None] == []
@@ -114,7 +114,7 @@ def test_a_sender_that_is_killed_ends_all_with_its_name(transport: TransportName
     receiving = threading.Thread(target=lambda: ended.extend(at_once([lambda: receiver.receive(0)])), daemon=True)
     receiving.start()
     with pytest.raises(RankGroupError, match="died without a traceback"):
-        run_ranks(2, f"{RANKS}:send_and_die", plan, host.rendezvous, transport, held, 1500)
+        run_ranks(2, weight_ranks.send_and_die, plan, host.rendezvous, transport, held, 1500)
     host.abort([Problem("train rank 1 was killed")])
     receiving.join(CALL_SECONDS / 2)  # long before the deadline
     (error,) = ended
@@ -153,7 +153,7 @@ def sent_to_one_that_stops(transport: TransportName, seconds: float) -> str:
     sending = threading.Thread(target=lambda: ended.extend(at_once([lambda: sender.send(0, held[0])])), daemon=True)
     sending.start()
     with pytest.raises(RankGroupError):
-        run_ranks(1, f"{RANKS}:receive_and_stop", plan, host.rendezvous, transport, 1500, timeout=seconds + 1.0)
+        run_ranks(1, weight_ranks.receive_and_stop, plan, host.rendezvous, transport, 1500, timeout=seconds + 1.0)
     sending.join(CALL_SECONDS)
     sender.close()
     (error,) = ended

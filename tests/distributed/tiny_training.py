@@ -18,7 +18,7 @@ from megagrpo.megatron.batch import pack
 from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.model import build_chunks, forward_backward, named_tensors, sum_gradients, unwrapped
-from megagrpo.megatron.state import TrainingState
+from megagrpo.megatron.state import TrainingState, parameters_of, shards_of
 from megagrpo.megatron.trained_model import make_optimizer, set_learning_rate, wrap_chunks
 from megagrpo.recipe import schema
 from megagrpo.weights.families import read_architecture, tensors_of
@@ -101,8 +101,6 @@ class TinyTraining:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Copies of all weights and states of this rank."""
-        from megagrpo.megatron.state import parameters_of, shards_of
-
         shards = shards_of(self.optimizer)
         found = {name: parameter.detach().clone() for name, parameter in parameters_of(self.wrapped).items()}
         for name, parameter in parameters_of(self.wrapped).items():

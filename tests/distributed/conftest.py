@@ -1,0 +1,25 @@
+"""Models that the tests of training ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_models import make_model
+
+Tiny = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """The directory of a random model: tiny(family, **changes of its config), made when it is first asked for."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    def made(family: str, **changes: Any) -> Path:
+        name = "-".join([family, *(f"{key}={value}" for key, value in changes.items())])
+        return make_model(family, root / name, **changes)
+
+    return made
