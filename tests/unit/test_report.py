@@ -145,7 +145,7 @@ def test_a_row_and_a_position_become_the_token_with_its_text() -> None:
     record = mismatch_record(5, found, groups, lambda tokens: "".join(map(str, tokens)))
     (token,) = record.worst
     assert token == WorstToken("b", 1, 1, 7, "456", "7", "8", -1.5, -2.0, 4)
-    assert (record.step, record.tokens, record.k3, record.effective_share) == (5, 9, 0.5, 0.7)
+    assert (record.step, record.tokens, record.k3, record.effective_share) == (5, 9, FOUND.k3, FOUND.effective_share)
 
 
 @pytest.mark.parametrize(("metric", "value"), [("mean", 0.001), ("p99", 0.02), ("max", 2.25), ("k3", 0.0004)])
