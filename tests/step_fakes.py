@@ -18,8 +18,7 @@ from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.batching.work import TOKENS
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.data.cursor import Cursor
-from megagrpo.recipe.overrides import apply_overrides
-from megagrpo.recipe.places import Places
+from megagrpo.recipe.load import Places, apply_overrides
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.run import PhaseClock, Run
 from megagrpo.trainer.run_loop import Progress, first_progress, run_steps

@@ -11,6 +11,8 @@ import yaml
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
+from megagrpo.recipe.load import Places, apply_overrides
+from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import architecture_of, tensors_of
 
 CONFIG: dict[str, Any] = {
@@ -68,6 +70,13 @@ def recipe(directory: Path) -> dict[str, Any]:
         "train": {"layout": {"tensor": 1}, "total_steps": 2, "tokens_per_microbatch": 64},
         "track": {"directory": str(directory / "runs")},
     }
+
+
+def recipe_with(*overrides: str) -> Recipe:
+    """The same, changed. Its rules may be broken."""
+    tree, _, problems = apply_overrides(recipe(Path("tiny")), Places("recipe.yaml"), overrides)
+    assert not problems
+    return Recipe.model_validate(tree)
 
 
 def make_model(directory: Path, **config: Any) -> None:

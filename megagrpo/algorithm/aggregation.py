@@ -6,35 +6,99 @@ are the same for every layout, packing and microbatch size, which is not true of
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from torch import Tensor
+from megagrpo.section import ByName, PositiveFloat, Section
 
-from megagrpo.algorithm.sequences import Sequences
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+    from megagrpo.algorithm.sequences import Sequences
 
 
-def token_weights(
-    kept: Tensor, sequences: Sequences, kind: Aggregation, tokens: float, count: float, divisor: float
-) -> Tensor:
-    """Weight of each response token in the loss, float32 [tokens]; 0 where `kept` (bool [tokens]) is False.
+@dataclass(frozen=True)
+class MinibatchTokens:
+    """This rank's response tokens of a minibatch, and how many there are on all ranks."""
 
-    tokens, count: kept tokens, and sequences with any, of the minibatch over all ranks.
-    token_mean: 1 / tokens, every token counts the same (DAPO, arXiv:2503.14476, eq. 12).
-    token_sum: 1.
-    seq_mean_token_sum: 1 / count.
-    seq_mean_token_mean: 1 / (own kept tokens x count), every response counts the same (GRPO, arXiv:2402.03300, eq. 3).
-    seq_mean_token_sum_norm: 1 / (divisor x count), the divisor a constant (Dr.GRPO, arXiv:2503.20783).
-    """
-    weights = kept.double()
-    tokens, count = max(tokens, 1.0), max(count, 1.0)
-    if kind == "token_mean":
-        weights = weights / tokens
-    elif kind == "seq_mean_token_sum":
-        weights = weights / count
-    elif kind == "seq_mean_token_mean":
-        weights = weights / (sequences.of_tokens(sequences.sum(weights).clamp(min=1)) * count)
-    elif kind == "seq_mean_token_sum_norm":
-        weights = weights / (divisor * count)
-    return weights.float()
+    kept: Tensor  # bool [tokens]: the others are left out of the loss
+    sequences: Sequences
+    tokens: float  # kept tokens on all ranks
+    count: float  # sequences with any kept token on all ranks
+    response_tokens_max: int
+
+
+class AggregationMethod(Section):
+    """One way to weigh tokens."""
+
+    name: str
+
+    def weigh(self, kept: Tensor, minibatch: MinibatchTokens) -> Tensor:
+        """Weights from 1 for each kept token and 0 for the others, float64 [tokens] -> float64 [tokens]."""
+        raise NotImplementedError
+
+
+class TokenMeanConfig(AggregationMethod):
+    """1 / tokens: every token counts the same (DAPO, arXiv:2503.14476, eq. 12)."""
+
+    name: Literal["token_mean"] = "token_mean"
+
+    def weigh(self, kept: Tensor, minibatch: MinibatchTokens) -> Tensor:
+        return kept / minibatch.tokens
+
+
+class TokenSumConfig(AggregationMethod):
+    """1."""
+
+    name: Literal["token_sum"] = "token_sum"
+
+    def weigh(self, kept: Tensor, minibatch: MinibatchTokens) -> Tensor:
+        return kept
+
+
+class SequenceMeanTokenSumConfig(AggregationMethod):
+    """1 / responses: every response counts by its length."""
+
+    name: Literal["seq_mean_token_sum"] = "seq_mean_token_sum"
+
+    def weigh(self, kept: Tensor, minibatch: MinibatchTokens) -> Tensor:
+        return kept / minibatch.count
+
+
+class SequenceMeanTokenMeanConfig(AggregationMethod):
+    """1 / (own tokens x responses): every response counts the same (GRPO, arXiv:2402.03300, eq. 3)."""
+
+    name: Literal["seq_mean_token_mean"] = "seq_mean_token_mean"
+
+    def weigh(self, kept: Tensor, minibatch: MinibatchTokens) -> Tensor:
+        sequences = minibatch.sequences
+        return kept / (sequences.of_tokens(sequences.sum(kept).clamp(min=1)) * minibatch.count)
+
+
+class SequenceMeanTokenSumNormConfig(AggregationMethod):
+    """1 / (divisor x responses), the divisor a constant (Dr.GRPO, arXiv:2503.20783)."""
+
+    name: Literal["seq_mean_token_sum_norm"] = "seq_mean_token_sum_norm"
+
+    divisor: PositiveFloat | None = None
+    """The default is rollout.response_tokens_max."""
+
+    def weigh(self, kept: Tensor, minibatch: MinibatchTokens) -> Tensor:
+        divisor = self.divisor or float(minibatch.response_tokens_max)
+        return kept / (divisor * minibatch.count)
+
+
+AggregationConfig = Annotated[
+    TokenMeanConfig
+    | TokenSumConfig
+    | SequenceMeanTokenSumConfig
+    | SequenceMeanTokenMeanConfig
+    | SequenceMeanTokenSumNormConfig,
+    ByName(default="token_mean"),
+]
+
+
+def token_weights(method: AggregationMethod, minibatch: MinibatchTokens) -> Tensor:
+    """Weight of each response token in the loss, float32 [tokens]; 0 where it is not kept."""
+    safe = replace(minibatch, tokens=max(minibatch.tokens, 1.0), count=max(minibatch.count, 1.0))
+    return method.weigh(minibatch.kept.double(), safe).float()

@@ -8,15 +8,154 @@ arXiv:2510.18855); what differs too much is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from megagrpo.algorithm.log_ratio import bounded
-from megagrpo.algorithm.sequences import Sequences
-from megagrpo.recipe import schema
+from megagrpo.algorithm.policy_losses import bounded
+from megagrpo.errors import Problem
+from megagrpo.section import ByName, NonNegativeFloat, PositiveFloat, Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megagrpo.algorithm.sequences import Sequences
+
+NO_DIFFERENCE = {"ratio": 1.0, "k1": 0.0, "k2": 0.0, "k3": 0.0}
+"""What a statistic is where engine and trainer agree."""
+
+
+class ImportanceConfig(Section):
+    """Importance weights on the policy's loss, train over rollout probability, within bounds."""
+
+    name: Literal["token", "sequence"] = "token"
+    """token: by token. sequence: the product over the response for all its tokens."""
+
+    low: NonNegativeFloat = 0.0
+    """Lower bound of the weights. 0: none, only large weights are bounded."""
+
+    high: PositiveFloat = 2.0
+    """Upper bound of the weights."""
+
+    outside: Literal["truncate", "zero"] = "truncate"
+    """Weights outside of the bounds. truncate: set to the bound (TIS). zero: set to 0: with low above 0 it is IcePop
+    (arXiv:2510.18855: low 0.5, high 5), with low 0 only large weights are masked."""
+
+    normalize: bool = False
+    """Divide the weights by their mean over the minibatch: over its tokens, or its responses for name: sequence,
+    without those left out."""
+
+    def rules(self) -> Iterator[Problem]:
+        if not self.low <= 1 <= self.high:
+            yield Problem(
+                "high" if self.high < 1 else "low",
+                given=f"weights in [{self.low}, {self.high}]",
+                needed="bounds around 1, the weight where engine and trainer agree",
+                fix="low: 0.5 and high: 2.0",
+            )
+
+
+class Rejection(Section):
+    """What is left out because trainer and engine disagree on it: outside of [low, high]."""
+
+    level: str
+
+    statistic: Literal["ratio", "k1", "k2", "k3"] = "ratio"
+    """Of log r = train - rollout logprob. ratio: r itself; k1: -log r; k2: (log r)^2 / 2; k3: r - 1 - log r."""
+
+    low: float | None = None
+    """Smallest value that stays; null: no bound."""
+
+    high: float | None = None
+    """Largest value that stays; null: no bound."""
+
+    def within(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
+        """Tokens that stay, bool [tokens]. log_ratio: bounded log r, float32 [tokens]."""
+        raise NotImplementedError
+
+    def of_tokens(self, log_ratio: Tensor) -> Tensor:
+        """The statistic by token, float64 [tokens]."""
+        log_ratio = log_ratio.double()
+        if self.statistic == "ratio":
+            return log_ratio.exp()
+        if self.statistic == "k1":
+            return -log_ratio
+        if self.statistic == "k2":
+            return log_ratio.square() / 2
+        return log_ratio.expm1() - log_ratio
+
+    def rules(self) -> Iterator[Problem]:
+        agreed, low, high = NO_DIFFERENCE[self.statistic], self.low, self.high
+        if low is None and high is None:
+            yield Problem(
+                "high",
+                given="neither low nor high",
+                needed="at least one bound",
+                fix=f"high: {2.0 if self.statistic == 'ratio' else 0.1}",
+            )
+        elif (low is not None and low > agreed) or (high is not None and high < agreed):
+            yield Problem(
+                "low" if low is not None and low > agreed else "high",
+                given=f"[{'-inf' if low is None else low}, {'inf' if high is None else high}] for {self.statistic}",
+                needed=f"bounds around {agreed:g}, its value where engine and trainer agree",
+                fix="widen it",
+            )
+
+
+class TokenRejectionConfig(Rejection):
+    """Single tokens left out because trainer and engine disagree on them: outside of [low, high]."""
+
+    level: Literal["token"]
+    """Each token by itself."""
+
+    def within(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
+        statistic = self.of_tokens(log_ratio)
+        return _at_least(statistic, self.low) & _at_most(statistic, self.high)
+
+
+class SequenceRejectionConfig(Rejection):
+    """Whole responses left out because trainer and engine disagree on them: outside of [low, high]."""
+
+    level: Literal["sequence"]
+    """All tokens of a response, by their `over`."""
+
+    over: Literal["sum", "mean", "max"] = "mean"
+    """How a response's tokens become one number. The ratio is exp of the sum, mean or largest log r."""
+
+    def within(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
+        if self.over == "max":
+            # A largest value that spans ranks, told by sums alone: none may be above `high`, and one must reach `low`.
+            statistic = self.of_tokens(log_ratio)
+            above = sequences.sum(~_at_most(statistic, self.high))
+            reach = sequences.sum(_at_least(statistic, self.low))
+            return sequences.of_tokens((above == 0) & (reach > 0))
+        over = sequences.sum if self.over == "sum" else sequences.mean
+        # The ratio is that of the response, not a sum of its tokens' ratios.
+        ratio = self.statistic == "ratio"
+        statistic = bounded(over(log_ratio)).exp() if ratio else over(self.of_tokens(log_ratio))
+        return sequences.of_tokens(_at_least(statistic, self.low) & _at_most(statistic, self.high))
+
+
+RejectionConfig = Annotated[TokenRejectionConfig | SequenceRejectionConfig, ByName(key="level")]
+
+
+class CorrectionConfig(Section):
+    """For what engines sample a little differently from what the trainer computes."""
+
+    weights: Annotated[ImportanceConfig, ByName(default="token")] | None = None
+    """Importance weights: token, sequence, or a mapping with their bounds. null: no weights."""
+
+    reject: list[RejectionConfig] = []
+    """What is left out of the loss and of its denominators."""
+
+    veto: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Leave out every response with a token whose train over rollout probability is below this. null: none."""
+
+    @property
+    def corrects(self) -> bool:
+        return self.weights is not None or bool(self.reject) or self.veto is not None
 
 
 @dataclass(frozen=True)
@@ -42,7 +181,7 @@ def correct(
     old: Tensor,
     rollout: Tensor,
     sequences: Sequences,
-    settings: schema.CorrectionConfig,
+    settings: CorrectionConfig,
     sum_over_ranks: Callable[[Tensor], None],
 ) -> Corrected:
     """Weights of a whole minibatch's tokens, and which of them stay.
@@ -52,11 +191,13 @@ def correct(
     Every rejection judges the tokens as they came: their order does not matter. A statistic that is not a number is
     never within bounds.
     """
+    import torch  # here, because the recipe imports this file
+
     log_ratio = old - rollout
     clamped = bounded(log_ratio)
     kept = torch.ones_like(log_ratio, dtype=torch.bool)
     for rejection in settings.reject:
-        kept &= _within(clamped, sequences, rejection)
+        kept &= rejection.within(clamped, sequences)
     vetoed = torch.zeros_like(kept)
     if settings.veto is not None:
         below = ~(log_ratio >= math.log(settings.veto))
@@ -64,7 +205,7 @@ def correct(
         kept &= ~vetoed
     weights = outside = None
     if settings.weights is not None:
-        weights, outside = _bounded_weights(log_ratio, sequences, settings)
+        weights, outside = _bounded_weights(log_ratio, sequences, settings.weights)
     each = torch.ones_like(log_ratio, dtype=torch.float64)
     sums = torch.stack(
         [
@@ -76,8 +217,8 @@ def correct(
             vetoed * sequences.shares(),
         ]
     ).sum(1)
-    if weights is not None and settings.normalize:
-        weights = weights / _mean_weight(weights, kept, sequences, settings, sum_over_ranks)
+    if settings.weights is not None and weights is not None and settings.weights.normalize:
+        weights = weights / _mean_weight(weights, kept, sequences, settings.weights, sum_over_ranks)
     importance = None if weights is None else torch.where(kept, weights, 0.0).float()
     return Corrected(importance, kept, sums)
 
@@ -93,12 +234,10 @@ def correction_of(sums: Tensor) -> Correction:
     )
 
 
-def _bounded_weights(
-    log_ratio: Tensor, sequences: Sequences, settings: schema.CorrectionConfig
-) -> tuple[Tensor, Tensor]:
+def _bounded_weights(log_ratio: Tensor, sequences: Sequences, settings: ImportanceConfig) -> tuple[Tensor, Tensor]:
     """Weights [tokens] within their bounds, and which were outside of them, bool [tokens]."""
     log_weight = log_ratio.double()
-    if settings.weights == "sequence":
+    if settings.name == "sequence":
         log_weight = sequences.of_tokens(sequences.sum(log_weight))
     weights = bounded(log_weight).exp()
     outside = ~((weights >= settings.low) & (weights <= settings.high))
@@ -111,52 +250,30 @@ def _mean_weight(
     weights: Tensor,
     kept: Tensor,
     sequences: Sequences,
-    settings: schema.CorrectionConfig,
+    settings: ImportanceConfig,
     sum_over_ranks: Callable[[Tensor], None],
 ) -> Tensor:
     """Over the minibatch's kept tokens, or over the sequences that have any; 1 where all weights are 0."""
+    import torch
+
     counts = kept.double()
-    if settings.weights == "sequence":
+    if settings.name == "sequence":
         counts = counts / sequences.of_tokens(sequences.sum(counts)).clamp(min=1)
     sums = torch.stack([torch.where(kept, weights, 0.0) * counts, counts]).sum(1)
     sum_over_ranks(sums)
     return torch.where(sums[0] > 0, sums[0] / sums[1].clamp(min=1), 1.0)
 
 
-def _within(log_ratio: Tensor, sequences: Sequences, rejection: schema.RejectionConfig) -> Tensor:
-    """Tokens whose statistic, or their response's, is within the bounds; bool [tokens]."""
-    if rejection.level == "token":
-        statistic = _statistic(log_ratio, rejection)
-        return _at_least(statistic, rejection.low) & _at_most(statistic, rejection.high)
-    if rejection.over == "max":
-        # A largest value that spans ranks, told by sums alone: none may be above `high`, and one must reach `low`.
-        statistic = _statistic(log_ratio, rejection)
-        above = sequences.sum(~_at_most(statistic, rejection.high))
-        reach = sequences.sum(_at_least(statistic, rejection.low))
-        return sequences.of_tokens((above == 0) & (reach > 0))
-    over = sequences.sum if rejection.over == "sum" else sequences.mean
-    if rejection.statistic == "ratio":  # of the response, not a sum of its tokens' ratios
-        statistic = bounded(over(log_ratio)).exp()
-    else:
-        statistic = over(_statistic(log_ratio, rejection))
-    return sequences.of_tokens(_at_least(statistic, rejection.low) & _at_most(statistic, rejection.high))
-
-
-def _statistic(log_ratio: Tensor, rejection: schema.RejectionConfig) -> Tensor:
-    """By token, float64 [tokens]."""
-    log_ratio = log_ratio.double()
-    if rejection.statistic == "ratio":
-        return log_ratio.exp()
-    if rejection.statistic == "k1":
-        return -log_ratio
-    if rejection.statistic == "k2":
-        return log_ratio.square() / 2
-    return torch.expm1(log_ratio) - log_ratio
-
-
 def _at_least(values: Tensor, low: float | None) -> Tensor:
-    return torch.ones_like(values, dtype=torch.bool) if low is None else values >= low
+    return _all(values) if low is None else values >= low
 
 
 def _at_most(values: Tensor, high: float | None) -> Tensor:
-    return torch.ones_like(values, dtype=torch.bool) if high is None else values <= high
+    return _all(values) if high is None else values <= high
+
+
+def _all(values: Tensor) -> Tensor:
+    """True for each value, NaN included."""
+    import torch
+
+    return torch.ones_like(values, dtype=torch.bool)

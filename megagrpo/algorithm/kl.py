@@ -1,24 +1,114 @@
-"""Per-token estimates of KL(policy || reference) from the two logprobs. http://joschu.net/blog/kl-approx.html"""
+"""The KL penalty against a reference policy: its estimate by token, and its weight from step to step."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+from megagrpo.algorithm.policy_losses import bounded
+from megagrpo.errors import Problem
+from megagrpo.section import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
-from megagrpo.algorithm.log_ratio import bounded
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3", "abs"]
 
 K3_LIMIT = 10.0
 """One token that both policies see quite differently must not drown the others."""
 
+CHANGE_MAX = 0.2
+
+
+class KLConfig(Section):
+    """Penalty for leaving the reference policy."""
+
+    coefficient: NonNegativeFloat = 0.0
+    """Weight of the penalty; 0 switches the reference policy off altogether."""
+
+    estimator: Estimator = "k3"
+    """Per-token estimate from the two logprobs (http://joschu.net/blog/kl-approx.html); k3 is the low-variance one."""
+
+    straight_through: bool = False
+    """In the loss: the estimator's value with the gradient of k2, which is that of the true divergence."""
+
+    placement: Literal["loss", "reward"] = "loss"
+    """loss: a term of the loss. reward: subtracted from each sample's score before the advantages, token by token where
+    the advantages are."""
+
+    target: PositiveFloat | None = None
+    """Adapt the coefficient, step by step, towards this divergence in nats per token (arXiv:1909.08593, section 2.2).
+    null: fixed."""
+
+    horizon: PositiveInt = 10000
+    """Samples after which an adaptive coefficient may have changed by a fifth."""
+
+    def next_coefficient(self, coefficient: float, kl: float, samples: int) -> float:
+        """The coefficient of the next step: coefficient x (1 + clip(kl / target - 1, -0.2, 0.2) x samples / horizon).
+
+        arXiv:1909.08593, section 2.2. kl: nats per token; samples: the step's. A step of more samples than the horizon
+        counts as one of as many, so that the coefficient never changes its sign. Without a target it is fixed.
+        """
+        if self.target is None:
+            return coefficient
+        error = min(max(kl / self.target - 1, -CHANGE_MAX), CHANGE_MAX)
+        return coefficient * (1 + error * min(samples / self.horizon, 1.0))
+
+    def rules(self) -> Iterator[Problem]:
+        if self.target is not None and self.coefficient == 0:
+            yield Problem(
+                "target",
+                given=f"{self.target}, with coefficient 0",
+                needed="a coefficient above 0 to start from: it adapts by factors",
+                fix="coefficient: 0.001",
+            )
+        if self.target is None and self.given("horizon"):
+            yield Problem(
+                "horizon",
+                given=f"{self.horizon}, without a target",
+                needed="nothing: the coefficient is fixed",
+                fix="remove it, or give a target",
+            )
+        if self.straight_through and self.placement == "reward":
+            yield Problem(
+                "straight_through",
+                given="true, with placement: reward",
+                needed="false: a reward has no gradient",
+                fix="remove it, or write placement: loss",
+            )
+        if self.coefficient > 0 and self.placement == "loss" and self.estimator == "k1" and not self.straight_through:
+            yield Problem(
+                "estimator",
+                given="k1 in the loss",
+                needed="another: the gradient of k1 is the score function, whose expectation is 0 whatever the "
+                "divergence",
+                fix="estimator: k3, straight_through: true, or placement: reward",
+            )
+
+
+class ReferenceConfig(Section):
+    """The policy that the KL penalty is against: the starting weights, unless it follows."""
+
+    update_every_steps: PositiveInt | None = None
+    """Steps after which the reference moves towards the policy. null: never."""
+
+    share: Fraction = 1.0
+    """How far it moves: 1 copies the policy, less averages (Polyak)."""
+
+    def rules(self) -> Iterator[Problem]:
+        if self.update_every_steps is None and self.given("share"):
+            yield Problem(
+                "share",
+                given=f"{self.share}, without update_every_steps",
+                needed="nothing: the reference never moves",
+                fix="remove it, or write update_every_steps: 1",
+            )
+
 
 def kl_estimate(
     logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimator, straight_through: bool = False
 ) -> Tensor:
-    """Estimate at the sampled tokens, [tokens], with d = reference - policy logprob, r = exp(d):
+    """KL(policy || reference) at the sampled tokens, [tokens], with d = reference - policy logprob, r = exp(d):
 
     k1: -d, unbiased and of high variance (as a loss term its expected gradient is 0: use it in the reward);
     k2: d^2 / 2, biased, low variance; its expected gradient is that of the divergence;
@@ -40,5 +130,5 @@ def _value(difference: Tensor, estimator: Estimator) -> Tensor:
         return difference.square() / 2
     if estimator == "k3":
         difference = bounded(difference)
-        return (torch.expm1(difference) - difference).clamp(max=K3_LIMIT)
+        return (difference.expm1() - difference).clamp(max=K3_LIMIT)
     return difference.abs()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megagrpo.algorithm.log_ratio import bounded
+from megagrpo.algorithm.policy_losses import bounded
 from megagrpo.algorithm.selection import kth_smallest
 from megagrpo.algorithm.sequences import Sequences
 

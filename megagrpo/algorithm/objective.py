@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megagrpo.algorithm.kl import Estimator, kl_estimate
-from megagrpo.algorithm.policy_loss import PolicyInputs, PolicyLoss, policy_loss
+from megagrpo.algorithm.policy_losses import PolicyInputs, PolicyLoss, PolicyLossMethod
 from megagrpo.algorithm.sequences import Sequences
-from megagrpo.recipe import schema
 
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
     """Constants of the objective. `kl_coefficient` is that of the loss term: 0 when the penalty is in the reward."""
 
-    loss: schema.PolicyLossConfig
+    loss: PolicyLossMethod
     kl_coefficient: float
     kl_estimator: Estimator
     kl_straight_through: bool
@@ -35,7 +34,7 @@ class ObjectiveInputs:
     reference_logprobs: Tensor | None  # None: no KL term, no estimate
     sequences: Sequences
     importance: Tensor | None = None  # of the policy's loss, from correction.py; None: 1
-    chosen: Tensor | None = None  # bool, from covariance.py, for the losses that need it
+    chosen: Tensor | None = None  # bool, from selection.py, for the losses that need it
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,8 @@ def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Obje
     """
     if settings.kl_coefficient and inputs.reference_logprobs is None:
         raise ValueError("a KL term without reference logprobs")
-    policy = policy_loss(
-        PolicyInputs(inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.sequences, inputs.chosen),
-        settings.loss,
+    policy = settings.loss.of_tokens(
+        PolicyInputs(inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.sequences, inputs.chosen)
     )
     per_token = policy.loss if inputs.importance is None else inputs.importance * policy.loss
     policy_term = inputs.weights * per_token.detach()

@@ -43,6 +43,10 @@ class Ragged:
         """Sum of each row, float64 [rows]; 0 where a row has no tokens."""
         return np.bincount(self.row_of_token, self.values, minlength=self.rows)
 
+    def means(self) -> np.ndarray:
+        """Mean of each row, float64 [rows]; 0 where a row has no tokens."""
+        return self.sums() / np.maximum(self.lengths, 1)
+
     def with_values(self, values: np.ndarray) -> Ragged:
         return Ragged(values, self.offsets)
 

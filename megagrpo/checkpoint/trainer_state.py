@@ -97,6 +97,8 @@ def allow_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         )
         for where, before, given in _changes("", dict(saved), dict(new))
         if (reason := _reason(where)) is not None
+        # Earlier versions wrote the settings of all advantages.
+        and not (given is _ABSENT and where.startswith("algorithm.advantage."))
     ]
     if problems:
         raise RecipeError(problems)

@@ -18,16 +18,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megagrpo.algorithm.aggregation import token_weights
+from megagrpo.algorithm.aggregation import MinibatchTokens, token_weights
 from megagrpo.algorithm.correction import correct
-from megagrpo.algorithm.covariance import choose_by_covariance
-from megagrpo.algorithm.draws import token_draws
+from megagrpo.algorithm.policy_losses import CovarianceLoss
+from megagrpo.algorithm.selection import choose_by_covariance, token_draws
 from megagrpo.algorithm.sequences import Sequences
 from megagrpo.batching.rank_batches import Microbatch, RankBatch, joined_microbatches
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import PackedSequences, positions_on
-from megagrpo.recipe.passes import BY_COVARIANCE, corrects
-from megagrpo.recipe.schema import AlgorithmConfig
+from megagrpo.recipe.schema import Recipe
 
 NO_ROW = -1
 
@@ -266,8 +265,7 @@ def weigh(
     minibatch: Minibatch,
     advantages: TokenTensors,
     old_logprobs: TokenTensors | None,
-    algorithm: AlgorithmConfig,
-    divisor: float,
+    recipe: Recipe,
     seed: int,
 ) -> TokenWeights:
     """Weighs every response token of a minibatch. Collective over the ranks that hold its tokens.
@@ -278,7 +276,7 @@ def weigh(
     responses = minibatch.responses
     if not responses:
         return TokenWeights((), None, None, None)
-    device = responses[0].rows.device
+    algorithm, device = recipe.algorithm, responses[0].rows.device
     sequences = joined_sequences(responses, device)
     old = None if old_logprobs is None else torch.cat(old_logprobs)
     kept = torch.ones(len(sequences.index), dtype=torch.bool, device=device)
@@ -288,7 +286,7 @@ def weigh(
     def split(values: Tensor) -> TokenTensors:
         return values.split([len(response.rows) for response in responses])
 
-    if corrects(algorithm) and old is not None:
+    if algorithm.correction.corrects and old is not None:
         rollout = torch.cat([response.rollout_logprobs for response in responses])
         corrected = correct(old, rollout, sequences, algorithm.correction, sum_over_ranks)
         kept, sums = corrected.kept, corrected.sums
@@ -298,10 +296,11 @@ def weigh(
         counts = torch.stack([kept.double(), torch.where(kept, 1 / of_sequence, 0.0)]).sum(1)
         sum_over_ranks(counts)
         tokens, count = counts.tolist()
-    if algorithm.loss.name in BY_COVARIANCE and old is not None:
+    if isinstance(algorithm.loss, CovarianceLoss) and old is not None:
         draws = torch.cat([token_draws(seed, response.rows, response.places) for response in responses])
         chosen = split(choose_by_covariance(old, torch.cat(advantages), kept, draws, algorithm.loss, sum_over_ranks))
-    weights = token_weights(kept, sequences, algorithm.aggregation, tokens, count, divisor)
+    whole = MinibatchTokens(kept, sequences, tokens, count, recipe.rollout.response_tokens_max)
+    weights = token_weights(algorithm.aggregation, whole)
     return TokenWeights(split(weights), importance, chosen, sums)
 
 

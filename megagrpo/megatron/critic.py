@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megagrpo.algorithm.value_loss import ValueLoss, explained_variance, value_loss
+from megagrpo.algorithm.critic import ValueLoss, explained_variance, value_loss
 from megagrpo.checkpoint.store import SavedFile
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import RankCoordinates

@@ -28,7 +28,6 @@ from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.reference import Reference
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenNumbers
 from megagrpo.recipe.defaults import dtype_name
-from megagrpo.recipe.passes import prepares_by_old_logprobs
 from megagrpo.recipe.schema import Recipe
 
 RowOrTokenValues = np.ndarray | Ragged
@@ -134,7 +133,7 @@ class TrainRank(ModelRank):
         """
         algorithm, passes = self.recipe.algorithm, self.passes
         minibatches = [minibatch for minibatch in self.batch.minibatches if minibatch.packed]
-        if len(minibatches) * algorithm.epochs > 1 or prepares_by_old_logprobs(algorithm):
+        if len(minibatches) * algorithm.epochs > 1 or algorithm.prepares_by_old_logprobs:
             _computed("old_logprobs", passes.old_logprobs)
         if self.reference is not None:
             _computed("reference_logprobs", passes.reference_logprobs)
@@ -146,12 +145,11 @@ class TrainRank(ModelRank):
             entropy_coefficient=algorithm.entropy_coefficient,
         )
         of_token = self.of_tokens(advantages)
-        divisor = algorithm.aggregation_divisor or float(self.recipe.rollout.response_tokens_max)
         metrics = MetricSums(self.device)
         weighed = []
         for minibatch in minibatches:
             old = None if passes.old_logprobs is None else minibatch.own(passes.old_logprobs)
-            weights = weigh(minibatch, minibatch.own(of_token), old, algorithm, divisor, self.recipe.seed + step)
+            weights = weigh(minibatch, minibatch.own(of_token), old, self.recipe, self.recipe.seed + step)
             metrics.add_correction(weights.correction)
             weighed.append((minibatch, weights))
         return Update(weighed, of_token, settings, metrics, dict(enumerate(passes.before_update or ())))

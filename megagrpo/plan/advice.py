@@ -22,7 +22,7 @@ from megagrpo.plan.memory import DeviceMemory
 from megagrpo.plan.parameters import adapter_parameters, total_parameters
 from megagrpo.plan.time import StepTime
 from megagrpo.plan.units import byte_text, second_text
-from megagrpo.recipe.defaults import checkpoint_directory, engine_devices, plan_devices
+from megagrpo.recipe.defaults import checkpoint_directory, plan_devices
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture, critic_of
 
@@ -59,7 +59,7 @@ class Planned:
     @cached_property
     def engine(self) -> EngineMemory | None:
         """What a rank of an engine holds on a known card; None for recipes without engines of their own."""
-        if self.machines is None or isinstance(self.recipe, SftRecipe) or engine_devices(self.recipe) == 0:
+        if self.machines is None or isinstance(self.recipe, SftRecipe) or self.recipe.rollout.devices_of_engine == 0:
             return None
         return engine_memory(self.recipe, self.architecture, self.machines.gpu.memory_bytes, "cuda")
 
@@ -220,7 +220,7 @@ def _short_sequences_over_context(planned: Planned) -> Iterator[Problem]:
 
 def _engines_idle(planned: Planned) -> Iterator[Problem]:
     recipe, ranks = planned.recipe, planned.layout.ranks
-    if not isinstance(recipe, Recipe) or (each := engine_devices(recipe)) == 0:
+    if not isinstance(recipe, Recipe) or (each := recipe.rollout.devices_of_engine) == 0:
         return
     engines, responses = recipe.rollout.engines, recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
     used = len({device for devices in plan_devices(recipe, "cuda").bundles_of_engine for device in devices})

@@ -25,7 +25,6 @@ from megagrpo.plan.parameters import (
     stages,
 )
 from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices
-from megagrpo.recipe.passes import computes_old_logprobs
 from megagrpo.recipe.schema import AnyRecipe, Recipe, TrainConfig
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture, critic_of
@@ -247,7 +246,7 @@ class _Rank:
         if not isinstance(self.recipe, Recipe):
             return False
         algorithm = self.recipe.algorithm
-        return computes_old_logprobs(algorithm) or algorithm.kl.coefficient > 0 or algorithm.critic is not None
+        return algorithm.computes_old_logprobs or algorithm.kl.coefficient > 0 or algorithm.critic is not None
 
     # --- models
 

@@ -209,7 +209,7 @@ def _of_grpo(recipe: Recipe, epoch_rows: float | None) -> Iterator[tuple[str, st
     rounds = f", groups without signal replaced in up to {dynamic.rounds_max} rounds" if dynamic else ""
     yield "step", f"{prompts} prompts x {samples} samples = {responses} responses{rounds}"
     penalty = f"{kl.coefficient:g} x KL ({kl.estimator}) in the {kl.placement}" if kl.coefficient else "no KL penalty"
-    names = f"{algorithm.advantage.name} advantages, {algorithm.loss.name} loss, {algorithm.aggregation}"
+    names = f"{algorithm.advantage.name} advantages, {algorithm.loss.name} loss, {algorithm.aggregation.name}"
     yield "objective", f"{names}, {penalty}"
     epochs = f"{algorithm.epochs} epochs x " if algorithm.epochs > 1 else ""
     minibatches = f"{algorithm.minibatches} minibatches" if epochs else f"{algorithm.minibatches}"

@@ -20,10 +20,10 @@ from megagrpo.plan.parameters import expert_parameters, total_parameters
 from megagrpo.plan.plan import Estimate, Plan, lacking_bytes
 from megagrpo.plan.time import StepTime, step_time
 from megagrpo.plan.units import byte_text
-from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.defaults import plan_devices
-from megagrpo.recipe.model_checks import critic_problems, divisors, model_problems
-from megagrpo.recipe.schema import AnyRecipe, Recipe, Section, SftRecipe
+from megagrpo.recipe.model_rules import critic_problems, divisors, model_problems
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.section import Section, broken_rules
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.sglang import split_problems
 
@@ -185,7 +185,7 @@ class _Run:
 def legal(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> bool:
     """Whether every rule that a plan checks holds for the layout and the engines."""
     return not (
-        recipe_problems(recipe)
+        broken_rules(recipe)
         or model_problems(recipe, architecture)
         or _split_problems(recipe, architecture)
         or (critic is not None and critic_problems(recipe, critic))
@@ -319,7 +319,6 @@ def layouts(recipe: AnyRecipe, architecture: Architecture, ranks: int) -> Iterat
                             "train.layout.expert": expert,
                             "train.layout.expert_tensor": expert_tensor,
                             "train.layout.data": data,
-                            "cluster.trainer_devices": None,
                         }
 
 

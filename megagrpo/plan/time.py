@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megagrpo.algorithm.advantage import is_by_group
 from megagrpo.plan.assumptions import Assumptions, Lengths, lengths_of
 from megagrpo.plan.communication import Seconds, added, sync_seconds
 from megagrpo.plan.engine import Engine, engine_memory, rollout_seconds
@@ -15,7 +14,6 @@ from megagrpo.plan.machines import A_CPU, Machines
 from megagrpo.plan.memory import model_parts
 from megagrpo.plan.training_time import Batch, TrainingRanks
 from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices, total_steps
-from megagrpo.recipe.passes import computes_old_logprobs, reads_batch
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture, critic_of
@@ -172,9 +170,7 @@ def trained_batch(recipe: Recipe, assumed: Assumptions, prompts: int) -> Batch:
     """What the update passes over in one epoch, if `prompts` prompts were sampled."""
     algorithm, rollout, lengths = recipe.algorithm, recipe.rollout, lengths_of(recipe, assumed)
     groups = float(rollout.prompts_per_step)
-    # As trainer/step.py: gpg's factor makes up for groups without signal, so they stay.
-    by_group = is_by_group(algorithm.advantage.name) and algorithm.advantage.name != "gpg"
-    skips = algorithm.skip_groups_without_signal and by_group and not reads_batch(algorithm)
+    skips = algorithm.skips_groups and not algorithm.reads_batch
     if skips or rollout.dynamic_sampling:
         groups = min(groups, prompts * assumed.signal_share)
     sequences = groups * rollout.samples_per_prompt
@@ -194,7 +190,7 @@ def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
 
 def _logprobs(recipe: Recipe, ranks: TrainingRanks, critics: TrainingRanks | None, batch: Batch) -> Seconds:
     algorithm = recipe.algorithm
-    old, reference = computes_old_logprobs(algorithm), algorithm.kl.coefficient > 0
+    old, reference = algorithm.computes_old_logprobs, algorithm.kl.coefficient > 0
     forward = ranks.forward_seconds(batch) if old or reference else {}
     seconds = {"sending the batch": batch.sequences * ranks.assumptions.send_seconds_per_response}
     seconds |= _named("old", forward) if old else {}

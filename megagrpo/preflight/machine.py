@@ -9,10 +9,10 @@ from importlib.util import find_spec
 
 from megagrpo.doctor.packages import package_findings
 from megagrpo.errors import MegagrpoError, Problem
-from megagrpo.recipe.cluster_address import address_problem
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, plan_devices, run_directory
-from megagrpo.recipe.model_checks import divisors, either
+from megagrpo.recipe.model_rules import divisors, either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
+from megagrpo.recipe.schema.run import address_problem
 from megagrpo.rollout.sglang.arguments import sglang_problems
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.sglang import split_problems

@@ -11,7 +11,7 @@ from typing import Any
 
 from megagrpo.errors import ModelError, PreflightError, Problem
 from megagrpo.plan.parameters import known_models
-from megagrpo.recipe.model_checks import critic_problems
+from megagrpo.recipe.model_rules import critic_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of

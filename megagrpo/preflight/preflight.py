@@ -21,11 +21,11 @@ from megagrpo.preflight.model import (
     tokenizer_directory,
     tokenizer_problems,
 )
-from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.load import Kind, LoadedRecipe
-from megagrpo.recipe.model_checks import model_problems
+from megagrpo.recipe.model_rules import model_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.reward.scorer import reward_problems
+from megagrpo.section import broken_rules
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.checkpoint import manifests
@@ -57,7 +57,7 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
     that are here are always checked (safetensors: their headers). Raises PreflightError with every problem found.
     """
     recipe = loaded.recipe
-    problems: list[Problem] = [*recipe_problems(recipe)]
+    problems: list[Problem] = [*broken_rules(recipe)]
     unchecked: list[str] = []
     model = _attempt(problems, lambda: model_directory(recipe, plan_only))
     architecture = _attempt(problems, lambda: read_architecture(model)) if model else None

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 
 
@@ -19,14 +20,14 @@ def dtype_name(recipe: AnyRecipe, device: str) -> str:
 
 def with_absolute_directories(recipe: Recipe) -> Recipe:
     """The same run for processes whose working directory is another."""
+    algorithm = recipe.algorithm
+    if isinstance(algorithm.loss, OwnLossConfig):
+        loss = algorithm.loss.model_copy(update={"name": str(Path(algorithm.loss.name).absolute())})
+        algorithm = algorithm.model_copy(update={"loss": loss})
     track = recipe.track.model_copy(update={"directory": str(Path(recipe.track.directory).absolute())})
     sync = {"directory": str(Path(recipe.weights.directory).absolute())} if recipe.weights.directory else {}
-    return recipe.model_copy(update={"track": track, "weights": recipe.weights.model_copy(update=sync)})
-
-
-def engine_devices(recipe: Recipe) -> int:
-    """Devices of one engine; 0 if somebody else runs it."""
-    return {"transformers": 1, "sglang": recipe.rollout.layout.tensor, "external": 0}[recipe.rollout.engine]
+    weights = recipe.weights.model_copy(update=sync)
+    return recipe.model_copy(update={"algorithm": algorithm, "track": track, "weights": weights})
 
 
 def run_directory(recipe: AnyRecipe) -> Path:
@@ -92,7 +93,7 @@ def plan_devices(recipe: AnyRecipe, device: str) -> DevicePlan:
     of_rank = tuple(range(ranks))
     if isinstance(recipe, SftRecipe):
         return DevicePlan(resource, ranks, of_rank, (), 1.0, 0.0)
-    engines, each = recipe.rollout.engines, engine_devices(recipe)
+    engines, each = recipe.rollout.engines, recipe.rollout.devices_of_engine
     if each == 0:
         return DevicePlan(resource, ranks, of_rank, ((),) * engines, 1.0, 0.0)
     if recipe.cluster.placement == "colocated":

@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a recipe of either kind, and back.
+"""From a YAML file and overrides to a recipe of either kind, and back; and where each of its values was written.
 
 Relative paths in a recipe are relative to the current working directory, not to the recipe's own.
 """
@@ -6,26 +6,60 @@ Relative paths in a recipe are relative to the current working directory, not to
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import pydantic
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.recipe.checks import recipe_problems
-from megagrpo.recipe.fields import Expected, nearest
-from megagrpo.recipe.overrides import apply_overrides
-from megagrpo.recipe.places import Places
-from megagrpo.recipe.rule_problem import RuleProblem
+from megagrpo.recipe.problems import Expected, is_field, nearest, schema_problems, unknown_key
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
-from megagrpo.recipe.schema_problems import schema_problems, wrong_places
 from megagrpo.recipe.yaml12 import Document, parse, to_text
 
 KINDS: dict[str, type[AnyRecipe]] = {"grpo": Recipe, "sft": SftRecipe}
 COMMANDS = {"grpo": "megagrpo train", "sft": "megagrpo sft"}
+ITEM = re.compile(r"\[(\d+)\]")
 Kind = TypeVar("Kind", bound=AnyRecipe, covariant=True)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Line numbers and overrides by dotted path, such as train.layout.tensor or data.train.0.path."""
+
+    source: str
+    lines: Mapping[str, int] = field(default_factory=dict)
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    recipe_class: type[AnyRecipe] = Recipe
+
+    def where(self, path: str) -> str:
+        """`FILE:LINE path` of a written value, of the section around it if it was left at its default."""
+        for at in _outwards(path):
+            if at in self.overrides:
+                text = f"override {self.overrides[at]}"
+                return text if at == path else f"{text} ({path})"
+            if at in self.lines:
+                return f"{self.source}:{self.lines[at]} {path}"
+        return f"{self.source} {path}"
+
+    def overridden(self, path: str, text: str) -> Places:
+        """The same places after `text` has replaced everything at and below `path`."""
+
+        def beside(at: str) -> bool:
+            return at != path and not at.startswith(f"{path}.")
+
+        return replace(
+            self,
+            lines={at: line for at, line in self.lines.items() if beside(at)},
+            overrides={at: given for at, given in self.overrides.items() if beside(at)} | {path: text},
+        )
+
+    def located(self, problem: Problem) -> Problem:
+        """The problem with its place if its `where` is a field of the recipe (items as .0 or [0]), else as it is."""
+        path = ITEM.sub(r".\1", problem.where)
+        return replace(problem, where=self.where(path)) if is_field(path, self.recipe_class) else problem
 
 
 @dataclass(frozen=True)
@@ -37,10 +71,9 @@ class LoadedRecipe(Generic[Kind]):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe[Recipe]:
-    """Read a recipe for GRPO and put the overrides in. Rules between fields are checked by preflight/.
+    """Read a recipe for GRPO and put the overrides in. preflight/ checks the rules between its fields.
 
-    Raises RecipeError with every mistake at once. If some fields are wrong by themselves, the rules between the fields
-    that are right are applied here, so that one run shows them all.
+    Raises RecipeError with every place at which it does not fit the schema.
     """
     return cast(LoadedRecipe[Recipe], _load(path, overrides, "grpo"))
 
@@ -55,6 +88,41 @@ def load_any(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe[An
     return _load(path, overrides, None)
 
 
+def dump(recipe: AnyRecipe) -> str:
+    """The resolved recipe: YAML with every field, defaults included. Loading it gives an equal recipe."""
+    return to_text(recipe.model_dump())
+
+
+def apply_overrides(
+    tree: dict[str, Any], places: Places, overrides: Sequence[str]
+) -> tuple[dict[str, Any], Places, list[Problem]]:
+    """A copy of `tree` with each `PATH=VALUE` put in, in order; the last of two for one path wins.
+
+    Values are YAML. Sections that are absent or null are made; list items must exist. The problems say what cannot be
+    applied.
+    """
+    tree = copy.deepcopy(tree)
+    problems: list[Problem] = []
+    for text in overrides:
+        here = f"override {text}"
+        path, equals, value_text = text.partition("=")
+        if not equals or not path:
+            needed = "SECTION.KEY=VALUE, such as train.layout.tensor=4"
+            problems.append(Problem(here, given=f"'{text}'", needed=needed))
+            continue
+        try:
+            value = parse(value_text, lambda line, here=here: here)  # type: ignore[misc]
+        except RecipeError as error:
+            problems += error.problems
+            continue
+        problems += [problem for _, problem in value.problems]
+        if problem := _put(tree, path, value.tree, places.recipe_class):
+            problems.append(replace(problem, where=here))
+        else:
+            places = places.overridden(path, text)
+    return tree, places, problems
+
+
 def _load(path: str | Path, overrides: Sequence[str], kind: str | None) -> LoadedRecipe[AnyRecipe]:
     document = _read(Path(path))
     written = document.tree.get("kind") if isinstance(document.tree, dict) else None
@@ -62,37 +130,24 @@ def _load(path: str | Path, overrides: Sequence[str], kind: str | None) -> Loade
         where = f"{path}:{document.lines['kind']} kind"
         raise RecipeError(Problem(where, given=written, needed=kind, fix=f"`{COMMANDS[written]} {path}`"))
     recipe_class = KINDS[kind or nearest(str(written), KINDS) or "grpo"]
+    problems = [problem for _, problem in document.problems]
     if not isinstance(document.tree, dict):
-        given = (
-            "nothing" if document.tree is None else "a list" if isinstance(document.tree, list) else "a single value"
-        )
+        kinds = {type(None): "nothing", list: "a list"}
+        given = kinds.get(type(document.tree), "a single value")
         needed = f"a mapping with the keys {', '.join(recipe_class.model_fields)}"
-        raise RecipeError(
-            [*(problem for _, problem in document.problems), Problem(str(path), given=given, needed=needed)]
-        )
-    tree, places, found = apply_overrides(
-        document.tree, Places(str(path), document.lines, recipe_class=recipe_class), overrides
-    )
-    found = document.problems + found
-    unreliable = {at for at, _ in found}
+        raise RecipeError([*problems, Problem(str(path), given=given, needed=needed)])
+    places = Places(str(path), document.lines, recipe_class=recipe_class)
+    tree, places, found = apply_overrides(document.tree, places, overrides)
+    problems += found
+    told = {at for at, _ in document.problems}
     try:
-        recipe, wrong = recipe_class.model_validate(tree), []
+        recipe = recipe_class.model_validate(tree)
     except pydantic.ValidationError as error:
         wrong = schema_problems(tree, error.errors(), recipe_class)
-        recipe, repaired = _repaired(tree, error.errors(), recipe_class)
-        unreliable |= repaired
-    told = {at for at, _ in found}
-    problems = [problem for _, problem in found]
-    problems += [replace(p, where=places.where(p.where)) for p in wrong if p.where not in told]
+        problems += [replace(p, where=places.where(p.where)) for p in wrong if p.where not in told]
     if problems:
-        rules = _rules_apart_from(unreliable, recipe)
-        raise RecipeError(problems + [places.located(p) for p in rules])
+        raise RecipeError(problems)
     return LoadedRecipe(recipe, places)
-
-
-def dump(recipe: AnyRecipe) -> str:
-    """The resolved recipe: YAML with every field, defaults included. Loading it gives an equal recipe."""
-    return to_text(recipe.model_dump())
 
 
 def _read(path: Path) -> Document:
@@ -118,39 +173,48 @@ def _other_recipes(path: Path) -> str:
     return f"recipes in that directory: {', '.join(names)}" if names else ""
 
 
-def _repaired(
-    tree: dict[str, Any], errors: Iterable[Mapping[str, Any]], recipe_class: type[AnyRecipe]
-) -> tuple[AnyRecipe, set[str]]:
-    """The recipe with defaults in place of its wrong values, and the paths that cannot be relied on there.
+def _put(tree: dict[str, Any], path: str, value: Any, recipe_class: type[AnyRecipe]) -> Problem | None:
+    """Set `path` in `tree`; if the schema or a list has no such place, say so."""
+    keys = path.split(".")
+    above = [Expected(recipe_class)]  # what the schema expects around each key
+    for depth, key in enumerate(keys):
+        inner = above[-1].below(key)
+        if inner is None:
+            at = ".".join(keys[: depth + 1])
+            if above[-1].sections:
+                return unknown_key(at, key, value, above[-1], recipe_class)
+            return _nothing_below(at, above[-1])
+        above.append(inner)
+    container: Any = tree
+    for depth, (key, expected) in enumerate(zip(keys, above, strict=False)):
+        slot: Any = key
+        if expected.is_list:
+            items = len(container) if isinstance(container, list) else 0
+            if int(key) >= items:
+                needed = f"an item from 0 to {items - 1}" if items else f"{'.'.join(keys[:depth])} to have items"
+                return Problem(path, given=f"item {key}", needed=needed)
+            slot = int(key)
+        if depth == len(keys) - 1:
+            container[slot] = value
+            break
+        inside = container[slot] if isinstance(container, list) else container.get(slot)
+        if not isinstance(inside, list | dict):
+            choice = above[depth + 1].choice
+            inside = {choice[0].key: inside} if choice and isinstance(inside, str) else {}
+            container[slot] = inside
+        container = inside
+    return None
 
-    An unknown key may be any field of its section misspelt, so all of that section counts.
-    """
-    tree = copy.deepcopy(tree)
-    unreliable = set()
-    for keys, expected in wrong_places(errors, recipe_class).items():
-        _repair(tree, keys, expected)
-        unreliable.add(".".join(map(str, keys if expected else keys[:-1])))
-    return recipe_class.model_validate(tree), unreliable
+
+def _nothing_below(at: str, expected: Expected) -> Problem:
+    parent, _, key = at.rpartition(".")
+    return Problem(
+        at, given=f"`{key}` below {parent}", needed=f"{parent} is {expected.words()}", fix=f"set {parent} itself"
+    )
 
 
-def _repair(tree: Any, keys: Sequence[str | int], expected: Expected | None) -> None:
-    *above, last = keys
-    for key in above:
-        tree = tree[key]
-    if expected and (expected.required or isinstance(tree, list)):
-        tree[last] = expected.placeholder()
-    else:
-        tree.pop(last, None)
-
-
-def _rules_apart_from(unreliable: Iterable[str], recipe: AnyRecipe) -> list[RuleProblem]:
-    """Broken rules that read no field at, above or below an unreliable path."""
-    return [
-        p
-        for p in recipe_problems(recipe)
-        if not any(_overlap(field, path) for field in p.fields for path in unreliable)
-    ]
-
-
-def _overlap(one: str, other: str) -> bool:
-    return not other or one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+def _outwards(path: str) -> Iterator[str]:
+    """train.layout.tensor, train.layout, train."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.recipe import schema
-from megagrpo.recipe.checks import pass_at
+from megagrpo.recipe.schema.eval import pass_at
 from megagrpo.reward.gsm8k import flexible_answer, strict_answer
 from megagrpo.types import Group
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megagrpo.algorithm.learning_rate import learning_rate
+from megagrpo.algorithm.optimizer import learning_rate
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence, imbalance, make_rank_batches, packing_efficiency
 from megagrpo.batching.work import Work, work_of
 from megagrpo.cluster.runtime import Runtime, check_files

@@ -15,20 +15,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.algorithm.advantage import (
+from megagrpo.algorithm.advantages import (
     AdvantageInputs,
     Advantages,
     compute_advantages,
     groups_that_teach,
     groups_with_signal,
-    is_by_group,
 )
-from megagrpo.algorithm.kl_coefficient import next_coefficient
-from megagrpo.algorithm.learning_rate import learning_rate
+from megagrpo.algorithm.optimizer import learning_rate
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
 from megagrpo.errors import EngineError, Problem
-from megagrpo.recipe.passes import kl_in_reward, needs_old_logprobs, policy_learns, reads_batch
 from megagrpo.recipe.schema import DynamicSamplingConfig, Recipe
 from megagrpo.trainer.run import Run
 from megagrpo.types import Group, Prompt, Sample
@@ -157,14 +154,14 @@ def load(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -> Loaded
     recipe, algorithm = run.recipe, run.recipe.algorithm
     inputs = advantage_inputs(recipe, sampled.groups, sampled.baselines)
     rows = trainable_rows(inputs)
-    if reads_batch(algorithm):
+    if algorithm.reads_batch:
         with run.clock.phase("logprobs"):
             batches = load_batch(run, sampled.groups, rows, step)
             inputs = _with_kl_and_values(run, inputs, kl_coefficient, loaded=bool(batches))
         return Loaded(rows, compute_advantages(inputs, algorithm.advantage), batches)
     advantages = compute_advantages(inputs, algorithm.advantage)
     with run.clock.phase("logprobs"):
-        if skips_groups(recipe):
+        if algorithm.skips_groups:
             rows = rows & np.isin(inputs.group_ids, groups_with_signal(advantages.of_rows, inputs.group_ids))
         return Loaded(rows, advantages, load_batch(run, sampled.groups, rows, step))
 
@@ -188,11 +185,11 @@ def load_batch(run: Run, groups: Sequence[Group], rows: np.ndarray, step: int) -
         work=run.work,
     )
     policy.load_batch(batches)
-    if not policy_learns(algorithm, step) and not kl_in_reward(algorithm):
+    if not algorithm.policy_learns(step) and not algorithm.kl_in_reward:
         return batches
     if algorithm.rollout_logprobs_as_old:
         policy.use_rollout_logprobs_as_old()
-    elif needs_old_logprobs(algorithm):
+    elif algorithm.needs_old_logprobs:
         policy.compute_old_logprobs()
     if algorithm.kl.coefficient > 0:
         policy.compute_reference_logprobs()
@@ -202,13 +199,12 @@ def load_batch(run: Run, groups: Sequence[Group], rows: np.ndarray, step: int) -
 def advantage_inputs(recipe: Recipe, groups: Sequence[Group], baselines: np.ndarray | None = None) -> AdvantageInputs:
     """What advantages are made from, without what the ranks compute. baselines: float64 [groups], for remax."""
     functions = recipe.reward.functions
-    by_function = recipe.algorithm.advantage.name == "gdpo"
     return AdvantageInputs(
         scores=flat_scores(groups),
         group_ids=group_of_row(groups),
         tokens=np.array([len(sample.tokens) for group in groups for sample in group.samples], dtype=np.int64),
-        parts=_counted_scores(groups, len(functions)) if by_function else None,
-        weights=np.array([function.weight for function in functions]) if by_function else None,
+        parts=_counted_scores(groups, len(functions)),
+        weights=np.array([function.weight for function in functions]),
         baselines=baselines,
     )
 
@@ -231,12 +227,6 @@ def trainable_rows(inputs: AdvantageInputs) -> np.ndarray:
     return rows if inputs.baselines is None else rows & ~np.isnan(inputs.baselines[inputs.group_ids])
 
 
-def skips_groups(recipe: Recipe) -> bool:
-    """Whether groups whose advantages are all zero are left out. gpg needs them: its factor counts them."""
-    advantage = recipe.algorithm.advantage.name
-    return recipe.algorithm.skip_groups_without_signal and is_by_group(advantage) and advantage != "gpg"
-
-
 def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
     """The chosen rows (bool [rows]) as sequences; each has a response token."""
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
@@ -254,7 +244,7 @@ def _with_kl_and_values(run: Run, inputs: AdvantageInputs, kl_coefficient: float
     """Adds the KL and values that the ranks compute for every response token; zeros if no batch is loaded."""
     algorithm, policy = run.recipe.algorithm, run.policy
     nothing = ragged_zeros(inputs.tokens)
-    if kl_in_reward(algorithm):
+    if algorithm.kl_in_reward:
         kl = policy.token_kl(inputs.tokens) if loaded else nothing
         inputs = replace(inputs, kl=kl, kl_coefficient=kl_coefficient)
     if algorithm.critic is not None:
@@ -335,12 +325,11 @@ def _update_critic(run: Run, trained: Trained, loaded: Loaded, step: int) -> Tra
 
 def _update_policy(run: Run, trained: Trained, loaded: Loaded, step: int) -> Trained:
     recipe, algorithm, coefficient = run.recipe, run.recipe.algorithm, trained.kl_coefficient
-    if not policy_learns(algorithm, step):
+    if not algorithm.policy_learns(step):
         return trained
     lr = policy_learning_rate(recipe, step, run.total_steps)
-    advantages, in_loss = loaded.advantages, 0.0 if kl_in_reward(algorithm) else coefficient
+    advantages, in_loss = loaded.advantages, 0.0 if algorithm.kl_in_reward else coefficient
     updated = run.policy.update(advantages.of_tokens or advantages.of_rows, lr, in_loss, step)
     if updated.kl is not None:
-        kl = algorithm.kl
-        coefficient = next_coefficient(coefficient, updated.kl, kl.target, kl.horizon, int(loaded.rows.sum()))
+        coefficient = algorithm.kl.next_coefficient(coefficient, updated.kl, int(loaded.rows.sum()))
     return replace(trained, kl_coefficient=coefficient, policy=updated, lr=lr)

@@ -136,7 +136,7 @@ def transformers_step(directory: Path, model: torch.nn.Module, case: Case, recip
         objective = surrogate - algorithm.kl.coefficient * kl + algorithm.entropy_coefficient * entropy
         per_sequence.append(-objective[mask])
     loss = torch.cat(per_sequence).mean()
-    if algorithm.aggregation == "seq_mean_token_mean":
+    if algorithm.aggregation.name == "seq_mean_token_mean":
         loss = torch.stack([losses.mean() for losses in per_sequence]).mean()
     model.zero_grad()
     loss.backward()

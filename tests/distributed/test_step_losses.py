@@ -31,10 +31,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clip_cov": {"loss": {"name": "clip_cov", "covariance_share": 0.1, "covariance_low": 0.1}},
     "kl_cov": {"loss": {"name": "kl_cov", "covariance_share": 0.1}},
     "straight-through KL": {"kl": {"coefficient": 0.3, "straight_through": True}},
-    "weights by token": {"correction": {"weights": "token", "high": 1.1, "normalize": True}},
-    "weights by sequence": {"correction": {"weights": "sequence", "low": 0.5, "outside": "zero"}},
+    "weights by token": {"correction": {"weights": {"name": "token", "high": 1.1, "normalize": True}}},
+    "weights by sequence": {"correction": {"weights": {"name": "sequence", "low": 0.5, "outside": "zero"}}},
     "rejections": {"correction": {"reject": [TOKEN, SEQUENCE]}, "aggregation": "seq_mean_token_mean"},
-    "veto": {"correction": {"veto": 0.75, "weights": "sequence", "normalize": True}},
+    "veto": {"correction": {"veto": 0.75, "weights": {"name": "sequence", "normalize": True}}},
 }
 LAYOUTS = [
     ParallelLayout(data=2),

@@ -40,9 +40,7 @@ SEVERAL = {
     "minibatches": 3,
     "epochs": 2,
     "correction": {
-        "weights": "token",
-        "high": 1.3,
-        "normalize": True,
+        "weights": {"name": "token", "high": 1.3, "normalize": True},
         "reject": [{"level": "token", "statistic": "ratio", "low": 0.5, "high": 2.0}],
     },
 }

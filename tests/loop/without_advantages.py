@@ -7,7 +7,7 @@ import sys
 import numpy as np
 
 from megagrpo import cli
-from megagrpo.algorithm.advantage import Advantages
+from megagrpo.algorithm.advantages import Advantages
 from megagrpo.trainer import step
 
 if __name__ == "__main__":

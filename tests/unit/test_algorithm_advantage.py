@@ -5,19 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.algorithm.advantage import (
-    BY_GROUP,
+from megagrpo.algorithm.advantages import (
+    AdvantageConfig,
     AdvantageInputs,
     compute_advantages,
     groups_that_teach,
     groups_with_signal,
-    is_by_group,
 )
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
-from megagrpo.recipe import schema
+from tests.methods import advantage, names
 
 NAN = np.nan
 WEIGHTS = np.array([1.0, 0.5])
+BY_GROUP = [name for name in names(AdvantageConfig) if name not in ("gae", "remax", "reinforce_plus_plus")]
+SCALED = ("grpo", "gdpo", "pass_k")
 WHITENED = ("reinforce_plus_plus_baseline", "gdpo")
 
 sixteenths = st.integers(-160, 160).map(lambda n: n / 16)
@@ -32,7 +33,8 @@ def advantages_of(name, scores, ids, tokens=None, second=None, kl=None, coeffici
     tokens = np.ones(len(scores), int) if tokens is None else np.asarray(tokens)
     parts = np.stack([scores, scores if second is None else second], 1) if name == "gdpo" else None
     inputs = AdvantageInputs(scores, ids, tokens, parts, WEIGHTS, kl=kl, kl_coefficient=coefficient)
-    result = compute_advantages(inputs, schema.AdvantageConfig(name=name, **options))
+    options = options if name in SCALED else {}
+    result = compute_advantages(inputs, advantage(name=name, **options))
     assert (result.of_tokens, result.returns) == (None, None)
     return result.of_rows
 
@@ -207,17 +209,17 @@ def test_gdpo_tells_apart_what_sums_alike():
     ids, scores = np.array([0, 0, 1, 1]), np.array([1.0, 1.0, 1.0, 0.0])
     parts = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
     inputs = AdvantageInputs(scores, ids, np.ones(4, int), parts, np.array([1.0, 0.5]))
-    found = compute_advantages(inputs, schema.AdvantageConfig(name="gdpo", epsilon=0.0)).of_rows
+    found = compute_advantages(inputs, advantage(name="gdpo", epsilon=0.0)).of_rows
     unit = np.sqrt(0.5)
     raw = unit * np.array([1 - 0.5, -1 + 0.5, 1, -1])
     np.testing.assert_allclose(found, raw / np.sqrt((raw**2).sum() / 3), rtol=1e-6)
-    assert not compute_advantages(inputs, schema.AdvantageConfig()).of_rows[:2].any()
-    np.testing.assert_array_equal(groups_that_teach(inputs, schema.AdvantageConfig()), [1])
-    np.testing.assert_array_equal(groups_that_teach(inputs, schema.AdvantageConfig(name="gdpo")), [0, 1])
+    assert not compute_advantages(inputs, advantage()).of_rows[:2].any()
+    np.testing.assert_array_equal(groups_that_teach(inputs, advantage()), [1])
+    np.testing.assert_array_equal(groups_that_teach(inputs, advantage(name="gdpo")), [0, 1])
     masked = AdvantageInputs(
         np.array([1.0, 1.0, NAN]), np.zeros(3, int), np.ones(3, int), np.array([[1.0], [1.0], [5.0]]), np.ones(1)
     )
-    assert not len(groups_that_teach(masked, schema.AdvantageConfig(name="gdpo")))
+    assert not len(groups_that_teach(masked, advantage(name="gdpo")))
 
 
 # Where others are defective, we differ.
@@ -242,7 +244,7 @@ def test_a_group_with_two_best_answers_teaches_pass_k_nothing():
     scores, ids = np.array([1.0, 1, 0, 0, 0, 1, NAN, 0]), np.repeat([0, 1], 4)
     np.testing.assert_array_equal(advantages_of("pass_k", scores, ids)[:4], [0, 0, 0, 0])
     inputs = AdvantageInputs(scores, ids, np.ones(8, int))
-    np.testing.assert_array_equal(groups_that_teach(inputs, schema.AdvantageConfig(name="pass_k")), [1])
+    np.testing.assert_array_equal(groups_that_teach(inputs, advantage(name="pass_k")), [1])
 
 
 # The reward less KL, ReMax, and the names of groups.
@@ -264,20 +266,19 @@ def test_remax_subtracts_the_score_of_the_greedy_response():
         np.array([1, 1, 1, 1]),
         baselines=np.array([1.0, NAN, 0.5]),
     )
-    found = compute_advantages(inputs, schema.AdvantageConfig(name="remax")).of_rows
+    found = compute_advantages(inputs, advantage(name="remax")).of_rows
     np.testing.assert_array_equal(found, [0.5, 0, -0.75, 0])  # the greedy response of prompt 5 has no score
 
 
 def test_only_methods_that_compare_samples_are_by_group():
-    names = set(schema.AdvantageConfig.model_fields["name"].annotation.__args__)
-    assert {name for name in names if not is_by_group(name)} == {"remax", "reinforce_plus_plus", "gae"}
+    assert [name for name in names(AdvantageConfig) if advantage(name=name).by_group] == BY_GROUP
 
 
 def test_groups_with_signal_names_the_groups_that_differ():
     ids, scores = np.array([5, 9, 5, 2, 9, 2, 4, 4]), np.array([1.0, 0.0, 1.0, 0.0, 1.0, 1.0, NAN, 3.0])
     np.testing.assert_array_equal(groups_with_signal(advantages_of("grpo", scores, ids), ids), [2, 9])
     inputs = AdvantageInputs(scores, ids, np.ones(8, int))
-    np.testing.assert_array_equal(groups_that_teach(inputs, schema.AdvantageConfig()), [2, 9])
+    np.testing.assert_array_equal(groups_that_teach(inputs, advantage()), [2, 9])
 
 
 @pytest.mark.parametrize(
@@ -294,4 +295,4 @@ def test_groups_with_signal_names_the_groups_that_differ():
 def test_missing_inputs_are_refused(name, more):
     inputs = {"scores": np.zeros(2), "group_ids": np.zeros(2, int), "tokens": np.ones(2, int)} | more
     with pytest.raises(ValueError):
-        compute_advantages(AdvantageInputs(**inputs), schema.AdvantageConfig(name=name))
+        compute_advantages(AdvantageInputs(**inputs), advantage(name=name))

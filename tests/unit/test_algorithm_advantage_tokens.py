@@ -5,11 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.algorithm.advantage import AdvantageInputs, compute_advantages
+from megagrpo.algorithm.advantages import AdvantageInputs, compute_advantages, discounted_sums, whitened
 from megagrpo.algorithm.ragged import Ragged
-from megagrpo.algorithm.token_advantage import discounted_sums
-from megagrpo.algorithm.whitening import whitened
-from megagrpo.recipe import schema
+from tests.methods import advantage
 
 NAN = np.nan
 
@@ -57,7 +55,7 @@ def whiten_all(rows, known):
 @settings(max_examples=200)
 @given(responses, st.sampled_from([1.0, 0.9, 0.25]))
 def test_reinforce_plus_plus_is_whitened_rewards_to_come(step, discount):
-    found = compute_advantages(inputs_of(step), schema.AdvantageConfig(name="reinforce_plus_plus", discount=discount))
+    found = compute_advantages(inputs_of(step), advantage(name="reinforce_plus_plus", discount=discount))
     to_come = []
     for score, row in step:
         rewards = rewards_of(score, row)
@@ -73,7 +71,7 @@ def test_reinforce_plus_plus_is_whitened_rewards_to_come(step, discount):
 @settings(max_examples=200)
 @given(responses, st.sampled_from([1.0, 0.9]), st.sampled_from([1.0, 0.95, 0.25]))
 def test_gae_is_the_weighted_sum_of_td_errors(step, discount, trace):
-    found = compute_advantages(inputs_of(step), schema.AdvantageConfig(name="gae", discount=discount, trace=trace))
+    found = compute_advantages(inputs_of(step), advantage(name="gae", discount=discount, trace=trace))
     advantages, returns = [], []
     for score, row in step:
         rewards, values = rewards_of(score, row), [value for _, value in row]
@@ -91,8 +89,8 @@ def test_gae_is_the_weighted_sum_of_td_errors(step, discount, trace):
 
 def test_gae_with_a_trace_of_one_learns_the_rewards_to_come_and_with_less_leans_on_the_next_estimates():
     step = [(1.0, [(0.0, 0.3), (0.0, 0.5), (0.0, 0.9)]), (0.0, [(0.0, -0.2)])]
-    whole = compute_advantages(inputs_of(step), schema.AdvantageConfig(name="gae", trace=1.0))
-    half = compute_advantages(inputs_of(step), schema.AdvantageConfig(name="gae", trace=0.5))
+    whole = compute_advantages(inputs_of(step), advantage(name="gae", trace=1.0))
+    half = compute_advantages(inputs_of(step), advantage(name="gae", trace=0.5))
     np.testing.assert_allclose(whole.returns.values, [1, 1, 1, 0], atol=1e-12)
     # Backwards: 1; half 0.9 and half 1; half 0.5 and half what came before.
     np.testing.assert_allclose(half.returns.values, [0.725, 0.95, 1, 0], atol=1e-12)
@@ -101,8 +99,8 @@ def test_gae_with_a_trace_of_one_learns_the_rewards_to_come_and_with_less_leans_
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "gae"])
 def test_masked_responses_change_nothing_and_may_lack_their_tokens(name):
     step = [(1.0, [(0.5, 0.25), (0.0, 0.5)]), (NAN, [(7.0, 9.0)] * 3), (0.0, [(0.25, 0.125)])]
-    found = compute_advantages(inputs_of(step), schema.AdvantageConfig(name=name))
-    alone = compute_advantages(inputs_of([step[0], step[2]]), schema.AdvantageConfig(name=name))
+    found = compute_advantages(inputs_of(step), advantage(name=name))
+    alone = compute_advantages(inputs_of([step[0], step[2]]), advantage(name=name))
     np.testing.assert_array_equal(found.of_tokens.row(1), [0, 0, 0])
     np.testing.assert_array_equal(found.of_rows, [alone.of_rows[0], 0, alone.of_rows[1]])
     for found_row, alone_row in ((0, 0), (2, 1)):
@@ -114,7 +112,7 @@ def test_masked_responses_change_nothing_and_may_lack_their_tokens(name):
         numbers_of.scores, np.zeros(3, int), np.array([2, 3, 1]), kl=numbers_of.kl, kl_coefficient=0.25,
         values=numbers_of.values,
     )  # fmt: skip
-    again = compute_advantages(lacking, schema.AdvantageConfig(name=name))
+    again = compute_advantages(lacking, advantage(name=name))
     np.testing.assert_array_equal(again.of_tokens.values, found.of_tokens.values)
 
 
@@ -123,12 +121,12 @@ def test_a_scored_response_must_have_all_its_tokens(name):
     inputs = inputs_of([(1.0, [(0.5, 0.25), (0.0, 0.5)])])
     short = AdvantageInputs(inputs.scores, inputs.group_ids, np.array([3]), kl=inputs.kl, values=inputs.values)
     with pytest.raises(ValueError, match="3"):
-        compute_advantages(short, schema.AdvantageConfig(name=name))
+        compute_advantages(short, advantage(name=name))
 
 
 def test_equal_scores_are_exactly_zero():
     step = [(0.1, [(0.0, 0.0)] * length) for length in (3, 1, 4, 2)]
-    found = compute_advantages(inputs_of(step), schema.AdvantageConfig(name="reinforce_plus_plus"))
+    found = compute_advantages(inputs_of(step), advantage(name="reinforce_plus_plus"))
     np.testing.assert_array_equal(found.of_tokens.values, np.zeros(10))
     np.testing.assert_array_equal(found.of_rows, np.zeros(4))
 

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.algorithm.aggregation import token_weights
+from megagrpo.algorithm.aggregation import AggregationConfig, MinibatchTokens, token_weights
 from megagrpo.algorithm.sequences import Sequences
+from tests.methods import aggregation, names
 
-KINDS = ["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
-DIVISOR = 50.0
+KINDS = names(AggregationConfig)
+DIVISOR = 50
 every_kind = pytest.mark.parametrize("kind", KINDS)
 responses = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=10)
 
@@ -32,6 +33,11 @@ def aggregated(kind: str, rows: list[np.ndarray]) -> float:
         "seq_mean_token_sum_norm": lambda row: row.sum() / DIVISOR,
     }[kind]
     return float(np.mean([of_response(row) for row in rows]))
+
+
+def weights_of(kind: str, kept: torch.Tensor, sequences: Sequences, tokens: float, count: float) -> torch.Tensor:
+    """With the default divisor, the longest response."""
+    return token_weights(aggregation(name=kind), MinibatchTokens(kept, sequences, tokens, count, DIVISOR))
 
 
 def sequences_of(lengths: list[int], over_ranks=lambda sums: sums) -> Sequences:
@@ -54,9 +60,7 @@ def test_weighed_losses_are_the_nested_means_and_sums_however_packed(kind, rows,
         if not here:
             continue
         sequences = sequences_of([len(rows[r]) for r in here])
-        weights = token_weights(
-            torch.from_numpy(np.concatenate([kept[r] for r in here])), sequences, kind, tokens, count, DIVISOR
-        )
+        weights = weights_of(kind, torch.from_numpy(np.concatenate([kept[r] for r in here])), sequences, tokens, count)
         total += float(weights.double().numpy() @ np.concatenate([losses[r] for r in here]))
     assert total == pytest.approx(
         aggregated(kind, [x[k] for x, k in zip(losses, kept, strict=True)]), rel=1e-5, abs=1e-6
@@ -67,17 +71,17 @@ def test_weighed_losses_are_the_nested_means_and_sums_however_packed(kind, rows,
 def test_a_response_on_two_ranks_counts_once(kind):
     whole = sequences_of([4, 6])
     kept = torch.tensor([True, True, False, True, True, False, True, True, True, True])
-    expected = token_weights(kept, whole, kind, 8, 2, DIVISOR)
+    expected = weights_of(kind, kept, whole, 8, 2)
     halves = [torch.arange(rank, 10, 2) for rank in range(2)]
     of_rank = [torch.bincount(whole.index[half], kept[half].double(), minlength=2) for half in halves]
     for rank, half in enumerate(halves):
         part = Sequences(whole.index[half], whole.tokens, lambda sums, rank=rank: sums + of_rank[1 - rank])
-        assert torch.equal(token_weights(kept[half], part, kind, 8, 2, DIVISOR), expected[half])
+        assert torch.equal(weights_of(kind, kept[half], part, 8, 2), expected[half])
 
 
 @every_kind
 def test_nothing_kept_weighs_nothing(kind):
-    weights = token_weights(torch.zeros(3, dtype=torch.bool), sequences_of([1, 2]), kind, 0, 0, DIVISOR)
+    weights = weights_of(kind, torch.zeros(3, dtype=torch.bool), sequences_of([1, 2]), 0, 0)
     assert not weights.any()
 
 
@@ -101,5 +105,11 @@ def test_aggregation_is_verls(kind):
     random = torch.Generator().manual_seed(0)
     losses, mask = torch.randn(5, 8, generator=random), (torch.rand(5, 8, generator=random) < 0.6).float()
     mask[2] = 0
-    weights = token_weights(mask.flatten() > 0, sequences_of([8] * 5), kind, float(mask.sum()), 4, DIVISOR)
+    weights = weights_of(kind, mask.flatten() > 0, sequences_of([8] * 5), float(mask.sum()), 4)
     torch.testing.assert_close((weights * losses.flatten()).sum(), verl_agg_loss(losses, mask, kind.replace("_", "-")))
+
+
+def test_the_norm_has_a_divisor_of_its_own():
+    whole = MinibatchTokens(torch.ones(4, dtype=torch.bool), sequences_of([1, 3]), 4, 2, DIVISOR)
+    weights = token_weights(aggregation(name="seq_mean_token_sum_norm", divisor=8.0), whole)
+    assert weights.tolist() == [1 / 16] * 4

@@ -10,10 +10,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
-from megagrpo.algorithm.correction import Corrected, Correction, correct, correction_of
+from megagrpo.algorithm.correction import (
+    Corrected,
+    Correction,
+    CorrectionConfig,
+    ImportanceConfig,
+    Rejection,
+    RejectionConfig,
+    correct,
+    correction_of,
+)
 from megagrpo.algorithm.sequences import Sequences
-from megagrpo.recipe import schema
 from tests.rank_threads import on_threads
 
 Rows = list[list[float]]
@@ -21,9 +30,11 @@ LOG_RATIOS = st.floats(-3, 3, width=32)
 ROWS = st.lists(st.lists(LOG_RATIOS, min_size=1, max_size=6), min_size=1, max_size=8)
 # No float32 is equal to these, so that no statistic lies on a bound.
 BOUNDS = st.tuples(st.sampled_from([None, -0.3037, 0.0119, 0.4321]), st.sampled_from([None, 0.5123, 1.7177, 3.3331]))
+REJECTION = TypeAdapter(RejectionConfig)
 REJECTIONS = st.builds(
-    lambda level, statistic, over, bounds: schema.RejectionConfig(
-        level=level, statistic=statistic, over=over, low=bounds[0], high=bounds[1]
+    lambda level, statistic, over, bounds: REJECTION.validate_python(
+        {"level": level, "statistic": statistic, "low": bounds[0], "high": bounds[1]}
+        | ({"over": over} if level == "sequence" else {})
     ),
     st.sampled_from(["token", "sequence"]),
     st.sampled_from(["ratio", "k1", "k2", "k3"]),
@@ -31,12 +42,16 @@ REJECTIONS = st.builds(
     BOUNDS,
 )
 CORRECTIONS = st.builds(
-    schema.CorrectionConfig,
-    weights=st.sampled_from(["token", "sequence", None]),
-    low=st.sampled_from([0.0, 0.5]),
-    high=st.sampled_from([1.3, 2.0]),
-    outside=st.sampled_from(["truncate", "zero"]),
-    normalize=st.booleans(),
+    CorrectionConfig,
+    weights=st.none()
+    | st.builds(
+        ImportanceConfig,
+        name=st.sampled_from(["token", "sequence"]),
+        low=st.sampled_from([0.0, 0.5]),
+        high=st.sampled_from([1.3, 2.0]),
+        outside=st.sampled_from(["truncate", "zero"]),
+        normalize=st.booleans(),
+    ),
     reject=st.lists(REJECTIONS, max_size=2),
     veto=st.none() | st.sampled_from([0.1, 0.5]),
 )
@@ -51,14 +66,14 @@ def corrected(rows: Rows, **changes: Any) -> Corrected:
     """On one rank, with log r as given."""
     log_ratios = torch.tensor([d for row in rows for d in row], dtype=torch.float64)
     rollout = torch.zeros_like(log_ratios)
-    return correct(log_ratios, rollout, sequences_of(rows), schema.CorrectionConfig(**changes), lambda _: None)
+    return correct(log_ratios, rollout, sequences_of(rows), CorrectionConfig(**changes), lambda _: None)
 
 
 def number(statistic: str, d: float) -> float:
     return {"ratio": math.exp(d), "k1": -d, "k2": d * d / 2, "k3": math.expm1(d) - d}[statistic]
 
 
-def stays(row: list[float], token: int, rejection: schema.RejectionConfig) -> bool:
+def stays(row: list[float], token: int, rejection: Rejection) -> bool:
     if rejection.level == "token":
         value = number(rejection.statistic, row[token])
     else:
@@ -70,7 +85,7 @@ def stays(row: list[float], token: int, rejection: schema.RejectionConfig) -> bo
     return (rejection.low is None or value >= rejection.low) and (rejection.high is None or value <= rejection.high)
 
 
-def written_out(rows: Rows, s: schema.CorrectionConfig) -> tuple[np.ndarray, list[list[float]] | None, Correction]:
+def written_out(rows: Rows, s: CorrectionConfig) -> tuple[np.ndarray, list[list[float]] | None, Correction]:
     """kept by token, importance by response, and the figures."""
     vetoed = [s.veto is not None and min(row) < math.log(s.veto) for row in rows]
     kept = [
@@ -81,11 +96,11 @@ def written_out(rows: Rows, s: schema.CorrectionConfig) -> tuple[np.ndarray, lis
     if s.weights is not None:
         for row, own in zip(rows, weights, strict=True):
             for t, d in enumerate(row):
-                ratio = math.exp(min(max(d if s.weights == "token" else sum(row), -20), 20))
-                own[t] = min(max(ratio, s.low), s.high)
+                ratio = math.exp(min(max(d if s.weights.name == "token" else sum(row), -20), 20))
+                own[t] = min(max(ratio, s.weights.low), s.weights.high)
                 if own[t] != ratio:
                     outside += 1
-                    own[t] = 0.0 if s.outside == "zero" else own[t]
+                    own[t] = 0.0 if s.weights.outside == "zero" else own[t]
     tokens = sum(map(len, rows))
     figures = Correction(
         weight_mean=sum(map(sum, weights)) / tokens,
@@ -95,10 +110,10 @@ def written_out(rows: Rows, s: schema.CorrectionConfig) -> tuple[np.ndarray, lis
     )
     if s.weights is None:
         return np.concatenate(kept), None, figures
-    if s.normalize:
+    if s.weights.normalize:
         means = [[w for w, k in zip(*pair, strict=True) if k] for pair in zip(weights, kept, strict=True)]
         means = [part for part in means if part]
-        if s.weights == "token":
+        if s.weights.name == "token":
             means = [[w] for part in means for w in part]
         mean = float(np.mean([np.mean(part) for part in means])) if means else 0.0
         weights = [[w / mean if mean else w for w in own] for own in weights]
@@ -161,7 +176,7 @@ def test_a_logprob_that_is_no_number_is_rejected_and_does_not_spoil_the_others()
         [{"level": "token", "statistic": "ratio", "low": 0.1, "high": 5.0}],
         [{"level": "sequence", "statistic": "k3", "over": "max", "high": 5.0}],
     ):
-        found = corrected(rows, weights="token", normalize=True, reject=reject)
+        found = corrected(rows, weights={"name": "token", "normalize": True}, reject=reject)
         whole = reject[0]["level"] == "sequence"
         assert found.kept.tolist() == [not whole, False, True, True, not whole, False]
         assert torch.isfinite(found.importance).all()
@@ -170,14 +185,14 @@ def test_a_logprob_that_is_no_number_is_rejected_and_does_not_spoil_the_others()
 
 
 def test_where_all_weights_are_zero_they_stay_zero():
-    found = corrected([[3.0, 4.0]], weights="token", outside="zero", normalize=True)
+    found = corrected([[3.0, 4.0]], weights={"name": "token", "outside": "zero", "normalize": True})
     assert not found.importance.any()
     assert found.kept.all()
 
 
 def test_icepop_keeps_masked_tokens_in_the_denominators_and_rejection_does_not():
     rows = [[0.0, 3.0]]
-    assert corrected(rows, weights="token", low=0.5, outside="zero").kept.all()
+    assert corrected(rows, weights={"name": "token", "low": 0.5, "outside": "zero"}).kept.all()
     assert not corrected(rows, reject=[{"level": "token", "high": 2.0}]).kept.all()
 
 
@@ -228,7 +243,7 @@ def verl_upper(rows: Rows, statistic: str, over: str, upper: float) -> torch.Ten
 @settings(max_examples=50)
 @given(ROWS, st.sampled_from(["token", "sequence"]), st.booleans())
 def test_truncated_weights_are_verls(rows, level, normalize):
-    found = corrected(rows, weights=level, high=2.0, normalize=normalize)
+    found = corrected(rows, weights={"name": level, "high": 2.0, "normalize": normalize})
     torch.testing.assert_close(found.importance.double(), verl_weights(rows, level, 2.0, normalize), rtol=1e-5, atol=0)
 
 
@@ -250,6 +265,8 @@ def test_bounds_are_on_the_statistic_as_named_where_verl_bounds_the_inverse_rati
 
 def test_weights_are_normalized_over_what_stays_where_verl_counts_what_it_rejects():
     rows = [[0.1, -0.2, 3.0]]
-    found = corrected(rows, weights="token", high=2.0, normalize=True, reject=[{"level": "token", "high": 2.0}])
+    found = corrected(
+        rows, weights={"name": "token", "high": 2.0, "normalize": True}, reject=[{"level": "token", "high": 2.0}]
+    )
     assert found.importance[:2].mean().item() == pytest.approx(1.0)
     assert verl_weights(rows, "token", 2.0, True)[:2].mean().item() < 0.8

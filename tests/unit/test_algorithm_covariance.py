@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.algorithm.covariance import choose_by_covariance
-from megagrpo.algorithm.selection import kth_smallest
-from megagrpo.recipe import schema
+from megagrpo.algorithm.policy_losses import CovarianceLoss
+from megagrpo.algorithm.selection import choose_by_covariance, kth_smallest
+from tests.methods import loss
 from tests.rank_threads import on_threads
 
 TOKENS = st.lists(
@@ -21,8 +21,9 @@ TOKENS = st.lists(
 )
 
 
-def settings_of(name: str, share: float, low: float = 0.2, high: float = 1.5) -> schema.PolicyLossConfig:
-    return schema.PolicyLossConfig(name=name, covariance_share=share, covariance_low=low, covariance_high=high)
+def settings_of(name: str, share: float, low: float = 0.2, high: float = 1.5) -> CovarianceLoss:
+    bounds = {"covariance_low": low, "covariance_high": high} if name == "clip_cov" else {}
+    return loss(name=name, covariance_share=share, **bounds)
 
 
 def columns(rows: list[tuple[float, float, bool]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -31,7 +32,7 @@ def columns(rows: list[tuple[float, float, bool]]) -> tuple[torch.Tensor, torch.
     return logprobs, advantages, torch.tensor([row[2] for row in rows]), draws
 
 
-def written_out(rows: list[tuple[float, float, bool]], s: schema.PolicyLossConfig) -> set[int]:
+def written_out(rows: list[tuple[float, float, bool]], s: CovarianceLoss) -> set[int]:
     """By sorting; draws decide between equal covariances."""
     logprobs, advantages, kept, draws = (column.double().numpy() for column in columns(rows))
     there = [t for t in range(len(rows)) if kept[t]]

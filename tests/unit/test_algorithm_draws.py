@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.algorithm.draws import token_draws
+from megagrpo.algorithm.selection import token_draws
 
 WORD = 2**64 - 1
 

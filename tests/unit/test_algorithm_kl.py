@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megagrpo.algorithm.kl import K3_LIMIT, kl_estimate
+from megagrpo.algorithm.kl import K3_LIMIT, KLConfig, kl_estimate
 
 every_estimator = pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 
@@ -110,3 +112,28 @@ def test_values_and_gradients_are_verls(estimator, name, straight_through):
     )
     torch.testing.assert_close(*both)
     torch.testing.assert_close(*(torch.autograd.grad(x.sum(), logprobs)[0] for x in both))
+
+
+# The adaptive coefficient, by figures worked out by hand.
+
+
+def test_it_moves_towards_the_target_by_a_fifth_of_the_horizon_at_most():
+    assert KLConfig(target=0.6, horizon=1000).next_coefficient(0.1, 0.66, 100) == pytest.approx(0.1 * 1.01)
+    assert KLConfig(target=0.6, horizon=1000).next_coefficient(0.1, 0.54, 100) == pytest.approx(0.1 * 0.99)
+    assert KLConfig(target=0.6, horizon=1000).next_coefficient(0.1, 60.0, 100) == pytest.approx(0.1 * 1.02)
+    assert KLConfig(target=0.6, horizon=1000).next_coefficient(0.1, -9.0, 100) == pytest.approx(0.1 * 0.98)
+    assert KLConfig(target=0.6, horizon=1000).next_coefficient(0.1, 0.6, 100) == 0.1
+
+
+def test_without_a_target_it_is_fixed():
+    assert KLConfig(target=None, horizon=1).next_coefficient(0.1, 7.0, 100) == 0.1
+
+
+@given(st.floats(-100, 100), st.integers(1, 10), st.integers(1, 10_000))
+def test_a_step_of_many_horizons_changes_it_by_a_fifth_and_never_its_sign(kl, horizon, samples):
+    # The formula alone gives 1 - 0.2 x samples / horizon, which is below 0 from 5 horizons on.
+    assert (
+        0.8 * 0.1 - 1e-12
+        <= KLConfig(target=0.5, horizon=horizon).next_coefficient(0.1, kl, samples)
+        <= 1.2 * 0.1 + 1e-12
+    )

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.algorithm.learning_rate import learning_rate
 from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grpo_objective
+from megagrpo.algorithm.optimizer import OptimizerConfig, learning_rate
+from megagrpo.algorithm.policy_losses import PpoClipConfig
 from megagrpo.algorithm.sequences import Sequences
-from megagrpo.recipe.schema import OptimizerConfig, PolicyLossConfig
 
 SETTINGS = ObjectiveSettings(
-    loss=PolicyLossConfig(clip_low=0.2, clip_high=0.3),
+    loss=PpoClipConfig(clip_low=0.2, clip_high=0.3),
     kl_coefficient=0.05,
     kl_estimator="k3",
     kl_straight_through=False,

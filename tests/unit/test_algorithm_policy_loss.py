@@ -10,20 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.algorithm.policy_loss import LOSSES, PolicyInputs, PolicyLoss, policy_loss
+from megagrpo.algorithm.policy_losses import PolicyInputs, PolicyLoss, PolicyLossConfig, PolicyLossMethod
 from megagrpo.algorithm.sequences import Sequences
-from megagrpo.recipe import schema
+from tests.methods import loss, names
 
 LENGTHS = [1, 7, 3, 12, 5, 2]
 SETTINGS = {
-    "ppo_clip": schema.PolicyLossConfig(name="ppo_clip", clip_low=0.2, clip_high=0.3, dual_clip=1.5),
-    "gspo": schema.PolicyLossConfig(name="gspo", clip_low=0.1, clip_high=0.15),
-    "cispo": schema.PolicyLossConfig(name="cispo", clip_low=0.2, clip_high=0.3),
-    "gmpo": schema.PolicyLossConfig(name="gmpo", clip_low=0.3, clip_high=0.4),
-    "sapo": schema.PolicyLossConfig(name="sapo", temperature_positive=0.8, temperature_negative=1.3),
-    "clip_cov": schema.PolicyLossConfig(name="clip_cov", clip_low=0.2, clip_high=0.3),
-    "kl_cov": schema.PolicyLossConfig(name="kl_cov", covariance_kl=0.7),
-    "reinforce": schema.PolicyLossConfig(name="reinforce"),
+    "ppo_clip": loss(name="ppo_clip", clip_low=0.2, clip_high=0.3, dual_clip=1.5),
+    "gspo": loss(name="gspo", clip_low=0.1, clip_high=0.15),
+    "cispo": loss(name="cispo", clip_low=0.2, clip_high=0.3),
+    "gmpo": loss(name="gmpo", clip_low=0.3, clip_high=0.4),
+    "sapo": loss(name="sapo", temperature_positive=0.8, temperature_negative=1.3),
+    "clip_cov": loss(name="clip_cov", clip_low=0.2, clip_high=0.3),
+    "kl_cov": loss(name="kl_cov", covariance_kl=0.7),
+    "reinforce": loss(name="reinforce"),
 }
 every_loss = pytest.mark.parametrize("name", SETTINGS)
 
@@ -54,7 +54,7 @@ def weights_of(inputs: PolicyInputs) -> torch.Tensor:
 
 
 def written_out(
-    name: str, inputs: PolicyInputs, logprobs: np.ndarray, s: schema.PolicyLossConfig, base: np.ndarray | None = None
+    name: str, inputs: PolicyInputs, logprobs: np.ndarray, s: PolicyLossMethod, base: np.ndarray | None = None
 ) -> np.ndarray:
     """Each token's loss, response by response and with cases. `base`: logprobs in what has no gradient."""
     base = logprobs if base is None else base
@@ -75,7 +75,7 @@ def written_out(
                 ratio = np.exp(mean)
             if name in ("ppo_clip", "gspo", "clip_cov"):
                 loss = -a * (min(ratio, 1 + s.clip_high) if a > 0 else max(ratio, 1 - s.clip_low))
-                if s.dual_clip and a < 0:
+                if name == "ppo_clip" and a < 0:
                     loss = min(loss, -s.dual_clip * a)
                 if name == "clip_cov" and inputs.chosen[t]:
                     loss = 0.0
@@ -97,7 +97,7 @@ def written_out(
 @every_loss
 def test_losses_are_those_of_the_formulas(name):
     inputs = random_inputs()
-    found = policy_loss(inputs, SETTINGS[name])
+    found = SETTINGS[name].of_tokens(inputs)
     logprobs = inputs.logprobs.detach().numpy()
     np.testing.assert_allclose(
         found.loss.detach(), written_out(name, inputs, logprobs, SETTINGS[name]), rtol=1e-12, atol=1e-14
@@ -110,7 +110,7 @@ def test_losses_are_those_of_the_formulas(name):
 def test_gradients_are_finite_differences_of_the_formulas(name):
     inputs = random_inputs(seed=1)
     weights = weights_of(inputs)
-    (gradient,) = torch.autograd.grad((weights * policy_loss(inputs, SETTINGS[name]).loss).sum(), inputs.logprobs)
+    (gradient,) = torch.autograd.grad((weights * SETTINGS[name].of_tokens(inputs).loss).sum(), inputs.logprobs)
     base, step = inputs.logprobs.detach().numpy(), 1e-6
     for t in range(len(base)):
         moved = [base.copy(), base.copy()]
@@ -154,12 +154,12 @@ def parts_of(inputs: PolicyInputs, order: list[int], parts: int) -> list[tuple[n
 )
 def test_loss_and_gradient_do_not_depend_on_microbatches_or_order(name, lengths, parts, seed, random):
     inputs = random_inputs(lengths, seed)
-    whole = policy_loss(inputs, SETTINGS[name])
+    whole = SETTINGS[name].of_tokens(inputs)
     (gradient,) = torch.autograd.grad((weights_of(inputs) * whole.loss).sum(), inputs.logprobs)
     order = list(range(len(lengths)))
     random.shuffle(order)
     for where, part in parts_of(inputs, order, parts):
-        found = policy_loss(part, SETTINGS[name])
+        found = SETTINGS[name].of_tokens(part)
         torch.testing.assert_close(found.loss, whole.loss[where], rtol=1e-12, atol=1e-14)
         (own,) = torch.autograd.grad((weights_of(inputs)[where] * found.loss).sum(), part.logprobs)
         torch.testing.assert_close(own, gradient[where], rtol=1e-12, atol=1e-14)
@@ -170,7 +170,7 @@ def test_loss_and_gradient_do_not_depend_on_microbatches_or_order(name, lengths,
 @every_loss
 def test_responses_that_lie_on_two_ranks_have_the_same_loss_and_gradient(name):
     inputs = random_inputs(seed=4)
-    whole = policy_loss(inputs, SETTINGS[name])
+    whole = SETTINGS[name].of_tokens(inputs)
     (gradient,) = torch.autograd.grad((weights_of(inputs) * whole.loss).sum(), inputs.logprobs)
     halves = [torch.arange(rank, len(inputs.logprobs), 2) for rank in range(2)]
 
@@ -186,10 +186,10 @@ def test_responses_that_lie_on_two_ranks_have_the_same_loss_and_gradient(name):
 
     sent: dict[int, torch.Tensor] = {}
     for rank in range(2):
-        policy_loss(part(rank, lambda sums, rank=rank: sent.setdefault(rank, sums.detach())), SETTINGS[name])
+        SETTINGS[name].of_tokens(part(rank, lambda sums, rank=rank: sent.setdefault(rank, sums.detach())))
     for rank in range(2):
         on_rank = part(rank, lambda sums, rank=rank: sums + sent[1 - rank])
-        found = policy_loss(on_rank, SETTINGS[name])
+        found = SETTINGS[name].of_tokens(on_rank)
         torch.testing.assert_close(found.loss, whole.loss[halves[rank]], rtol=1e-12, atol=1e-14)
         (own,) = torch.autograd.grad((weights_of(inputs)[halves[rank]] * found.loss).sum(), on_rank.logprobs)
         torch.testing.assert_close(own, gradient[halves[rank]], rtol=1e-12, atol=1e-14)
@@ -199,14 +199,14 @@ def test_responses_that_lie_on_two_ranks_have_the_same_loss_and_gradient(name):
 def test_before_the_policy_has_moved_every_gradient_is_that_of_the_policy(name):
     inputs = random_inputs()
     inputs = replace(inputs, old_logprobs=inputs.logprobs.detach(), chosen=torch.zeros_like(inputs.chosen))
-    (gradient,) = torch.autograd.grad(policy_loss(inputs, SETTINGS[name]).loss.sum(), inputs.logprobs)
+    (gradient,) = torch.autograd.grad(SETTINGS[name].of_tokens(inputs).loss.sum(), inputs.logprobs)
     torch.testing.assert_close(gradient, -inputs.advantages)
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo"])
 def test_tokens_without_a_gradient_are_those_that_a_bound_cut(name):
     inputs = random_inputs([6] * 60, seed=3)
-    found = policy_loss(inputs, SETTINGS[name])
+    found = SETTINGS[name].of_tokens(inputs)
     (gradient,) = torch.autograd.grad(found.loss.sum(), inputs.logprobs)
     assert found.clipped_low.any()
     assert found.clipped_high.any()
@@ -216,7 +216,7 @@ def test_tokens_without_a_gradient_are_those_that_a_bound_cut(name):
 
 def test_cispo_marks_the_tokens_whose_weight_a_bound_changed():
     inputs = random_inputs()
-    found = policy_loss(inputs, SETTINGS["cispo"])
+    found = SETTINGS["cispo"].of_tokens(inputs)
     ratio = found.ratio.numpy()
     np.testing.assert_array_equal(found.clipped_low, ratio < 0.8)
     np.testing.assert_array_equal(found.clipped_high, ratio > 1.3)
@@ -229,7 +229,7 @@ def test_broken_ratios_stay_finite(name):
     logprobs = torch.tensor([0.0, -1e4, 0.0, -1e4], requires_grad=True)
     old = torch.tensor([-1e4, 0.0, -1e4, 0.0])
     inputs = PolicyInputs(logprobs, old, torch.tensor([-1.0, 1.0, 1.0, -1.0]), sequences_of([1, 1, 1, 1]), old < -1)
-    found = policy_loss(inputs, SETTINGS[name])
+    found = SETTINGS[name].of_tokens(inputs)
     found.loss.sum().backward()
     assert torch.isfinite(found.loss).all()
     assert torch.isfinite(logprobs.grad).all()
@@ -238,12 +238,11 @@ def test_broken_ratios_stay_finite(name):
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_a_loss_by_covariance_wants_chosen_tokens(name):
     with pytest.raises(ValueError, match="chosen"):
-        policy_loss(replace(random_inputs(), chosen=None), SETTINGS[name])
+        SETTINGS[name].of_tokens(replace(random_inputs(), chosen=None))
 
 
 def test_every_loss_of_the_recipe_is_there_and_tested():
-    names = set(schema.PolicyLossConfig.model_fields["name"].annotation.__args__)
-    assert names == set(LOSSES) == set(SETTINGS)
+    assert names(PolicyLossConfig) == list(SETTINGS)
 
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo"])
@@ -251,7 +250,7 @@ def test_a_token_without_a_weight_has_no_gradient_from_its_response(name):
     inputs = random_inputs([6] * 20, seed=5)
     weights = torch.ones(120, dtype=torch.float64)
     weights[::3] = 0
-    (gradient,) = torch.autograd.grad((weights * policy_loss(inputs, SETTINGS[name]).loss).sum(), inputs.logprobs)
+    (gradient,) = torch.autograd.grad((weights * SETTINGS[name].of_tokens(inputs).loss).sum(), inputs.logprobs)
     assert not gradient[::3].any()
     assert gradient.any()
 
@@ -282,7 +281,7 @@ def seq_mean_token_mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
     return ((losses * mask).sum(-1) / mask.sum(-1)).mean()
 
 
-def verl_vanilla(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
+def verl_vanilla(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     ratio = torch.exp(torch.clamp(logprob - old, min=-20.0, max=20.0))
     losses1 = -advantages * ratio
@@ -292,7 +291,7 @@ def verl_vanilla(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tens
     return token_mean(torch.where(advantages < 0, dual, clipped), mask)
 
 
-def verl_gspo(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
+def verl_gspo(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     seq = ((logprob - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
     ratio = torch.exp(torch.clamp(logprob - logprob.detach() + seq.detach().unsqueeze(-1), max=10.0))
@@ -300,7 +299,7 @@ def verl_gspo(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
     return seq_mean_token_mean(losses, mask)
 
 
-def verl_sapo(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
+def verl_sapo(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     ratio = torch.exp(torch.clamp(logprob - old, min=-20.0, max=20.0))
     positive, negative = (
@@ -310,13 +309,13 @@ def verl_sapo(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
     return seq_mean_token_mean(-torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages, mask)
 
 
-def verl_cispo(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
+def verl_cispo(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     ratio = torch.exp(torch.clamp(logprob - old, min=-20.0, max=20.0))
     return token_mean(-torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high).detach() * advantages * logprob, mask)
 
 
-def verl_geo_mean(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
+def verl_geo_mean(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     log_ratio, sign = logprob - old, torch.sign(advantages)
     least = sign * torch.min(sign * log_ratio, sign * torch.clamp(log_ratio, -s.clip_low, s.clip_high))
@@ -325,19 +324,19 @@ def verl_geo_mean(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Ten
     return torch.mean(-advantage * ratio)
 
 
-def verl_gpg(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
+def verl_gpg(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
     logprob, _, advantages, mask = masked_rows(inputs)
     return token_mean(-logprob * advantages, mask)
 
 
-def verl_clip_cov(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
+def verl_clip_cov(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     ratio, kept = torch.exp(logprob - old), 1 - padded(inputs.chosen.double(), inputs.sequences)
     losses2 = -advantages * torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high)
     return token_mean(torch.maximum(-advantages * ratio, losses2) * kept, mask)
 
 
-def verl_kl_cov(inputs: PolicyInputs, s: schema.PolicyLossConfig) -> torch.Tensor:
+def verl_kl_cov(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
     logprob, old, advantages, mask = masked_rows(inputs)
     plain = -advantages * torch.exp(logprob - old)
     chosen = padded(inputs.chosen, inputs.sequences)
@@ -361,7 +360,7 @@ def test_losses_and_gradients_are_verls(name):
     inputs = random_inputs(seed=6)
     theirs, level = VERL[name]
     weights = weights_of(inputs) if level == "sequence" else 1 / len(inputs.logprobs)
-    ours = (weights * policy_loss(inputs, SETTINGS[name]).loss).sum()
+    ours = (weights * SETTINGS[name].of_tokens(inputs).loss).sum()
     expected = theirs(inputs, SETTINGS[name])
     torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-9)
     gradients = [torch.autograd.grad(loss, inputs.logprobs)[0] for loss in (ours, expected)]
@@ -370,5 +369,5 @@ def test_losses_and_gradients_are_verls(name):
 
 def test_gmpo_follows_the_recipes_aggregation_where_verl_has_its_own():
     inputs = random_inputs(seed=7)
-    losses: PolicyLoss = policy_loss(inputs, SETTINGS["gmpo"])
+    losses: PolicyLoss = SETTINGS["gmpo"].of_tokens(inputs)
     assert losses.loss.mean().item() != pytest.approx(verl_geo_mean(inputs, SETTINGS["gmpo"]).item(), rel=1e-3)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megagrpo.algorithm.policy_loss import PolicyInputs, gmpo, gspo
+from megagrpo.algorithm.policy_losses import GmpoConfig, GspoConfig, PolicyInputs
 from megagrpo.algorithm.sequences import Sequences
-from megagrpo.recipe import schema
 
 INDEX = torch.tensor([1, 0, 1, 1, 0])
 SEQUENCES = Sequences(INDEX, torch.tensor([2.0, 3.0, 0.0]))
@@ -30,8 +29,8 @@ def test_sums_are_exact_where_float32_would_depend_on_the_order():
 
 def test_losses_by_response_keep_the_type_of_their_logprobs():
     logprobs = torch.tensor([-1.0, -2.0, -0.5, -0.25, -1.5], requires_grad=True)
-    for method in (gspo, gmpo):
+    for method in (GspoConfig(), GmpoConfig()):
         inputs = PolicyInputs(logprobs, logprobs.detach() - 0.1, torch.ones(5), SEQUENCES)
-        found = method(inputs, schema.PolicyLossConfig())
+        found = method.of_tokens(inputs)
         assert found.loss.dtype == found.ratio.dtype == torch.float32
         assert found.loss.requires_grad

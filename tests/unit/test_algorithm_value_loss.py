@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from megagrpo.algorithm.value_loss import explained_variance, value_loss
+from megagrpo.algorithm.critic import explained_variance, value_loss
 
 NUMBERS = st.floats(-4, 4).map(lambda x: round(x, 3))
 TOKENS = arrays(np.float64, (3, 12), elements=NUMBERS)

@@ -13,7 +13,7 @@ from megagrpo.cluster import waiting
 from megagrpo.cluster.actors import interface_of
 from megagrpo.cluster.waiting import NodeWatch, node_names
 from megagrpo.errors import NodeLostError
-from megagrpo.recipe.cluster_address import address_problem
+from megagrpo.recipe.schema.run import address_problem
 
 
 @pytest.fixture

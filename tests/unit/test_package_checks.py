@@ -5,7 +5,7 @@ from importlib import metadata
 import pytest
 
 from megagrpo.preflight.machine import package_problems
-from tests.unit.test_recipe_checks import recipe_with
+from tests.tiny_run import recipe_with
 
 
 def test_a_recipe_is_refused_for_wrong_versions_of_what_it_uses_only(monkeypatch: pytest.MonkeyPatch) -> None:

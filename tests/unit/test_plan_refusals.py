@@ -34,7 +34,6 @@ IMPOSSIBLE: list[tuple[str, str, str, str, str]] = [
      "give a coefficient"),
     (SMALL, "algorithm.advantage.name=gae", "algorithm.critic", "no critic", "critic: {lr: 1e-5}"),
     (SMALL, "algorithm.kl.estimator=k1", "algorithm.kl.estimator", "k1 in the loss", "estimator: k3"),
-    (SMALL, "algorithm.loss.clip_low=2", "algorithm.loss.clip_low", "2.0", "clip_low: 1.0"),
     (SMALL, "eval.samples_per_prompt=4", "eval.samples_per_prompt", "temperature 0", "eval.temperature: 1.0"),
     (SMALL, "checkpoint.keep_best=mean@8", "checkpoint.keep_best", "mean@8", "did you mean `mean@1`"),
     (SMALL, "reward.functions.0.function=gsm8", "reward.functions.0.function", "gsm8", "did you mean gsm8k"),

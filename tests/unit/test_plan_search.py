@@ -13,12 +13,11 @@ from megagrpo.plan.machines import machines_of
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import lacking_bytes
 from megagrpo.plan.search import SPARE, legal, search, search_for
-from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.defaults import plan_devices
-from megagrpo.recipe.model_checks import model_problems
-from megagrpo.recipe.overrides import apply_overrides
-from megagrpo.recipe.places import Places
+from megagrpo.recipe.load import Places, apply_overrides
+from megagrpo.recipe.model_rules import model_problems
 from megagrpo.recipe.schema import Recipe
+from megagrpo.section import broken_rules
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides.sglang import split_problems
 from tests.plans import (
@@ -64,7 +63,7 @@ def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[
     model = architecture(of)
     for choice in found.choices:
         chosen = applied(tuple(shlex.split(" ".join(choice.overrides))), changes)
-        assert not recipe_problems(chosen)
+        assert not broken_rules(chosen)
         assert not model_problems(chosen, model)
         assert not split_problems(model, chosen.rollout.layout, "cuda")
         assert plan_devices(chosen, "cuda").bundles == gpus

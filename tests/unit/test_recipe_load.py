@@ -12,8 +12,10 @@ from pydantic import BaseModel
 
 from megagrpo.errors import RecipeError
 from megagrpo.recipe.load import dump, load
+from megagrpo.recipe.problems import MOVED
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.yaml12 import parse, to_text
+from megagrpo.section import broken_rules
 from tests.tiny_run import recipe
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -111,29 +113,78 @@ def test_all_mistakes_come_at_once_with_line_and_nearest_name(path: Path) -> Non
         .replace("total_steps: 2", "total_steps: two")
     )
     path.write_text(text + "trak: {}\n")
-    found = problems_of(path, "rollout.top_p=0.9", "rollout.prompts_per_step=1.0", "train.optimiser.lr=1")
+    found = problems_of(path, "rollout.top_p=0", "rollout.prompts_per_step=1.0", "train.optimiser.lr=1")
     assert found == [
         ("override train.optimiser.lr=1", "did you mean `optimizer`?"),
         ("override rollout.prompts_per_step=1.0", "write 1"),
+        ("override rollout.top_p=0", ""),
         (f"{path}:{line_of(path, '    tensr:')} train.layout.tensr", "did you mean `tensor`?"),
         (f"{path}:{line_of(path, '  total_steps:')} train.total_steps", ""),
         (f"{path}:{line_of(path, 'trak:')} trak", "did you mean `track`?"),
     ]
 
 
-def test_rules_between_fields_are_reported_beside_wrong_fields_unless_they_read_them(path: Path) -> None:
-    wrong = ["algorithm.entropy_coefficient=-1", "rollout.top_p=0.9", "algorithm.minibatches=5"]
-    wheres = [where for where, _ in problems_of(path, *wrong)]
-    assert wheres == [f"override {text}" for text in wrong]
-    # Of a field without a default too.
-    wheres = [
-        where
-        for where, _ in problems_of(path, "rollout.prompts_per_step=few", "algorithm.minibatches=5", "rollout.top_k=2")
-    ]
-    assert wheres == ["override rollout.prompts_per_step=few", "override rollout.top_k=2"]
-    # A misspelt key may be any of its section: nothing is said that rests on the section's other fields.
-    wheres = [where for where, _ in problems_of(path, "cluster.trainer_devices=2", "train.layout.dat=2")]
-    assert wheres == ["override train.layout.dat=2"]
+def test_rules_between_fields_wait_until_every_field_is_right(path: Path) -> None:
+    wheres = [where for where, _ in problems_of(path, "algorithm.entropy_coefficient=-1", "rollout.top_p=0.9")]
+    assert wheres == ["override algorithm.entropy_coefficient=-1"]
+    assert [problem.where for problem in broken_rules(load(path, ["rollout.top_p=0.9"]).recipe)] == ["rollout.top_p"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["algorithm.advantage.epsilon=1e-4"], "grpo"),
+        (["algorithm.advantage=rloo"], "rloo"),
+        (["algorithm.advantage=gae", "algorithm.advantage.trace=0.9"], "gae"),
+        (["algorithm.advantage.trace=0.9", "algorithm.advantage.name=gae"], "gae"),
+        (["algorithm.advantage={name: pass_k, epsilon: 1e-4}"], "pass_k"),
+        (["algorithm.advantage=mine.py:best"], "mine.py:best"),
+    ],
+)
+def test_a_name_or_its_settings_choose_a_method(path: Path, overrides: list[str], name: str) -> None:
+    assert load(path, overrides).recipe.algorithm.advantage.name == name
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("advantage={name: rloo, epsilon: 1e-6}", "grpo, pass_k and gdpo"),
+        ("advantage.discount=0.9", "reinforce_plus_plus and gae"),
+        ("loss={name: gspo, dual_clip: 3.0}", "ppo_clip and clip_cov"),
+        ("loss={name: cispo, clip_lo: 0.1}", "did you mean `clip_low`?"),
+        ("aggregation={divisor: 8.0}", "seq_mean_token_sum_norm"),
+        ("correction.reject=[{level: token, over: sum, high: 2.0}]", "write level: sequence"),
+        ("loss.name=ppo_clp", "did you mean `ppo_clip`?"),
+        ("loss=ppo_clp", "did you mean `ppo_clip`?"),
+        ("loss.name=nothing_like_it", ""),
+        ("loss.name=mine.py:", ""),
+        ("loss=", "give `loss` its keys, or remove it"),
+        ("loss=3", ""),
+        ("loss.name=[]", ""),
+        ("correction.reject=[{high: 2.0}]", "add `level:`"),
+        ("correction.veto=1.0", ""),
+        ("loss.clip_low=1.5", ""),
+    ],
+)
+def test_a_setting_that_a_method_does_not_have_is_an_unknown_key(path: Path, override: str, fix: str) -> None:
+    ((where, found),) = problems_of(path, f"algorithm.{override}")
+    assert where.startswith(f"override algorithm.{override}")
+    assert fix in found
+    assert "letters" not in found
+
+
+@pytest.mark.parametrize("moved", MOVED)
+def test_what_the_last_version_had_is_answered_with_todays(path: Path, moved: str) -> None:
+    key, _, value = moved.partition(": ")
+    override = f"{key}={value or 2.0}"
+    assert problems_of(path, override) == [(f"override {override}", MOVED[moved].replace("VALUE", "2.0"))]
+
+
+def test_what_the_last_version_wrote_by_name_alone_still_loads(path: Path) -> None:
+    algorithm = load(
+        path, ["algorithm.aggregation=token_sum", "algorithm.correction={weights: sequence}"]
+    ).recipe.algorithm
+    assert (algorithm.aggregation.name, algorithm.correction.weights.name) == ("token_sum", "sequence")
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.algorithm.ragged import Ragged
-from megagrpo.recipe.passes import needs_old_logprobs
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.schedule import grpo_step
 from megagrpo.trainer.step import (
@@ -66,8 +65,8 @@ def test_only_the_passes_that_something_reads_are_run(overrides: list[str], pass
 
 
 def test_old_logprobs_are_needed_whenever_anything_reads_them() -> None:
-    assert not needs_old_logprobs(make_run(scores=one_right).recipe.algorithm)
-    assert needs_old_logprobs(make_run(KL, scores=one_right).recipe.algorithm)
+    assert not make_run(scores=one_right).recipe.algorithm.needs_old_logprobs
+    assert make_run(KL, scores=one_right).recipe.algorithm.needs_old_logprobs
 
 
 def test_ppo_computes_values_then_updates_the_critic_and_after_its_warm_up_the_policy() -> None:

@@ -12,11 +12,11 @@ from megagrpo.plan.machines import GPUS
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight
-from megagrpo.recipe.checks import recipe_problems
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.load import load, load_any
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.sglang import arguments
+from megagrpo.section import broken_rules
 from megagrpo.weights.families import read_architecture
 
 FILES = sorted((Path(__file__).parents[2] / "yaml_recipes").glob("*.yaml"))
@@ -46,7 +46,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recipe_loads_and_its_rules_hold(file: Path) -> None:
     recipe = load_any(file).recipe
     assert recipe.name == file.stem
-    assert not recipe_problems(recipe)
+    assert not broken_rules(recipe)
 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)

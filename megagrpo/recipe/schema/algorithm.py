@@ -1,196 +1,27 @@
-"""algorithm: from scores to advantages, and what is minimised."""
+"""algorithm: from scores to advantages, and what is minimised. The methods are in megagrpo/algorithm/."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
 
-from pydantic import Field
-
-from megagrpo.section import (
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
-
-
-class AdvantageConfig(Section):
-    """From scores to advantages. docs/algorithms.md has every formula and source."""
-
-    name: Literal[
-        "grpo",
-        "rloo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "opo",
-        "gpg",
-        "pass_k",
-        "gdpo",
-        "gae",
-    ] = "grpo"
-    """grpo: (score - mean of the group) / (standard deviation of the group + epsilon). rloo: score - mean of the
-    others. opo: score - length-weighted mean. remax: score - that of the greedy response. gdpo: each reward function
-    normalised apart. gae: with a critic (PPO)."""
-
-    standard_deviation: Literal["sample", "population", "none"] = "sample"
-    """For grpo, gdpo and pass_k. sample: n - 1; population: n; none: only subtract (Dr.GRPO)."""
-
-    epsilon: NonNegativeFloat = 1e-6
-    """Added to the standard deviation that advantages are divided by."""
-
-    discount: Fraction = 1.0
-    """For gae and reinforce_plus_plus: weight of a reward one token later (gamma)."""
-
-    trace: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """For gae: how far rewards replace the critic's estimates (lambda). 0: by one token, TD(0)."""
-
-
-class PolicyLossConfig(Section):
-    """What is minimised, per token. docs/algorithms.md has every formula and source."""
-
-    name: Literal["ppo_clip", "gspo", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov", "reinforce"] = "ppo_clip"
-    """ppo_clip: min(r A, clip(r) A). gspo: the same with the ratio of whole sequences. cispo: the clipped ratio as a
-    constant weight. gmpo: geometric mean of ratios. sapo: soft gates. clip_cov, kl_cov: tokens of high covariance are
-    left out or held back. reinforce: no ratio at all (also GPG)."""
-
-    clip_low: NonNegativeFloat = 0.2
-    """Ratios are clipped at 1 - clip_low. (gmpo: at exp(-clip_low), by token.)"""
-
-    clip_high: NonNegativeFloat = 0.2
-    """Ratios are clipped at 1 + clip_high. (gmpo: at exp(clip_high), by token.)"""
-
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """For ppo_clip and clip_cov: with a negative advantage A the loss is at most dual_clip x |A|. null: no bound."""
-
-    temperature_positive: PositiveFloat = 1.0
-    """For sapo: steepness of the gate where the advantage is positive."""
-
-    temperature_negative: PositiveFloat = 1.05
-    """For sapo: steepness of the gate where it is not."""
-
-    covariance_share: Fraction = 2e-4
-    """For clip_cov and kl_cov: share of a minibatch's tokens that are chosen, at least one token."""
-
-    covariance_low: float = 1.0
-    """For clip_cov: covariances from here on may be chosen."""
-
-    covariance_high: float = 5.0
-    """For clip_cov: up to here."""
-
-    covariance_kl: PositiveFloat = 1.0
-    """For kl_cov: weight of the penalty |log ratio| on the chosen tokens."""
-
-
-class KLConfig(Section):
-    """Penalty for leaving the reference policy."""
-
-    coefficient: NonNegativeFloat = 0.0
-    """Weight of the penalty; 0 switches the reference policy off altogether."""
-
-    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """Per-token estimate from the two logprobs (http://joschu.net/blog/kl-approx.html); k3 is the low-variance one."""
-
-    straight_through: bool = False
-    """In the loss: the estimator's value with the gradient of k2, which is that of the true divergence."""
-
-    placement: Literal["loss", "reward"] = "loss"
-    """loss: a term of the loss. reward: subtracted from each sample's score before the advantages, token by token where
-    the advantages are."""
-
-    target: PositiveFloat | None = None
-    """Adapt the coefficient, step by step, towards this divergence in nats per token (arXiv:1909.08593, section 2.2).
-    null: fixed."""
-
-    horizon: PositiveInt = 10000
-    """Samples after which an adaptive coefficient may have changed by a fifth."""
-
-
-class ReferenceConfig(Section):
-    """The policy that the KL penalty is against: the starting weights, unless it follows."""
-
-    update_every_steps: PositiveInt | None = None
-    """Steps after which the reference moves towards the policy. null: never."""
-
-    share: Fraction = 1.0
-    """How far it moves: 1 copies the policy, less averages (Polyak)."""
-
-
-class RejectionConfig(Section):
-    """Tokens or whole responses left out because trainer and engine disagree on them: outside of [low, high]."""
-
-    level: Literal["token", "sequence"]
-    """token: each by itself. sequence: all tokens of a response, by their `over`."""
-
-    statistic: Literal["ratio", "k1", "k2", "k3"] = "ratio"
-    """Of log r = train - rollout logprob. ratio: r itself; k1: -log r; k2: (log r)^2 / 2; k3: r - 1 - log r."""
-
-    over: Literal["sum", "mean", "max"] = "mean"
-    """For level: sequence: how a response's tokens become one number. The ratio is exp of the sum, mean or largest
-    log r."""
-
-    low: float | None = None
-    """Smallest value that stays; null: no bound."""
-
-    high: float | None = None
-    """Largest value that stays; null: no bound."""
-
-
-class CorrectionConfig(Section):
-    """For what engines sample a little differently from what the trainer computes: importance weights, train over
-    rollout probability, on the policy's loss.
-    """
-
-    weights: Literal["token", "sequence"] | None = None
-    """By token, or the product over the response for all its tokens. null: no weights."""
-
-    low: NonNegativeFloat = 0.0
-    """Lower bound of the weights. 0: none, only large weights are bounded."""
-
-    high: PositiveFloat = 2.0
-    """Upper bound of the weights."""
-
-    outside: Literal["truncate", "zero"] = "truncate"
-    """Weights outside of the bounds. truncate: set to the bound (TIS). zero: set to 0: with low above 0 it is IcePop
-    (arXiv:2510.18855: low 0.5, high 5), with low 0 only large weights are masked."""
-
-    normalize: bool = False
-    """Divide the weights by their mean over the minibatch: over its tokens, or its responses for weights: sequence,
-    without those left out."""
-
-    reject: list[RejectionConfig] = []
-    """What is left out of the loss and of its denominators."""
-
-    veto: PositiveFloat | None = None
-    """Leave out every response with a token whose train over rollout probability is below this. null: none."""
-
-
-class CriticConfig(Section):
-    """The value model of PPO: the same architecture with a value head, on the same ranks."""
-
-    path: str | None = None
-    """Model directory to start from; the default is model.path. Its value head is new unless the files have one."""
-
-    lr: PositiveFloat = 1e-5
-    """Peak learning rate. Everything else is as in train.optimizer, min_lr in proportion."""
-
-    value_clip: PositiveFloat | None = 0.5
-    """New values are compared as if they moved from the old by at most this. null: not clipped."""
-
-    warmup_steps: NonNegativeInt = 0
-    """First steps of the run in which only the critic learns. The policy's learning rate schedule begins after them."""
+from megagrpo.algorithm.advantages import AdvantageConfig, GrpoConfig, ReinforcePlusPlusConfig
+from megagrpo.algorithm.aggregation import AggregationConfig, TokenMeanConfig
+from megagrpo.algorithm.correction import CorrectionConfig
+from megagrpo.algorithm.critic import CriticConfig
+from megagrpo.algorithm.kl import KLConfig, ReferenceConfig
+from megagrpo.algorithm.policy_losses import PolicyLossConfig, PpoClipConfig
+from megagrpo.errors import Problem
+from megagrpo.section import NonNegativeFloat, PositiveInt, Section
 
 
 class AlgorithmConfig(Section):
     """The objective."""
 
-    advantage: AdvantageConfig = AdvantageConfig()
-    """How advantages are made from scores."""
+    advantage: AdvantageConfig = GrpoConfig()
+    """How advantages are made from scores. docs/algorithms.md says when to use which."""
 
-    loss: PolicyLossConfig = PolicyLossConfig()
-    """The policy's loss."""
+    loss: PolicyLossConfig = PpoClipConfig()
+    """The policy's loss, per token. docs/algorithms.md says when to use which."""
 
     kl: KLConfig = KLConfig()
     """Penalty against the reference policy."""
@@ -204,14 +35,9 @@ class AlgorithmConfig(Section):
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
 
-    aggregation: Literal[
-        "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
-    ] = "token_mean"
+    aggregation: AggregationConfig = TokenMeanConfig()
     """From losses per token to one number, over a whole minibatch. token_mean: over all response tokens. seq_mean_...:
-    over responses, of each one's sum, mean, or sum divided by aggregation_divisor (Dr.GRPO)."""
-
-    aggregation_divisor: PositiveFloat | None = None
-    """For seq_mean_token_sum_norm; the default is rollout.response_tokens_max."""
+    over responses, of each one's sum, mean, or sum divided by a constant (Dr.GRPO)."""
 
     correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction between engines and trainer."""
@@ -231,3 +57,111 @@ class AlgorithmConfig(Section):
     (not for token_sum, which has none).
     Their KL and entropy terms are left out too. No effect where advantages are not made by group, for gpg (its factor
     makes up for them, so they stay), or if the KL penalty is in the reward. They are counted either way."""
+
+    # --- which passes over a step's batch this asks for, besides the update -------------------------------------------
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL penalty is a part of the reward, not of the loss."""
+        return self.kl.placement == "reward" and self.kl.coefficient > 0
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether advantages are made from what the ranks compute: the KL in the reward, or a critic's values."""
+        return self.kl_in_reward or self.critic is not None
+
+    @property
+    def prepares_by_old_logprobs(self) -> bool:
+        """Whether tokens of a minibatch are weighed or chosen by old logprobs before its first gradient."""
+        return self.correction.corrects or self.loss.chooses_tokens
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether anything reads the policy's logprobs before the update begins. If not, and with one optimizer step,
+        the update's own forward pass gives them."""
+        return self.minibatches * self.epochs > 1 or self.kl_in_reward or self.prepares_by_old_logprobs
+
+    @property
+    def computes_old_logprobs(self) -> bool:
+        """Whether the ranks pass over the batch for them: not if the engines' are taken for the old ones."""
+        return self.needs_old_logprobs and not self.rollout_logprobs_as_old
+
+    @property
+    def advantages_by_token(self) -> bool:
+        """Whether the tokens of one response may have different advantages."""
+        advantage = self.advantage
+        discounted = isinstance(advantage, ReinforcePlusPlusConfig) and (advantage.discount < 1 or self.kl_in_reward)
+        return advantage.by_token or discounted
+
+    @property
+    def skips_groups(self) -> bool:
+        """Whether groups whose advantages are all zero may be left out of the batch."""
+        return self.skip_groups_without_signal and self.advantage.by_group and self.advantage.skips_groups
+
+    def policy_learns(self, step: int) -> bool:
+        """Whether the critic's warm-up, if there is one, is over at `step`."""
+        return self.critic is None or step > self.critic.warmup_steps
+
+    # --- rules --------------------------------------------------------------------------------------------------------
+
+    def rules(self) -> Iterator[Problem]:
+        yield from self._critic_rules()
+        if self.reference.update_every_steps is not None and self.kl.coefficient == 0:
+            yield Problem(
+                "reference.update_every_steps",
+                given=f"{self.reference.update_every_steps}, with algorithm.kl.coefficient 0",
+                needed="a reference policy: there is none without a KL penalty",
+                fix="remove it, or give a coefficient",
+            )
+        if self.advantage.name == "gdpo" and self.kl_in_reward:
+            yield Problem(
+                "kl.placement",
+                given="reward, with algorithm.advantage.name: gdpo",
+                needed="loss: gdpo never forms the sum of all rewards, which the penalty would change",
+                fix="placement: loss",
+            )
+        if self.loss.name == "kl_cov" and self.minibatches * self.epochs == 1:
+            yield Problem(
+                "loss.name",
+                given="kl_cov with one optimizer step for each batch",
+                needed="at least 2: its penalty, |log ratio|, has no gradient before the policy has moved",
+                fix="minibatches: 2",
+            )
+        if self.loss.name == "gmpo" and self.advantages_by_token:
+            yield Problem(
+                "loss.name",
+                given=f"gmpo, with advantages by token ({self.advantage.name})",
+                needed="one advantage for each response: the geometric mean over it is bounded on the side of its sign",
+                fix="name: ppo_clip or gspo, or an advantage such as grpo",
+            )
+        if self.rollout_logprobs_as_old and not self.loss.has_ratio and not self.kl_in_reward:
+            yield Problem(
+                "rollout_logprobs_as_old",
+                given=f"true, with loss: {{name: {self.loss.name}}}",
+                needed="false: this loss has no ratio, so nothing would read the old logprobs or be corrected by them",
+                fix="remove it, and write correction: {weights: token}",
+            )
+        if self.rollout_logprobs_as_old and self.correction.corrects:
+            yield Problem(
+                "rollout_logprobs_as_old",
+                given="true, with a correction",
+                needed="false: the old logprobs are the engines', so every weight would be 1 and nothing be left out",
+                fix="remove one of them: ratios to the engines' logprobs are a correction by themselves",
+            )
+
+    def _critic_rules(self) -> Iterator[Problem]:
+        name = self.advantage.name
+        if name == "gae" and self.critic is None:
+            yield Problem(
+                "critic",
+                given="no critic, with algorithm.advantage.name: gae",
+                needed="a critic: gae is made from its values",
+                fix="critic: {lr: 1e-5}",
+            )
+        if self.critic is not None and name != "gae":
+            yield Problem(
+                "critic",
+                given=f"a critic, with algorithm.advantage.name: {name}",
+                needed="nothing: only gae reads its values",
+                fix="remove it, or write advantage: {name: gae}",
+            )

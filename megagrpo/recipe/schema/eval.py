@@ -1,7 +1,11 @@
-"""eval: held-out prompts."""
+"""eval: held-out prompts, and the names of their metrics."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator
+
+from megagrpo.errors import Problem
 from megagrpo.recipe.schema.data import DataFileConfig
 from megagrpo.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
@@ -17,6 +21,15 @@ class EarlyStoppingConfig(Section):
 
     patience: PositiveInt | None = None
     """Stop after this many evaluations in a row without a new best."""
+
+    def rules(self) -> Iterator[Problem]:
+        if self.target is None and self.patience is None:
+            yield Problem(
+                "target",
+                given="neither target nor patience",
+                needed="at least one of them: when to stop",
+                fix="add target: 0.9 or patience: 5",
+            )
 
 
 class EvalConfig(Section):
@@ -48,3 +61,57 @@ class EvalConfig(Section):
 
     early_stopping: EarlyStoppingConfig | None = None
     """Off unless given."""
+
+    def rules(self) -> Iterator[Problem]:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            yield Problem(
+                "samples_per_prompt",
+                given=f"{self.samples_per_prompt} with temperature 0",
+                needed="1: greedy decoding gives the same response every time",
+                fix="eval.temperature: 1.0, or samples_per_prompt: 1",
+            )
+        for name, value, off in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, 0)):
+            if self.temperature == 0 and value != off:
+                yield Problem(
+                    name,
+                    given=f"{value} with temperature 0",
+                    needed=f"{off:g}: greedy decoding takes the most likely token",
+                    fix=f"give eval.temperature, or remove {name}",
+                )
+        if self.early_stopping:
+            yield from metric_rules("early_stopping.metric", self.early_stopping.metric, self)
+
+
+def metric_rules(where: str, metric: str, evaluation: EvalConfig) -> Iterator[Problem]:
+    """There is an evaluation, and it gives the metric that the field `where` asks for."""
+    if not evaluation.files:
+        yield Problem(
+            where,
+            given=f"{metric}, and no eval.files",
+            needed="prompts to evaluate on",
+            fix="give eval.files",
+        )
+    samples = evaluation.samples_per_prompt
+    valid = evaluation_metrics(samples)
+    source, slash, name = metric.rpartition("/")
+    if name in valid:
+        return
+    same = f"{name.partition('@')[0]}@{samples}"
+    near = [same] if same in valid else difflib.get_close_matches(name, valid, n=1)
+    yield Problem(
+        where,
+        given=metric,
+        needed=f"one of {', '.join(valid)} (with eval.samples_per_prompt {samples}), "
+        f"or of a single data source, as SOURCE/{valid[0]}",
+        fix=f"did you mean `{source}{slash}{near[0]}`?" if near else f"write {valid[0]}",
+    )
+
+
+def evaluation_metrics(samples: int) -> list[str]:
+    """Names that an evaluation with `samples` per prompt gives to its scores (see trainer/evaluation.py)."""
+    return [f"mean@{samples}", *(f"pass@{k}" for k in pass_at(samples)), f"maj@{samples}"]
+
+
+def pass_at(samples: int) -> list[int]:
+    """Every k for which pass@k is reported: 1, 2, 4, … and `samples`."""
+    return sorted({2**i for i in range(samples.bit_length())} | {samples})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megagrpo.errors import Problem
 from megagrpo.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
@@ -61,3 +63,26 @@ class RewardConfig(Section):
 
     truncated: Literal["score", "mask"] = "score"
     """Responses that reached the token limit. mask: they are neither trained on nor in their group's statistics."""
+
+    def rules(self) -> Iterator[Problem]:
+        if all(function.weight == 0 for function in self.functions):
+            yield Problem(
+                "functions",
+                given="only weights of 0",
+                needed="a reward that differs between samples",
+                fix="weight: 1.0",
+            )
+        if all(function.counts == "when_others_score" for function in self.functions):
+            yield Problem(
+                "functions",
+                given="only functions with counts: when_others_score",
+                needed="one that always counts, whose score the others wait for",
+                fix="counts: always",
+            )
+        if self.non_stop_score is not None and self.truncated == "mask":
+            yield Problem(
+                "non_stop_score",
+                given=f"{self.non_stop_score}, with truncated: mask",
+                needed="nothing: masked responses have no score",
+                fix="remove it, or write truncated: score",
+            )

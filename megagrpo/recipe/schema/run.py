@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from megagrpo.errors import Problem
 from megagrpo.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
@@ -90,9 +91,6 @@ class ClusterConfig(Section):
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """colocated: engines share the trainer's devices and take turns. disaggregated: they have their own."""
 
-    trainer_devices: PositiveInt | None = None
-    """Devices for training; the default, and the only legal value, is the number of ranks of train.layout."""
-
     engine_devices: PositiveInt | None = None
     """Devices for engines when disaggregated; the default is one per engine."""
 
@@ -101,3 +99,18 @@ class ClusterConfig(Section):
 
     step_timeout_seconds: PositiveFloat = 3600.0
     """Longest wait for one phase of a step (logprobs, update, weight sync, checkpoint)."""
+
+
+def address_problem(address: str, where: str) -> Problem | None:
+    """Why an address of another kind of Ray's, such as of a server for clients or for jobs, is of no use."""
+    scheme, found, rest = address.partition("://")
+    if not found:
+        return None
+    host = rest.partition("/")[0].rpartition(":")[0] or "HOST"
+    return Problem(
+        where,
+        given=f"{scheme}://, from where a run can be started but not driven",
+        needed="auto or HOST:PORT, on a node of the cluster: training ranks and engines meet at the driver, and "
+        "it shares directories with them",
+        fix=f"on any machine: ray job submit --address http://{host}:8265 -- megagrpo train RECIPE",
+    )

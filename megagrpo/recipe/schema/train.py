@@ -1,13 +1,17 @@
-"""train: the training ranks."""
+"""train: the training ranks; and the rules about them that every kind of recipe has."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megagrpo.algorithm.optimizer import OptimizerConfig
+from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.recipe.schema.run import ClusterConfig
+from megagrpo.section import PositiveFloat, PositiveInt, Section
 
 
 class LayoutConfig(Section):
@@ -45,36 +49,17 @@ class LayoutConfig(Section):
         sizes["expert_tensor"] = self.expert_tensor or self.tensor
         return ParallelLayout(**sizes)
 
-
-class OptimizerConfig(Section):
-    """Adam with decoupled weight decay."""
-
-    lr: PositiveFloat = 1e-6
-    """Peak learning rate."""
-
-    min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of a linear or cosine schedule."""
-
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up, over the whole run."""
-
-    warmup_steps: NonNegativeInt = 0
-    """Steps of linear increase from 0."""
-
-    weight_decay: NonNegativeFloat = 0.0
-    """Decay of the matrices; norms and biases have none."""
-
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
-
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment."""
-
-    epsilon: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
-
-    clip_grad: NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0 does not clip."""
+    def rules(self) -> Iterator[Problem]:
+        layout = self.parallel()
+        for text in layout.problems():
+            field = text.split()[0]
+            default = "" if self.expert_tensor else " (the default: as tensor)"
+            given = f"expert {layout.expert} x expert_tensor {layout.expert_tensor}{default}"
+            fix = "lower expert or expert_tensor, or raise data"
+            if field != "expert":  # virtual_pipeline, or the length of a stage
+                given = f"{field} {getattr(layout, field)} with pipeline {layout.pipeline}"
+                fix = "virtual_pipeline: 1" if field == "virtual_pipeline" else "remove it"
+            yield Problem(field, given=given, needed=text, fix=fix)
 
 
 class LoraConfig(Section):
@@ -90,6 +75,9 @@ class LoraConfig(Section):
         list[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]], Field(min_length=1)
     ] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     """Matrices that have one, by their names in Hugging Face models; of every expert, too."""
+
+    def rules(self) -> Iterator[Problem]:
+        yield from once_each("targets", self.targets)
 
 
 class TrainConfig(Section):
@@ -135,3 +123,72 @@ class TrainConfig(Section):
 
     megatron: dict[str, Any] = {}
     """Any other field of Megatron's TransformerConfig, checked against the installed version."""
+
+    def rules(self) -> Iterator[Problem]:
+        yield from once_each("offload", self.offload)
+        steps, trained, tokens = self.total_steps, self.tokens_per_microbatch, self.logprob_tokens_per_microbatch
+        if steps is not None and self.optimizer.warmup_steps > steps:
+            yield Problem(
+                "optimizer.warmup_steps",
+                given=f"{self.optimizer.warmup_steps} of {steps} steps in all",
+                needed="at most train.total_steps",
+                fix="lower it",
+            )
+        if tokens is not None and (tokens % trained or tokens == trained):
+            yield Problem(
+                "logprob_tokens_per_microbatch",
+                given=f"{tokens}, and {trained} with gradients",
+                needed=f"a multiple of {trained}: whole microbatches pass together",
+                fix=f"{max(2, tokens // trained) * trained}, or remove it",
+            )
+        if self.lora is not None and self.layer_spec == "transformer_engine":
+            yield Problem(
+                "layer_spec",
+                given="transformer_engine with train.lora",
+                needed="Megatron's local layers: adapters are on their linear layers",
+                fix="layer_spec: auto",
+            )
+
+
+def once_each(field: str, names: Sequence[str]) -> Iterator[Problem]:
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        yield Problem(field, f"{', '.join(repeated)} more than once", "each name once", fix="remove the others")
+
+
+def length_rules(train: TrainConfig, names: tuple[str, ...], example: str) -> Iterator[Problem]:
+    """Exactly one of the fields `names` says how long the run is."""
+    given = [name for name in names if getattr(train, name) is not None]
+    if len(given) != 1:
+        yield Problem(
+            f"train.{(given or names)[0]}",
+            given=" and ".join(given) or "no length of the run",
+            needed=f"exactly one of {', '.join(names)}",
+            fix="keep one of them" if given else example,
+        )
+
+
+def longest_rules(
+    train: TrainConfig, longest: int, *, described: str, what: str, limits: tuple[str, ...]
+) -> Iterator[Problem]:
+    """A microbatch holds sequences of `longest` tokens, which the fields `limits` allow."""
+    context = train.layout.context
+    multiple = 1 if context == 1 else 2 * context  # context ranks each take two equal pieces of a sequence
+    padded = -(-longest // multiple) * multiple
+    if train.tokens_per_microbatch * context < padded:
+        yield Problem(
+            "train.tokens_per_microbatch",
+            given=f"{train.tokens_per_microbatch} tokens x {context} context ranks, and {described}"
+            + (f", padded to {padded} for context ranks" if padded > longest else ""),
+            needed=f"at least {-(-padded // context)}, to hold the longest {what}",
+            fix=f"raise it, or lower {' or '.join(limits)}",
+        )
+
+
+def device_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[Problem]:
+    if cluster.device == "cpu" and train.layer_spec == "transformer_engine":
+        yield Problem(
+            "train.layer_spec",
+            given="transformer_engine with cluster.device: cpu",
+            needed="local or auto: Transformer Engine runs on CUDA only",
+            fix="layer_spec: auto",
+        )

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pydantic import ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
+from typing import Literal
 
 from megagrpo.section import PositiveFloat, PositiveInt, Section
-
-REMOVED = {
-    ("transfer", "direct"): "write auto or shared_memory",
-    ("transfer", "tensors"): "write auto or shared_memory",
-    ("transfer", "broadcast"): "write auto or process_group",
-    ("pause", "abort"): "write retract",
-}
-"""Values that earlier versions had, and what to do instead."""
 
 
 class WeightsConfig(Section):
@@ -42,10 +31,3 @@ class WeightsConfig(Section):
 
     attempts: PositiveInt = 2
     """How often an engine may be restarted and brought up to date in one sync before the run stops."""
-
-    @field_validator("transfer", "pause", mode="before")
-    @classmethod
-    def _name_what_replaces_it(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, str) and (fix := REMOVED.get((str(info.field_name), value))):
-            raise PydanticCustomError("removed_value", "a value of an earlier version", {"fix": fix})
-        return value

@@ -1,14 +1,33 @@
-"""The critic's loss, per token, and how well its values explain the returns."""
+"""PPO's critic: its settings, its loss per token, and how well its values explain the returns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from megagrpo.section import NonNegativeInt, PositiveFloat, Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EQUAL = 1e-10
 """Variance over mean square below which returns count as equal."""
+
+
+class CriticConfig(Section):
+    """The value model of PPO: the same architecture with a value head, on the same ranks."""
+
+    path: str | None = None
+    """Model directory to start from; the default is model.path. Its value head is new unless the files have one."""
+
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate. Everything else is as in train.optimizer, min_lr in proportion."""
+
+    value_clip: PositiveFloat | None = 0.5
+    """New values are compared as if they moved from the old by at most this. null: not clipped."""
+
+    warmup_steps: NonNegativeInt = 0
+    """First steps of the run in which only the critic learns. The policy's learning rate schedule begins after them."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +46,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
     """
     squared = (values - returns).square()
     if clip is None:
-        return ValueLoss(0.5 * squared, torch.zeros_like(values, dtype=torch.bool))
-    near = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+        return ValueLoss(0.5 * squared, values.new_zeros(values.shape).bool())
+    near = values.maximum(old_values - clip).minimum(old_values + clip)
     squared_near = (near - returns).square()
-    # torch.maximum splits the gradient of equals; inside of the range both are the same and have the whole of it.
+    # A maximum splits the gradient of equals; inside of the range both are the same and have the whole of it.
     clipped = squared_near > squared
-    return ValueLoss(0.5 * torch.where(clipped, squared_near, squared), clipped.detach())
+    return ValueLoss(0.5 * squared_near.where(clipped, squared), clipped.detach())
 
 
 def explained_variance(tokens: float, returns: tuple[float, float], residuals: tuple[float, float]) -> float:

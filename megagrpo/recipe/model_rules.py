@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout, stage_problems
-from megagrpo.recipe.lora_checks import lora_model_problems
-from megagrpo.recipe.rule_problem import RuleProblem, broken
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.megatron_rank import divided_sizes
 
 
-def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[RuleProblem]:
+def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Problem]:
     """Every rule that the layout or the lengths break for this model; `where` is a dotted path.
 
     Any tensor size fits the vocabulary: its rows are padded up to a multiple of it (Architecture.padded_vocab).
@@ -21,20 +20,20 @@ def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[RulePr
         *_pipeline(recipe, architecture),
         *_tensor(recipe, architecture),
         *_experts(recipe, architecture),
-        *lora_model_problems(recipe, architecture),
+        *_adapters(recipe, architecture),
         *(_examples(recipe, architecture) if isinstance(recipe, SftRecipe) else _tokens(recipe, architecture)),
     ]
 
 
-def critic_problems(recipe: AnyRecipe, critic: Architecture) -> list[RuleProblem]:
+def critic_problems(recipe: AnyRecipe, critic: Architecture) -> list[Problem]:
     """The same for the model of algorithm.critic.path, which never has adapters."""
     whole = recipe.train.model_copy(update={"lora": None})
     return model_problems(recipe.model_copy(update={"train": whole}), critic)
 
 
-def _pipeline(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProblem]:
+def _pipeline(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
     layout, layers = recipe.train.layout.parallel(), architecture.layers
-    if layout.problems() or not (problems := stage_problems(layers, layout)):  # the former: rank_checks.py
+    if layout.problems() or not (problems := stage_problems(layers, layout)):  # the former are rules of LayoutConfig
         return
     chunks = f" x virtual_pipeline {layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
     lengths = dict(layout.stage_lengths())
@@ -52,9 +51,8 @@ def _pipeline(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RulePro
             fix += f"; or {uneven}"
     else:
         field, fix = "virtual_pipeline", f"virtual_pipeline of {either(divisors(layers // layout.pipeline))}"
-    yield broken(
+    yield Problem(
         f"train.layout.{field}",
-        reads=tuple(f"train.layout.{name}" for name in ("pipeline", "virtual_pipeline", *lengths) if name != field),
         given=f"{given}, and the model has {layers} layers",
         needed=needed,
         fix=fix,
@@ -77,7 +75,7 @@ def _uneven(layers: int, layout: ParallelLayout) -> str | None:
     )
 
 
-def _tensor(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProblem]:
+def _tensor(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
     tensor, groups = recipe.train.layout.tensor, architecture.query_groups
     divided = {what: size for axis, what, size in divided_sizes(architecture) if axis == "tensor"}
     fitting = [
@@ -87,14 +85,14 @@ def _tensor(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProbl
     ]
     for what, count in divided.items():
         if count % tensor:
-            yield broken(
+            yield Problem(
                 "train.layout.tensor",
                 given=f"{tensor}, and the model has {count} {what}",
                 needed=f"a size that divides {count}",
                 fix=f"tensor of {either(fitting)}",
             )
     if groups % tensor and tensor % groups:
-        yield broken(
+        yield Problem(
             "train.layout.tensor",
             given=f"{tensor}, and the model has {groups} query groups (num_key_value_heads)",
             needed=f"a size that divides {groups}, or a multiple of it (the groups are then held more than once)",
@@ -102,18 +100,18 @@ def _tensor(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProbl
         )
 
 
-def _experts(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProblem]:
+def _experts(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
     layout = recipe.train.layout
     if architecture.experts is None:
         if layout.expert > 1:
-            yield broken(
+            yield Problem(
                 "train.layout.expert",
                 given=f"{layout.expert}, and the model ({architecture.family}) has no experts",
                 needed="1",
                 fix="expert: 1, and train.layout.data to use more ranks",
             )
         if layout.expert_tensor not in (None, layout.tensor):
-            yield broken(
+            yield Problem(
                 "train.layout.expert_tensor",
                 given=f"{layout.expert_tensor}, and the model ({architecture.family}) has no experts",
                 needed="nothing",
@@ -122,14 +120,14 @@ def _experts(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProb
         return
     experts, expert_tensor = architecture.experts, layout.parallel().expert_tensor
     if experts.count % layout.expert:
-        yield broken(
+        yield Problem(
             "train.layout.expert",
             given=f"{layout.expert}, and each layer has {experts.count} experts",
             needed=f"a size that divides {experts.count}",
             fix=f"expert of {either(divisors(experts.count))}",
         )
     if experts.ffn % expert_tensor:
-        yield broken(
+        yield Problem(
             "train.layout.expert_tensor",
             given=f"{expert_tensor}, and each expert has {experts.ffn} columns (moe_intermediate_size)",
             needed=f"a size that divides {experts.ffn}",
@@ -138,30 +136,51 @@ def _experts(recipe: AnyRecipe, architecture: Architecture) -> Iterator[RuleProb
     elif layout.expert == 1 and expert_tensor != layout.tensor and recipe.train.lora is None:
         # Megatron then sums the experts' gradients over the ranks that share dense weights, silently (tensor_parallel/
         # layers.py: allreduce). Adapters are marked by lora.py.
-        yield broken(
+        yield Problem(
             "train.layout.expert_tensor",
-            reads=("train.layout.expert", "train.layout.tensor"),
             given=f"{expert_tensor} with expert 1 and tensor {layout.tensor}",
             needed="the same as tensor where expert is 1: Megatron sums the experts' gradients over the wrong ranks",
             fix="remove it, or raise expert",
         )
 
 
-def _tokens(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]:
+def _adapters(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
+    if recipe.train.lora is None:
+        return
+    if architecture.latent is not None:
+        yield Problem(
+            "train.lora",
+            given=f"adapters on {architecture.family}, which has latent attention",
+            needed="a model with q_proj, k_proj and v_proj",
+            fix="remove train.lora, or choose another model",
+        )
+        return
+    layout = recipe.train.layout.parallel()
+    if architecture.experts is not None and layout.expert_tensor > 1:
+        default = "" if recipe.train.layout.expert_tensor else " (the default: as tensor)"
+        yield Problem(
+            "train.layout.expert_tensor",
+            given=f"{layout.expert_tensor}{default} with train.lora",
+            needed="1: adapters are on whole experts",
+            fix="expert_tensor: 1, and train.layout.expert to share the experts",
+        )
+
+
+def _tokens(recipe: Recipe, architecture: Architecture) -> Iterator[Problem]:
     prompt = recipe.data.prompt_tokens_max
     lengths = [("rollout", recipe.rollout.response_tokens_max)]
     if recipe.eval.files and recipe.eval.response_tokens_max is not None:
         lengths.append(("eval", recipe.eval.response_tokens_max))
     for section, response in lengths:
         if prompt + response > architecture.max_positions:
-            yield broken(
+            yield Problem(
                 f"{section}.response_tokens_max",
                 given=f"prompt + response of up to {prompt} + {response} = {prompt + response} tokens",
                 needed=f"at most {architecture.max_positions}, the model's max_position_embeddings",
                 fix=f"lower {section}.response_tokens_max or data.prompt_tokens_max",
             )
     if outside := [token for token in recipe.rollout.stop_token_ids if token >= architecture.vocab]:
-        yield broken(
+        yield Problem(
             "rollout.stop_token_ids",
             given=", ".join(map(str, outside)),
             needed=f"token ids below {architecture.vocab}, the size of the vocabulary",
@@ -169,9 +188,9 @@ def _tokens(recipe: Recipe, architecture: Architecture) -> Iterator[RuleProblem]
         )
 
 
-def _examples(recipe: SftRecipe, architecture: Architecture) -> Iterator[RuleProblem]:
+def _examples(recipe: SftRecipe, architecture: Architecture) -> Iterator[Problem]:
     if recipe.data.tokens_max > architecture.max_positions:
-        yield broken(
+        yield Problem(
             "data.tokens_max",
             given=f"{recipe.data.tokens_max}",
             needed=f"at most {architecture.max_positions}, the model's max_position_embeddings",

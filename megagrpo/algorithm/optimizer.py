@@ -1,0 +1,74 @@
+"""Adam's settings, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megagrpo.errors import Problem
+from megagrpo.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
+
+
+class OptimizerConfig(Section):
+    """Adam with decoupled weight decay."""
+
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of a linear or cosine schedule."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up, over the whole run."""
+
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear increase from 0."""
+
+    weight_decay: NonNegativeFloat = 0.0
+    """Decay of the matrices; norms and biases have none."""
+
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+
+    epsilon: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+    def rules(self) -> Iterator[Problem]:
+        if self.min_lr > self.lr:
+            yield Problem(
+                "min_lr",
+                given=f"min_lr {self.min_lr} above lr {self.lr}",
+                needed="at most lr, the peak",
+                fix="lower min_lr or raise lr",
+            )
+        elif self.min_lr > 0 and self.schedule == "constant":
+            yield Problem(
+                "min_lr",
+                given=f"{self.min_lr} with schedule: constant",
+                needed="0: a constant schedule stays at lr",
+                fix="schedule: linear or cosine, or remove min_lr",
+            )
+
+
+def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> float:
+    """Learning rate of step `step`; the first is 1.
+
+    The warm-up rises in equal parts, so that step 1 already learns and step warmup_steps has the peak. After it the
+    schedule falls from the peak towards min_lr, which it would reach at step total_steps + 1.
+    """
+    if step <= optimizer.warmup_steps:
+        return optimizer.lr * step / optimizer.warmup_steps
+    if optimizer.schedule == "constant":
+        return optimizer.lr
+    done = min(1.0, (step - 1 - optimizer.warmup_steps) / max(1, total_steps - optimizer.warmup_steps))
+    share = 1 - done if optimizer.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * share

@@ -1,0 +1,331 @@
+"""The policy's loss, per token: PPO's clipped objective and its relatives, each with its settings.
+
+Below, r = exp(logprob - old logprob) is a token's ratio, A its advantage, sg(x) is x without a gradient.
+
+To add a loss: its class here, and its name in PolicyLossConfig. The recipe imports this file, so torch is imported only
+where a loss is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from megagrpo.errors import Problem, RecipeError
+from megagrpo.section import FILE_AND_FUNCTION, ByName, Fraction, NonNegativeFloat, PositiveFloat, Section
+from megagrpo.user_functions import UserFunction
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megagrpo.algorithm.sequences import Sequences
+
+LIMIT = 20.0
+"""exp(20) is 5e8: beyond this a ratio says only that something is broken, and must not become inf or NaN."""
+
+
+@dataclass(frozen=True)
+class PolicyInputs:
+    """Response tokens of one microbatch, each [tokens]."""
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    sequences: Sequences
+    chosen: Tensor | None = None  # bool, from selection.py, for clip_cov and kl_cov
+
+    def log_ratio(self) -> Tensor:
+        """log r, bounded."""
+        return bounded(self.logprobs - self.old_logprobs)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Everything is [tokens]. Only `loss` carries a gradient."""
+
+    loss: Tensor
+    ratio: Tensor  # of the token, whatever ratio the loss is made of
+    clipped_low: Tensor  # bool: the lower bound cut this token's gradient, or for cispo changed its weight
+    clipped_high: Tensor  # bool: the upper bound or the dual clip did
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """A log ratio within LIMIT on both sides, to be put into exp; outside of it without a gradient."""
+    return log_ratio.clamp(-LIMIT, LIMIT)
+
+
+class PolicyLossMethod(Section):
+    """One loss."""
+
+    name: str
+
+    chooses_tokens: ClassVar[bool] = False
+    """Whether tokens of a whole minibatch are chosen by their old logprobs, before its first gradient."""
+
+    has_ratio: ClassVar[bool] = True
+    """Whether the old logprobs are read."""
+
+    def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
+        """Raises ValueError if the loss needs chosen tokens and has none."""
+        raise NotImplementedError
+
+
+class ClippedLoss(PolicyLossMethod):
+    """A loss with bounds on ratios."""
+
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Ratios are clipped at 1 - clip_low."""
+
+    clip_high: NonNegativeFloat = 0.2
+    """Ratios are clipped at 1 + clip_high."""
+
+    def clipped(self, ratio: Tensor, inputs: PolicyInputs, dual_clip: float | None) -> PolicyLoss:
+        """PPO's clipped objective for a ratio of the token or of its response."""
+        low, high, advantages = 1 - self.clip_low, 1 + self.clip_high, inputs.advantages
+        loss = -(ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
+        clipped_high = (advantages > 0) & (ratio.detach() > high)
+        if dual_clip is not None:
+            beyond = (advantages < 0) & (ratio.detach() > dual_clip)
+            loss = (-dual_clip * advantages).where(beyond, loss)
+            clipped_high |= beyond
+        return PolicyLoss(
+            loss=loss,
+            ratio=inputs.log_ratio().exp().detach(),
+            clipped_low=(advantages < 0) & (ratio.detach() < low),
+            clipped_high=clipped_high,
+        )
+
+
+class PpoClipConfig(ClippedLoss):
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); with dual_clip, where A < 0, at most dual_clip |A|.
+
+    PPO, arXiv:1707.06347, eq. 7; bounds apart: DAPO, arXiv:2503.14476, eq. 10; dual clip: arXiv:1912.09729.
+    """
+
+    name: Literal["ppo_clip"] = "ppo_clip"
+
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """With a negative advantage A the loss is at most dual_clip x |A|. null: no bound."""
+
+    def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
+        return self.clipped(inputs.log_ratio().exp(), inputs, self.dual_clip)
+
+
+class GspoConfig(ClippedLoss):
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) with s = exp(mean of log r over the response).
+
+    GSPO, arXiv:2507.18071, eq. 5 to 7, as its token variant, eq. 13 and 14: s is sg(s) r / sg(r) at each token. Under
+    weights that are equal within a response this has the value and the gradient of the loss by response, and the
+    recipe's aggregation and any token's own advantage or weight still mean something. The mean is over all tokens of
+    the response, also those that a correction leaves out of the loss.
+    """
+
+    name: Literal["gspo"] = "gspo"
+
+    def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
+        mean = inputs.sequences.mean(inputs.logprobs - inputs.old_logprobs)
+        own = bounded(inputs.sequences.of_tokens(mean)).to(inputs.logprobs.dtype)
+        return self.clipped((own + _gradient_of(inputs.logprobs)).exp(), inputs, None)
+
+
+class CispoConfig(ClippedLoss):
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob: clipped tokens keep a gradient.
+
+    CISPO, arXiv:2506.13585, eq. 4 and 5. (Its authors use no lower bound: clip_low 1.)
+    """
+
+    name: Literal["cispo"] = "cispo"
+
+    def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
+        ratio = inputs.log_ratio().exp().detach()
+        low, high = 1 - self.clip_low, 1 + self.clip_high
+        loss = -ratio.clamp(low, high) * inputs.advantages * inputs.logprobs
+        return PolicyLoss(loss, ratio, clipped_low=ratio < low, clipped_high=ratio > high)
+
+
+class GmpoConfig(PolicyLossMethod):
+    """-g A with g the geometric mean over the response of min(r, e^clip_high) if A > 0, else max(r, e^-clip_low).
+
+    GMPO, arXiv:2507.20673: bounds are on log r, token by token. As in gspo each token carries its own part of
+    the gradient, so that a token without a weight gets none.
+    """
+
+    name: Literal["gmpo"] = "gmpo"
+
+    clip_low: NonNegativeFloat = 0.2
+    """Ratios are clipped at exp(-clip_low), by token."""
+
+    clip_high: NonNegativeFloat = 0.2
+    """Ratios are clipped at exp(clip_high), by token."""
+
+    def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
+        log_ratio = inputs.log_ratio().detach()
+        clipped_low = (inputs.advantages < 0) & (log_ratio < -self.clip_low)
+        clipped_high = (inputs.advantages > 0) & (log_ratio > self.clip_high)
+        clipped = log_ratio.masked_fill(clipped_low, -self.clip_low).masked_fill(clipped_high, self.clip_high)
+        mean = inputs.sequences.of_tokens(inputs.sequences.mean(clipped)).to(log_ratio.dtype)
+        own = _gradient_of(inputs.logprobs).masked_fill(clipped_low | clipped_high, 0.0)
+        return PolicyLoss(-(mean + own).exp() * inputs.advantages, log_ratio.exp(), clipped_low, clipped_high)
+
+
+class SapoConfig(PolicyLossMethod):
+    """-4 / t sigmoid(t (r - 1)) A with t = temperature_positive if A > 0, else temperature_negative.
+
+    SAPO, arXiv:2511.20347: the gradient fades as r leaves 1, and is that of r A at 1.
+    """
+
+    name: Literal["sapo"] = "sapo"
+
+    temperature_positive: PositiveFloat = 1.0
+    """Steepness of the gate where the advantage is positive."""
+
+    temperature_negative: PositiveFloat = 1.05
+    """Steepness of the gate where it is not."""
+
+    def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
+        ratio = inputs.log_ratio().exp()
+        positive, negative = ratio.new_tensor(self.temperature_positive), ratio.new_tensor(self.temperature_negative)
+        temperature = positive.where(inputs.advantages > 0, negative)
+        gate = 4 / temperature * (temperature * (ratio - 1)).sigmoid()
+        return unclipped(-gate * inputs.advantages, ratio)
+
+
+class CovarianceLoss(PolicyLossMethod):
+    """A loss that treats the tokens with the largest covariances of logprob and advantage apart: these make the entropy
+    fall (arXiv:2505.22617, section 4).
+    """
+
+    chooses_tokens: ClassVar[bool] = True
+
+    covariance_share: Fraction = 2e-4
+    """Share of a minibatch's tokens that are chosen, at least one token."""
+
+
+class ClipCovConfig(CovarianceLoss, ClippedLoss):
+    """ppo_clip without the chosen tokens, which still count in the denominators. Clip-Cov, arXiv:2505.22617."""
+
+    name: Literal["clip_cov"] = "clip_cov"
+
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """With a negative advantage A the loss is at most dual_clip x |A|. null: no bound."""
+
+    covariance_low: float = 1.0
+    """Covariances from here on may be chosen."""
+
+    covariance_high: float = 5.0
+    """Up to here."""
+
+    def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
+        clipped = self.clipped(inputs.log_ratio().exp(), inputs, self.dual_clip)
+        loss = clipped.loss.masked_fill(_chosen(inputs), 0.0)
+        return PolicyLoss(loss, clipped.ratio, clipped.clipped_low, clipped.clipped_high)
+
+    def rules(self) -> Iterator[Problem]:
+        if self.covariance_low >= self.covariance_high:
+            yield Problem(
+                "covariance_low",
+                given=f"{self.covariance_low}, with covariance_high {self.covariance_high}",
+                needed="below covariance_high: tokens are chosen between them",
+                fix="lower it",
+            )
+
+
+class KlCovConfig(CovarianceLoss):
+    """-r A, and on the chosen tokens + covariance_kl |log r|. Nothing is clipped. KL-Cov, arXiv:2505.22617.
+
+    The penalty has no gradient before the policy has moved: it needs more than one optimizer step for each batch.
+    """
+
+    name: Literal["kl_cov"] = "kl_cov"
+
+    covariance_kl: PositiveFloat = 1.0
+    """Weight of the penalty |log ratio| on the chosen tokens."""
+
+    def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
+        log_ratio = inputs.log_ratio()
+        ratio = log_ratio.exp()
+        penalty = (self.covariance_kl * log_ratio.abs()).masked_fill(~_chosen(inputs), 0.0)
+        return unclipped(penalty - ratio * inputs.advantages, ratio)
+
+
+class ReinforceConfig(PolicyLossMethod):
+    """-A logprob: no ratio at all. REINFORCE (Williams, 1992); GPG, arXiv:2504.02546."""
+
+    has_ratio: ClassVar[bool] = False
+
+    name: Literal["reinforce"] = "reinforce"
+
+    def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
+        return unclipped(-inputs.advantages * inputs.logprobs, inputs.log_ratio().exp())
+
+
+class OwnLossConfig(PolicyLossMethod):
+    """A function of your own: (inputs: PolicyInputs, **arguments) -> PolicyLoss, or the loss of each token alone. See
+    docs/algorithms.md.
+    """
+
+    name: Annotated[str, Field(pattern=FILE_AND_FUNCTION)]
+    """FILE.py:FUNCTION."""
+
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+
+    def function(self) -> UserFunction:
+        return UserFunction("algorithm.loss.name", self.name, self.arguments)
+
+    def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
+        """Raises RecipeError if the function cannot be loaded, fails, or gives anything but a number for each token."""
+        from torch import Tensor
+
+        found = self.function()(inputs)
+        if isinstance(found, Tensor):
+            found = unclipped(found, inputs.log_ratio().exp())
+        parts = vars(found) if isinstance(found, PolicyLoss) else {"result": found}
+        tokens = inputs.logprobs.shape
+        for part, values in parts.items():
+            if not isinstance(values, Tensor) or values.shape != tokens or values.device != inputs.logprobs.device:
+                shape = f"{values.dtype} {list(values.shape)} on {values.device}" if isinstance(values, Tensor) else ""
+                raise RecipeError(
+                    Problem(
+                        "algorithm.loss.name",
+                        given=f"{self.name} returned {shape or type(values).__name__} as its {part}",
+                        needed=f"a number for each of the {tokens.numel()} tokens, on {inputs.logprobs.device}: "
+                        "a tensor, or a PolicyLoss of tensors",
+                        fix="return a tensor like inputs.logprobs",
+                    )
+                )
+        return found
+
+
+PolicyLossConfig = Annotated[
+    PpoClipConfig
+    | GspoConfig
+    | CispoConfig
+    | GmpoConfig
+    | SapoConfig
+    | ClipCovConfig
+    | KlCovConfig
+    | ReinforceConfig
+    | OwnLossConfig,
+    ByName(default="ppo_clip"),
+]
+
+
+def unclipped(loss: Tensor, ratio: Tensor) -> PolicyLoss:
+    """The result of a loss without bounds. loss, ratio: [tokens]."""
+    nothing = ratio.new_zeros(ratio.shape).bool()
+    return PolicyLoss(loss, ratio.detach(), clipped_low=nothing, clipped_high=nothing)
+
+
+def _gradient_of(logprobs: Tensor) -> Tensor:
+    """0, with the gradient of `logprobs`."""
+    return logprobs - logprobs.detach()
+
+
+def _chosen(inputs: PolicyInputs) -> Tensor:
+    if inputs.chosen is None:
+        raise ValueError("a loss by covariance without chosen tokens")
+    return inputs.chosen

@@ -1,0 +1,326 @@
+"""What may stand at each path of a recipe, in plain words; and pydantic's errors as problems, one for each place."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megagrpo.errors import Problem
+from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.section import ByName, Section
+
+LONGEST_VALUE = 60
+UNKNOWN_NAME = ("union_tag_invalid", "union_tag_not_found")
+
+MOVED: Mapping[str, str] = {
+    "algorithm.aggregation_divisor": "write aggregation: {name: seq_mean_token_sum_norm, divisor: VALUE}",
+    "algorithm.correction.low": "write weights: {name: token, low: VALUE}",
+    "algorithm.correction.high": "write weights: {name: token, high: VALUE}",
+    "algorithm.correction.outside": "write weights: {name: token, outside: VALUE}",
+    "algorithm.correction.normalize": "write weights: {name: token, normalize: VALUE}",
+    "cluster.trainer_devices": "remove it: each rank of train.layout has one device",
+    "weights.transfer: direct": "write auto or shared_memory",
+    "weights.transfer: tensors": "write auto or shared_memory",
+    "weights.transfer: broadcast": "write auto or process_group",
+    "weights.pause: abort": "write retract",
+}
+"""Keys, and values of keys, of earlier versions, and how to say the same now."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What may stand at one place of a recipe."""
+
+    annotation: Any
+    metadata: tuple[Any, ...] = ()
+    description: str = ""
+    others: Mapping[str, type[Section]] = field(default_factory=dict)
+    """By name, the sections that could stand here if another were chosen."""
+
+    @property
+    def choice(self) -> tuple[ByName, dict[str, type[Section]]] | None:
+        """The key that chooses one of several sections, and these by their names."""
+        return _choice(self.annotation, self.metadata)
+
+    @property
+    def sections(self) -> list[type[Section]]:
+        """The sections whose keys may stand here."""
+        if self.choice:
+            return list(dict.fromkeys(self.choice[1].values()))
+        return [a for a in _alternatives(self.annotation) if isinstance(a, type) and issubclass(a, Section)]
+
+    @property
+    def is_list(self) -> bool:
+        return any(get_origin(a) is list for a in _alternatives(self.annotation))
+
+    def below(self, key: str) -> Expected | None:
+        """What may stand at `key` inside this value; None if nothing can."""
+        if self.annotation is Any:
+            return self
+        for section in self.sections:
+            if key in section.model_fields:
+                return _of_field(section.model_fields[key])
+        for alternative in () if self.sections else _alternatives(self.annotation):
+            origin, arguments = get_origin(alternative), get_args(alternative)
+            if origin is list and key.isdecimal():
+                return Expected(arguments[0])
+            if origin is dict:
+                return Expected(arguments[1])
+            if _is_open(alternative):
+                info = alternative.model_fields.get(key)
+                return Expected(Any) if info is None else _of_field(info)
+        return None
+
+    def words(self) -> str:
+        """`an integer of at least 1`, `one of drop, truncate_left, error`, ..."""
+        return _words(self.annotation, self.metadata)
+
+
+def is_field(path: str, recipe_class: type[AnyRecipe]) -> bool:
+    """Whether the schema has a place with this dotted path."""
+    here: Expected | None = Expected(recipe_class)
+    for key in path.split("."):
+        here = here.below(key) if here else None
+    return bool(path) and here is not None
+
+
+def nearest(given: str, valid: Iterable[str]) -> str | None:
+    """The valid name that `given` was probably meant to be."""
+    return next(iter(difflib.get_close_matches(given, list(valid), n=1, cutoff=0.6)), None)
+
+
+def schema_problems(
+    tree: Mapping[str, Any], errors: Iterable[Mapping[str, Any]], recipe_class: type[AnyRecipe]
+) -> list[Problem]:
+    """One problem for each place named by `errors` (pydantic's ValidationError.errors()); `where` is the dotted path.
+
+    A union reports an error for each member; these have the same place and become one problem. A missing key is left
+    out if an unknown one beside it is that key misspelt.
+    """
+    found: dict[str, Problem] = {}
+    for error in sorted(errors, key=lambda error: error["type"] == "missing"):
+        keys, expected = _place(error["loc"], recipe_class)
+        value, kind = _value(tree, keys), error["type"]
+        if kind in UNKNOWN_NAME and expected.choice and isinstance(value, dict):
+            keys.append(expected.choice[0].key)
+            value = value.get(expected.choice[0].key)
+            kind = "missing" if value is None else kind
+        path = ".".join(map(str, keys))
+        beside = [p.fix for at, p in found.items() if at.rpartition(".")[0] == path.rpartition(".")[0]]
+        misspelt = error["type"] == "missing" and _did_you_mean(str(keys[-1])) in beside
+        if path not in found and not misspelt:
+            found[path] = _problem(kind, keys, value, expected, recipe_class)
+    return list(found.values())
+
+
+def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class: type[AnyRecipe]) -> Problem:
+    """A key that the section does not have, with the name it was probably meant to be."""
+    keys = list(dict.fromkeys(name for each in section.sections for name in each.model_fields))
+    owners = [name for name, other in section.others.items() if key in other.model_fields]
+    if path in MOVED:
+        fix = MOVED[path].replace("VALUE", str(value).lower() if isinstance(value, bool) else str(value))
+    elif "." in key:
+        fix = "write one key on a line, each section's keys indented below it (dots are for overrides)"
+    elif owners:
+        chooser = next(iter(name for name in ("name", "level") if name in keys))
+        fix = f"remove it, or write {chooser}: {owners[0]} (it is for {_listed(owners)})"
+    elif guess := nearest(key, keys):
+        fix = _did_you_mean(guess)
+    elif elsewhere := list(dict.fromkeys(p for p in _paths(recipe_class, "") if p.rpartition(".")[2] == key)):
+        fix = f"`{key}` belongs at {' or '.join(elsewhere)}"
+    else:
+        fix = "remove it"
+    return Problem(path, given=f"the unknown key `{key}`", needed=f"one of {', '.join(keys)}", fix=fix)
+
+
+def shown(value: Any) -> str:
+    """A YAML value in an error message, with its type where it could be mistaken."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | dict):
+        return f"{'a' if value else 'an empty'} {'list' if isinstance(value, list) else 'mapping'}"
+    text = value if isinstance(value, str) else repr(value)
+    if len(text) > LONGEST_VALUE:
+        text = text[: LONGEST_VALUE - 3] + "..."
+    return f"'{text}' (text)" if isinstance(value, str) else text
+
+
+def _place(location: Iterable[str | int], recipe_class: type[AnyRecipe]) -> tuple[list[str | int], Expected]:
+    """The part of pydantic's location that is a path (unions add names of members), and what may stand there."""
+    keys: list[str | int] = []
+    here = Expected(recipe_class)
+    for key in location:
+        if here.choice and key in here.choice[1]:
+            members = here.choice[1]
+            others = {name: section for name, section in members.items() if section is not members[str(key)]}
+            here = Expected(members[str(key)], others=others)
+            continue
+        inner = here.below(str(key))
+        if inner is None and not here.sections:
+            break
+        keys.append(key)
+        if inner is None:  # a key that the section does not have
+            break
+        here = inner
+    return keys, here
+
+
+def _value(tree: Any, keys: Iterable[str | int]) -> Any:
+    for key in keys:
+        if isinstance(tree, str):  # a name that stands for its section
+            return tree
+        if isinstance(tree, Mapping) and key not in tree:
+            return None
+        tree = tree[key]
+    return tree
+
+
+def _problem(
+    kind: str, keys: Sequence[str | int], value: Any, expected: Expected, recipe_class: type[AnyRecipe]
+) -> Problem:
+    path, key = ".".join(map(str, keys)), str(keys[-1])
+    if kind == "extra_forbidden" and expected.sections:
+        return unknown_key(path, key, value, expected, recipe_class)
+    if kind == "missing":
+        return Problem(path, given="nothing", needed=_needed(expected), fix=f"add `{key}:`")
+    return Problem(path, given=shown(value), needed=_needed(expected), fix=_fix(path, key, value, expected))
+
+
+def _needed(expected: Expected) -> str:
+    """Type, bounds and meaning."""
+    words = expected.words()
+    return f"{words} ({expected.description.rstrip('.')})" if expected.description else words
+
+
+def _fix(path: str, key: str, value: Any, expected: Expected) -> str:
+    words = expected.words()
+    if isinstance(value, float) and value.is_integer() and "integer" in words:
+        return f"write {int(value)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "write a finite number"
+    if isinstance(value, str):
+        return _fix_of_text(path, value, expected)
+    if value is None and expected.sections:
+        return f"give `{key}` its keys, or remove it"
+    if value is None:
+        return f"give `{key}` a value"
+    if words.startswith("text") and not isinstance(value, list | dict):
+        return f'put quotes around it: "{value}"'
+    if words.startswith("a list") and not isinstance(value, list):
+        return "write it as a list: a line starting with `- ` for each item"
+    return ""
+
+
+def _fix_of_text(path: str, value: str, expected: Expected) -> str:
+    if removed := MOVED.get(f"{path}: {value}"):
+        return removed
+    choices = [str(c) for c in get_args(expected.annotation)] if get_origin(expected.annotation) is Literal else []
+    if guess := nearest(value, expected.choice[1] if expected.choice else choices):
+        return _did_you_mean(guess)
+    words = expected.words()
+    if "integer" in words and value.replace("_", "").replace(",", "").isdecimal():
+        return f"write {value.replace('_', '').replace(',', '')}, without quotes or separators"
+    if "true or false" in words and value.lower() in ("yes", "on", "no", "off", "true", "false"):
+        return f"write {'true' if value.lower() in ('yes', 'on', 'true') else 'false'}"
+    if "number" in words and "," not in value and _is_number(value):
+        return f"write {value} without quotes"
+    if path == "name":
+        return "use letters, digits, dot, dash and underscore only"
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _did_you_mean(name: str) -> str:
+    return f"did you mean `{name}`?"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _paths(section: type[Section], prefix: str) -> Iterator[str]:
+    """Dotted paths of all fields, outside of lists."""
+    for name, info in section.model_fields.items():
+        yield prefix + name
+        for inner in _of_field(info).sections:
+            yield from _paths(inner, f"{prefix}{name}.")
+
+
+def _of_field(info: FieldInfo) -> Expected:
+    return Expected(info.annotation, tuple(info.metadata), info.description or "")
+
+
+def _choice(annotation: Any, metadata: tuple[Any, ...]) -> tuple[ByName, dict[str, type[Section]]] | None:
+    for each in metadata:
+        if isinstance(each, ByName):
+            return each, each.members(annotation)
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return _choice(inner, tuple(more))
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        return next((found for member in get_args(annotation) if (found := _choice(member, ()))), None)
+    return None
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Members of a union without their constraints; of any other type, itself."""
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(a for member in get_args(annotation) for a in _alternatives(member))
+    return (annotation,)
+
+
+def _is_open(annotation: Any) -> bool:
+    """Whether it is a mapping of any keys besides its own, as rollout.sglang."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel) and not issubclass(annotation, Section)
+
+
+def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if any(isinstance(each, ByName) for each in metadata):
+        choice = next(each for each in metadata if isinstance(each, ByName))
+        return f"{choice.key}: one of {', '.join(choice.members(annotation))}"
+    if origin is Annotated:
+        inner, *more = arguments
+        flat = [m for c in more for m in (c.metadata if isinstance(c, FieldInfo) else [c])]
+        return _words(inner, (*metadata, *flat))
+    if origin in (typing.Union, types.UnionType):
+        members = [_words(member, ()) for member in arguments]
+        return f"{', '.join(members[:-1])} or {members[-1]}"
+    if origin is Literal:
+        return ", ".join(map(str, arguments)) if len(arguments) == 1 else f"one of {', '.join(map(str, arguments))}"
+    if origin is list:
+        filled = any(isinstance(m, annotated_types.MinLen) for m in metadata)
+        return f"a list{' with at least one item' if filled else ''}, each item {_words(arguments[0], ())}"
+    if origin is dict or _is_open(annotation):
+        return "a mapping of names to values"
+    if annotation is type(None):
+        return "null"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return f"a mapping with keys among {', '.join(annotation.model_fields)}"
+    kind = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[annotation]
+    return kind + _bounds(metadata)
+
+
+def _bounds(metadata: tuple[Any, ...]) -> str:
+    words = (("ge", "of at least"), ("gt", "above"), ("le", "of at most"), ("lt", "below"))
+    parts = [f"{word} {getattr(m, name)}" for m in metadata for name, word in words if hasattr(m, name)]
+    return f" {' and '.join(parts)}" if parts else ""

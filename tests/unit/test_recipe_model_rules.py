@@ -1,0 +1,110 @@
+"""Rules between a recipe and its model: what divides what. Each names the field to change, and sizes that fit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
+from megagrpo.recipe.model_rules import model_problems
+from megagrpo.weights.families import architecture_of, read_architecture
+from tests import tiny_models
+from tests.tiny_run import CONFIG, EXPERTS, recipe_with
+
+EVAL = "eval.files=[{path: held_out.jsonl}]"
+LORA = "train.lora={rank: 4}"
+LATENT: dict[str, Any] = {
+    "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "v_head_dim": 5,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 6, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
+LAYOUT_CASES: list[tuple[str, str, dict[str, Any], str]] = [
+    ("pipeline", "pipeline=3", {}, "pipeline of 1, 2 or 4; or last_stage_layers: 2 only"),
+    ("virtual_pipeline", "pipeline=2 virtual_pipeline=4", {}, "of 1 or 2"),
+    ("pipeline", "pipeline=3", {"num_hidden_layers": 2}, "pipeline of 1 or 2"),
+    ("pipeline", "pipeline=16", {"num_hidden_layers": 61}, "of 1 or 61; or last_stage_layers: 1 only, which leaves 4"),
+    ("last_stage_layers", "pipeline=2 last_stage_layers=4", {}, ""),
+    ("tensor", "tensor=8", {}, "tensor of 1, 2 or 4"),
+    ("tensor", "tensor=4", {"intermediate_size": 22}, "tensor of 1 or 2"),
+    ("tensor", "tensor=3", {"num_attention_heads": 6, "hidden_size": 24}, "tensor of 1, 2 or 6"),
+    ("expert", "expert=2 data=2", {}, "expert: 1"),
+    ("expert_tensor", "tensor=2 expert_tensor=1", {}, "remove it"),
+    ("expert", "expert=3 data=3", EXPERTS, "expert of 1, 2 or 4"),
+    ("expert_tensor", "tensor=4", EXPERTS, "expert_tensor: 1"),
+    ("expert_tensor", "tensor=2 expert_tensor=1", EXPERTS, "raise expert"),  # gradients over the wrong ranks
+    ("tensor", "tensor=4 expert=4 expert_tensor=1", LATENT, "tensor of 1 or 2"),  # columns of the shared experts
+    ("tensor", "tensor=2 expert=2 expert_tensor=1", LATENT | {"intermediate_size": 27}, "tensor of 1"),
+]
+
+
+@pytest.mark.parametrize(("field", "layout", "config", "fix"), LAYOUT_CASES)
+def test_a_layout_that_does_not_fit_the_model_is_named(
+    field: str, layout: str, config: dict[str, Any], fix: str
+) -> None:
+    overrides = [f"train.layout.{size}" for size in layout.split()]
+    (problem,) = model_problems(recipe_with(*overrides), architecture_of(CONFIG | config))
+    assert problem.where == f"train.layout.{field}"
+    assert fix in problem.fix
+    assert all((problem.given, problem.needed, problem.fix))
+
+
+@pytest.mark.parametrize(
+    ("field", "overrides"),
+    [
+        ("rollout.response_tokens_max", ["rollout.response_tokens_max=49"]),
+        ("eval.response_tokens_max", [EVAL, "eval.response_tokens_max=49"]),
+        ("rollout.stop_token_ids", ["rollout.stop_token_ids=[5, 31]"]),
+    ],
+)
+def test_lengths_and_tokens_that_the_model_does_not_have_are_named(field: str, overrides: list[str]) -> None:
+    (problem,) = model_problems(recipe_with(*overrides), architecture_of(CONFIG))
+    assert problem.where == field
+
+
+def test_experts_have_adapters_only_where_they_are_whole() -> None:
+    architecture, layout = architecture_of(CONFIG | EXPERTS), ["train.layout.tensor=2", "train.layout.expert=2"]
+    (problem,) = model_problems(recipe_with(LORA, "train.layout.tensor=2"), architecture)
+    assert problem.where == "train.layout.expert_tensor"
+    assert model_problems(recipe_with(LORA, *layout, "train.layout.expert_tensor=1"), architecture) == []
+    assert model_problems(recipe_with(LORA, "train.layout.tensor=2"), architecture_of(CONFIG)) == []
+
+
+def test_latent_attention_has_no_adapters(tmp_path: Path) -> None:
+    architecture = read_architecture(tiny_models.make_model("deepseek_v3", tmp_path / "model"))
+    assert "train.lora" in {problem.where for problem in model_problems(recipe_with(LORA), architecture)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "config"),
+    [
+        (["train.layout.tensor=4"], {}),  # a multiple of the 2 query groups; 31 rows of vocabulary are padded
+        (["train.layout.pipeline=2", "train.layout.virtual_pipeline=2"], {}),
+        (["train.layout.pipeline=2", "train.layout.first_stage_layers=3"], {}),
+        (["train.layout.pipeline=3", "train.layout.last_stage_layers=2"], {}),
+        (["train.layout.tensor=2", "train.layout.expert=2", "train.layout.expert_tensor=1"], EXPERTS),
+        (["train.layout.expert=4", "train.layout.data=4"], EXPERTS),
+        (["rollout.response_tokens_max=48"], {}),
+    ],
+)
+def test_a_layout_that_fits_the_model_is_accepted(overrides: list[str], config: dict[str, Any]) -> None:
+    assert model_problems(recipe_with(*overrides), architecture_of(CONFIG | config)) == []
+
+
+sizes = st.integers(1, 6)
+
+
+@settings(max_examples=40)
+@given(pipeline=st.integers(2, 6), virtual=sizes, layers=st.integers(1, 24))
+def test_an_accepted_pipeline_places_every_layer_once(pipeline: int, virtual: int, layers: int) -> None:
+    checked = recipe_with(f"train.layout.pipeline={pipeline}", f"train.layout.virtual_pipeline={virtual}")
+    found = model_problems(checked, architecture_of(CONFIG | {"num_hidden_layers": layers}))
+    placed = [
+        layer
+        for chunk in range(virtual)
+        for stage in range(pipeline)
+        for layer in layers_of_chunk(layers, ParallelLayout(pipeline=pipeline, virtual_pipeline=virtual), stage, chunk)
+    ]
+    assert (placed == list(range(layers))) == (not found)

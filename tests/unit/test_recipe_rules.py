@@ -1,0 +1,215 @@
+"""Rules between the fields of a recipe: each names the field to change, what was given, what is needed, and a fix."""
+
+import numpy as np
+import pytest
+
+from megagrpo.recipe.problems import is_field
+from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.eval import evaluation_metrics
+from megagrpo.section import broken_rules
+from megagrpo.trainer import evaluation
+from megagrpo.types import Group, Prompt, Sample, Score
+from tests.tiny_run import recipe_with
+
+EVAL = "eval.files=[{path: held_out.jsonl}]"
+CRITIC = "algorithm.critic={}"
+GAE = "algorithm.advantage.name=gae"
+TWO_FUNCTIONS = "reward.functions=[{function: gsm8k}, {function: format, arguments: {pattern: a}}]"
+WEIGHTS = "algorithm.correction.weights=token"
+
+BROKEN: list[tuple[str, list[str]]] = [
+    ("train.total_steps", ["train.total_steps=null"]),
+    ("train.total_steps", ["train.total_epochs=1"]),
+    ("train.total_episodes", ["train.total_steps=null", "train.total_episodes=15"]),
+    ("algorithm.minibatches", ["algorithm.minibatches=3"]),
+    ("train.layout.data", ["algorithm.minibatches=8", "train.layout.data=4"]),
+    ("rollout.top_p", ["rollout.top_p=0.9"]),
+    ("rollout.top_k", ["rollout.top_k=5"]),
+    ("train.tokens_per_microbatch", ["train.tokens_per_microbatch=31"]),
+    (
+        "train.tokens_per_microbatch",
+        [
+            "train.tokens_per_microbatch=16",
+            "train.layout.context=2",
+            "rollout.response_tokens_max=15",
+            "data.prompt_tokens_max=18",
+        ],
+    ),
+    ("train.logprob_tokens_per_microbatch", ["train.logprob_tokens_per_microbatch=96", "algorithm.minibatches=2"]),
+    ("train.logprob_tokens_per_microbatch", ["train.logprob_tokens_per_microbatch=128"]),
+    ("train.layout.virtual_pipeline", ["train.layout.virtual_pipeline=2"]),
+    ("train.layout.last_stage_layers", ["train.layout.last_stage_layers=2"]),
+    ("train.layout.expert", ["train.layout.tensor=2", "train.layout.expert=2"]),
+    ("train.layout.expert", ["train.layout.expert=3", "train.layout.data=2"]),
+    ("cluster.engine_devices", ["cluster.engine_devices=1"]),
+    ("cluster.engine_devices", ["cluster.engine_devices=2", "cluster.placement=disaggregated"]),
+    ("train.optimizer.min_lr", ["train.optimizer.min_lr=1e-3"]),
+    ("train.optimizer.min_lr", ["train.optimizer.min_lr=1e-7"]),
+    ("train.optimizer.warmup_steps", ["train.optimizer.warmup_steps=3"]),
+    ("train.offload", ["train.offload=[optimizer, optimizer]"]),
+    ("train.offload", ["train.offload=[reference]"]),
+    ("train.offload", ["train.offload=[optimizer]", "cluster.placement=disaggregated"]),
+    ("train.layer_spec", ["cluster.device=cpu", "train.layer_spec=transformer_engine"]),
+    ("eval.samples_per_prompt", ["eval.samples_per_prompt=4"]),
+    ("eval.top_p", ["eval.top_p=0.5"]),
+    ("eval.early_stopping.target", [EVAL, "eval.early_stopping={}"]),
+    ("eval.early_stopping.metric", ["eval.early_stopping.target=0.9"]),
+    ("checkpoint.keep_best", ["checkpoint.keep_best=mean@1"]),
+    ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=pass@4"]),
+    ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=accuracy"]),
+    ("rollout.urls", ["rollout.urls=[http://a:1]"]),
+    ("rollout.api_key_variable", ["rollout.api_key_variable=KEY"]),
+    ("rollout.urls", ["rollout.engine=external"]),
+    ("rollout.urls", ["rollout.engine=external", "rollout.urls=[http://a:1, http://b:1]"]),
+    ("rollout.urls", ["rollout.engine=external", "rollout.engines=2", "rollout.urls=[http://a:1, http://a:1]"]),
+    ("rollout.urls", ["rollout.engine=external", "rollout.urls=[host:30000]"]),
+    ("rollout.sglang", ["rollout.sglang={mem_fraction_static: 0.5}"]),
+    ("rollout.layout.tensor", ["rollout.layout.tensor=2"]),
+    (
+        "rollout.layout.expert",
+        ["rollout.engine=external", "rollout.urls=[http://a:1]", "rollout.layout={tensor: 2, expert: 3}"],
+    ),
+    (
+        "rollout.layout.expert",
+        ["rollout.engine=sglang", "cluster.device=cpu", "train.layout.data=2", "rollout.layout={tensor: 2, expert: 2}"],
+    ),
+    ("weights.transfer", ["weights.transfer=disk"]),
+    ("weights.directory", ["weights.directory=/tmp"]),
+    ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=sums/maen@1"]),
+    ("algorithm.advantage.epsilon", ["algorithm.advantage={standard_deviation: none, epsilon: 0.5}"]),
+    ("algorithm.advantage.epsilon", ["algorithm.advantage={name: pass_k, standard_deviation: none, epsilon: 0.5}"]),
+    (
+        "algorithm.advantage.epsilon",
+        ["algorithm.advantage={name: gdpo, standard_deviation: none, epsilon: 0.5}", TWO_FUNCTIONS],
+    ),
+    ("rollout.samples_per_prompt", ["rollout.samples_per_prompt=1"]),
+    ("algorithm.advantage.epsilon", ["algorithm.advantage.epsilon=0"]),
+    ("algorithm.advantage.epsilon", ["algorithm.advantage={epsilon: 0, standard_deviation: population}"]),
+    ("rollout.dynamic_sampling", ["algorithm.advantage.name=remax", "rollout.dynamic_sampling={}"]),
+    ("algorithm.advantage.name", ["algorithm.advantage.name=gdpo"]),
+    ("reward.overlong", ["algorithm.advantage.name=gdpo", TWO_FUNCTIONS, "reward.overlong={buffer_tokens: 2}"]),
+    ("reward.non_stop_score", ["algorithm.advantage.name=gdpo", TWO_FUNCTIONS, "reward.non_stop_score=-1"]),
+    (
+        "algorithm.kl.placement",
+        ["algorithm.advantage.name=gdpo", TWO_FUNCTIONS, "algorithm.kl={coefficient: 0.1, placement: reward}"],
+    ),
+    ("algorithm.critic", [GAE]),
+    ("algorithm.critic", [CRITIC]),
+    ("algorithm.critic.warmup_steps", [GAE, "algorithm.critic.warmup_steps=2"]),
+    ("algorithm.critic.warmup_steps", [GAE, "algorithm.critic.warmup_steps=1", "train.optimizer.warmup_steps=2"]),
+    ("train.offload", ["train.offload=[critic]"]),
+    ("algorithm.loss.covariance_low", ["algorithm.loss={name: clip_cov, covariance_low: 5.0}"]),
+    ("algorithm.loss.name", ["algorithm.loss.name=kl_cov"]),
+    ("algorithm.loss.name", [GAE, CRITIC, "algorithm.loss.name=gmpo"]),
+    (
+        "algorithm.loss.name",
+        ["algorithm.advantage={name: reinforce_plus_plus, discount: 0.9}", "algorithm.loss.name=gmpo"],
+    ),
+    ("algorithm.kl.target", ["algorithm.kl.target=0.1"]),
+    ("algorithm.kl.horizon", ["algorithm.kl={coefficient: 0.1, horizon: 5}"]),
+    ("algorithm.kl.straight_through", ["algorithm.kl={coefficient: 0.1, placement: reward, straight_through: true}"]),
+    ("algorithm.kl.estimator", ["algorithm.kl={coefficient: 0.1, estimator: k1}"]),
+    ("algorithm.reference.update_every_steps", ["algorithm.reference.update_every_steps=1"]),
+    ("algorithm.reference.share", ["algorithm.kl.coefficient=0.1", "algorithm.reference.share=0.5"]),
+    ("algorithm.rollout_logprobs_as_old", ["algorithm.rollout_logprobs_as_old=true", WEIGHTS]),
+    ("algorithm.rollout_logprobs_as_old", ["algorithm.rollout_logprobs_as_old=true", "algorithm.loss.name=reinforce"]),
+    (
+        "algorithm.rollout_logprobs_as_old",
+        ["algorithm.rollout_logprobs_as_old=true", "algorithm.loss.name=reinforce", "algorithm.kl.coefficient=0.1"],
+    ),
+    ("algorithm.correction.weights.high", ["algorithm.correction.weights.high=0.5"]),
+    ("algorithm.correction.weights.low", ["algorithm.correction.weights.low=1.5"]),
+    ("algorithm.correction.reject.0.high", ["algorithm.correction.reject=[{level: token}]"]),
+    ("algorithm.correction.reject.0.high", ["algorithm.correction.reject=[{level: token, high: 0.5}]"]),
+    ("algorithm.correction.reject.0.low", ["algorithm.correction.reject=[{level: token, low: 0.1, statistic: k1}]"]),
+    ("reward.functions", ["reward.functions.0.weight=0"]),
+    ("reward.functions", ["reward.functions.0.counts=when_others_score"]),
+    ("reward.overlong.buffer_tokens", ["reward.overlong={buffer_tokens: 17}"]),
+    ("reward.non_stop_score", ["reward.non_stop_score=-1", "reward.truncated=mask"]),
+    ("train.lora.targets", ["train.lora.targets=[q_proj, o_proj, q_proj]"]),
+    ("train.layer_spec", ["train.lora={}", "train.layer_spec=transformer_engine"]),
+]
+
+
+@pytest.mark.parametrize(("field", "overrides"), BROKEN, ids=[" ".join(case[1]) for case in BROKEN])
+def test_a_broken_rule_names_the_field_and_a_fix(field: str, overrides: list[str]) -> None:
+    (problem,) = broken_rules(recipe_with(*overrides))
+    assert problem.where == field
+    assert is_field(field, Recipe)
+    assert all((problem.given, problem.needed, problem.fix))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["algorithm.minibatches=16"],
+        ["train.layout.data=16"],
+        ["train.layout.expert=2", "train.layout.data=2"],
+        ["train.layout.tensor=2", "train.layout.expert=2", "train.layout.expert_tensor=1"],
+        ["train.layout.tensor=2", "train.layout.pipeline=2"],
+        ["cluster.placement=disaggregated", "cluster.engine_devices=2", "rollout.engines=4"],
+        ["train.offload=[reference, gradients]", "algorithm.kl.coefficient=0.1"],
+        ["algorithm.advantage.standard_deviation=none"],
+        [EVAL, "eval.samples_per_prompt=4", "eval.temperature=1", "eval.early_stopping={metric: maj@4, patience: 2}"],
+        [EVAL, "eval.samples_per_prompt=6", "eval.temperature=1", "checkpoint.keep_best=openai/gsm8k/pass@4"],
+        ["train.optimizer={lr: 1e-5, min_lr: 1e-6, schedule: cosine, warmup_steps: 2}"],
+        ["train.total_steps=null", "train.total_episodes=16"],
+        ["rollout.engine=sglang", "rollout.sglang={python: /usr/bin/python3, mem_fraction_static: 0.7}"],
+        ["rollout.engine=sglang", "rollout.layout={tensor: 2, expert: 2}", "train.layout.data=2"],
+        ["rollout.engine=external", "rollout.urls=[http://a:1]", "weights={transfer: disk, directory: /shared}"],
+        [GAE, CRITIC, "rollout.samples_per_prompt=1", "algorithm.critic.warmup_steps=1", "train.offload=[critic]"],
+        ["algorithm.advantage={name: gae, trace: 0.0}", CRITIC],  # TD(0)
+        ["algorithm.advantage.name=remax", "rollout.samples_per_prompt=1"],
+        ["algorithm.advantage={name: reinforce_plus_plus, discount: 0.9}", "algorithm.loss.name=gspo"],
+        ["algorithm.advantage.name=reinforce_plus_plus", "algorithm.loss.name=gmpo"],
+        ["algorithm.advantage.name=gdpo", TWO_FUNCTIONS, "algorithm.kl.coefficient=0.1"],
+        ["algorithm.loss={name: gmpo, clip_low: 1.5, clip_high: 1.5}"],
+        ["algorithm.loss={name: cispo, clip_low: 1.0}"],
+        ["algorithm.loss={name: kl_cov, covariance_kl: 2.0}", "algorithm.minibatches=2"],
+        ["algorithm.loss={name: clip_cov, dual_clip: 3.0}"],
+        ["algorithm.kl={coefficient: 0.1, estimator: k1, straight_through: true, target: 0.1, horizon: 5}"],
+        ["algorithm.kl={coefficient: 0.1, estimator: k1, placement: reward}"],
+        ["algorithm.kl={coefficient: 0.1}", "algorithm.reference={update_every_steps: 2, share: 0.5}"],
+        ["algorithm.kl.estimator=k1"],  # switched off by its coefficient
+        ["algorithm.aggregation=seq_mean_token_sum_norm", "algorithm.aggregation.divisor=8.0"],
+        ["algorithm.correction={weights: {low: 0.5, outside: zero}, veto: 1e-4}"],
+        ["algorithm.correction.reject=[{level: sequence, over: max, statistic: k2, high: 0.1}]"],
+        ["algorithm.correction.weights.outside=zero"],  # only large weights are masked
+        ["algorithm.rollout_logprobs_as_old=true", "algorithm.minibatches=2"],
+        [
+            "algorithm.rollout_logprobs_as_old=true",
+            "algorithm.loss.name=reinforce",
+            "algorithm.kl={coefficient: 0.1, placement: reward}",  # reads the old logprobs
+        ],
+        ["rollout.dynamic_sampling={}", "data.no_resampling_pass_rate=0.9", "reward.overlong={buffer_tokens: 16}"],
+    ],
+)
+def test_a_sensible_recipe_breaks_no_rule(overrides: list[str]) -> None:
+    assert broken_rules(recipe_with(*overrides)) == []
+
+
+def test_all_broken_rules_are_found_at_once_in_every_section() -> None:
+    found = broken_rules(
+        recipe_with(
+            "rollout.top_p=0.5", "rollout.top_k=1", "train.total_steps=null", "train.layout.last_stage_layers=2"
+        )
+    )
+    wheres = ["rollout.top_p", "rollout.top_k", "train.layout.last_stage_layers", "train.total_steps"]
+    assert [problem.where for problem in found] == wheres
+
+
+def test_metric_names_are_those_that_an_evaluation_gives() -> None:
+    prompt = Prompt("p", (1,), "sums", "2")
+    sample = Sample("p", 0, np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop", "2")
+    for samples in (1, 2, 6, 8):
+        group = Group(prompt, (sample,) * samples, (Score(1.0),) * samples)
+        given = [name for name in evaluation.evaluation_metrics([group], samples) if "@" in name]
+        assert given == evaluation_metrics(samples)
+
+
+def test_only_these_give_the_tokens_of_a_response_advantages_of_their_own() -> None:
+    assert recipe_with(GAE).algorithm.advantages_by_token
+    assert not recipe_with("algorithm.advantage=reinforce_plus_plus").algorithm.advantages_by_token
+    assert recipe_with("algorithm.advantage={name: reinforce_plus_plus, discount: 0.9}").algorithm.advantages_by_token
+    assert not recipe_with().algorithm.advantages_by_token
