@@ -28,6 +28,13 @@ def save(
     return store.commit(state(step, evaluation), write_rank_files(directory, content)).path
 
 
+def newest(store: CheckpointStore) -> tuple[int, tuple[str, ...]]:
+    """The step of the newest whole checkpoint, and the warnings about those that were passed over."""
+    found = store.latest_complete()
+    assert found is not None
+    return found.state.step, found.warnings
+
+
 def write_rank_files(directory: Path, content: bytes) -> list[SavedFile]:
     for name in ("__0_0.distcp", ".metadata"):
         (directory / name).write_bytes(content)
@@ -52,10 +59,7 @@ def test_what_a_killed_run_left_is_ignored_and_removed_by_the_next_save(tmp_path
     save(store, 5)
     write_rank_files(store.begin(10), b"half")
     (tmp_path / "step_000011").mkdir()  # no manifest: not one that we completed
-    found = store.latest_complete()
-    assert found is not None
-    assert found.state.step == 5
-    assert found.warnings == ()
+    assert newest(store) == (5, ())
     store.begin(12)
     assert not (tmp_path / ".saving_step_000010").exists()
 
@@ -64,9 +68,7 @@ def test_a_kill_while_a_damaged_checkpoint_is_replaced_loses_nothing(tmp_path: P
     store = CheckpointStore(tmp_path, keep_last=2)
     save(store, 5).rename(tmp_path / ".replaced_step_000005")
     store.remove_leftovers()
-    found = store.latest_complete()
-    assert found is not None
-    assert found.state.step == 5
+    assert newest(store) == (5, ())
 
 
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -98,13 +100,12 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tmp_path: Pat
         damaged.write_bytes(content[:3] + bytes([content[3] ^ 1]) + content[4:])
     else:
         damaged.unlink()
-    found = store.latest_complete()
-    assert found is not None
-    assert found.state.step == 5
+    step, warnings = newest(store)
+    assert step == 5
     if not (file == MANIFEST and how == "remove"):  # without its manifest it is a leftover, not a checkpoint
-        assert len(found.warnings) == 1
-        assert "step_000010" in found.warnings[0]
-        assert file.removeprefix("rank/") in found.warnings[0]
+        assert len(warnings) == 1
+        assert "step_000010" in warnings[0]
+        assert file.removeprefix("rank/") in warnings[0]
 
 
 def test_if_every_checkpoint_is_damaged_the_error_names_each(tmp_path: Path) -> None:
@@ -147,9 +148,7 @@ def test_a_full_disk_is_a_checkpoint_error_and_leaves_the_previous_one(tmp_path:
     assert done.returncode == 1
     assert "refused: checkpoint error" in done.stderr
     assert "File too large" in done.stderr
-    found = store.latest_complete()
-    assert found is not None
-    assert found.state.step == 5
+    assert newest(store) == (5, ())
     assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
 
 

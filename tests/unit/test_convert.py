@@ -13,7 +13,6 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from megagrpo.convert import hugging_face, megatron
 from megagrpo.convert import verify as compare
@@ -23,7 +22,7 @@ from megagrpo.convert.source import open_source, whole
 from megagrpo.convert.torch_checkpoint import TorchCheckpoint, TorchFile, write_metadata
 from megagrpo.errors import CheckpointError, ModelError
 from megagrpo.weights.boxes import Box, Storage
-from tests.safetensors_files import assert_same_files, saved
+from tests.safetensors_files import assert_same_files, saved, stack_experts, with_tensors
 from tests.tiny_models import FAMILIES, make_model, reference_logits
 from tests.unit.test_weights_load import LARGE, in_fp8
 
@@ -73,7 +72,7 @@ def test_a_dtype_may_be_asked_for(family: str, models: Path, tmp_path: Path) -> 
 
 def test_tensors_keep_their_own_dtypes(models: Path, tmp_path: Path) -> None:
     model = make_model("qwen3", models / "qwen3")
-    mixed = other_weights(
+    mixed = with_tensors(
         model,
         tmp_path / "mixed",
         {name: tensor if "norm" in name else tensor.to(BFLOAT16) for name, tensor in saved(model).items()},
@@ -85,15 +84,7 @@ def test_tensors_keep_their_own_dtypes(models: Path, tmp_path: Path) -> None:
 
 def test_stacked_experts_are_converted_like_single_ones(models: Path, tmp_path: Path) -> None:
     model = make_model("qwen3_moe", models / "qwen3_moe")
-    stacked = dict(saved(model))
-    for layer in range(4):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        gates, ups, downs = (
-            torch.stack([stacked.pop(f"{prefix}{expert}.{kind}_proj.weight") for expert in range(4)])
-            for kind in ("gate", "up", "down")
-        )
-        stacked |= {f"{prefix}gate_up_proj": torch.cat([gates, ups], 1), f"{prefix}down_proj": downs}
-    other_weights(model, tmp_path / "stacked", stacked)
+    with_tensors(model, tmp_path / "stacked", stack_experts(saved(model)))
     to_megatron(tmp_path / "stacked", tmp_path / "megatron")
     to_hugging_face(tmp_path / "megatron", tmp_path / "back")
     assert_same_files(model, tmp_path / "back")
@@ -162,7 +153,7 @@ def test_any_part_of_a_tensor_stored_in_any_chunks_is_read(data: st.DataObject, 
 def test_tensors_that_are_not_of_the_model_are_listed(models: Path, tmp_path: Path) -> None:
     model = make_model("qwen2", models / "qwen2")
     extra = {"model.layers.4.eh_proj.weight": torch.ones(3), "rotary.inv_freq": torch.ones(2)}
-    other_weights(model, tmp_path / "more", saved(model) | extra)
+    with_tensors(model, tmp_path / "more", saved(model) | extra)
     assert to_megatron(tmp_path / "more", tmp_path / "megatron").left_out == tuple(sorted(extra))
     more = {"mtp.layers.0.eh_proj.weight": Storage("mtp.layers.0.eh_proj.weight", (3,), "float32")}
     add_tensors(tmp_path / "megatron" / "iter_0000000", more)
@@ -237,19 +228,6 @@ def test_a_list_of_contents_cannot_run_code(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         TorchCheckpoint(tmp_path)
     assert not (tmp_path / "attacked").exists()
-
-
-def other_weights(model: Path, directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """The model with other files: two of them, with an index."""
-    directory.mkdir()
-    (directory / "config.json").write_text((model / "config.json").read_text())
-    names = sorted(tensors)
-    index = {}
-    for file, some in (("a.safetensors", names[::2]), ("b.safetensors", names[1::2])):
-        save_file({name: tensors[name].contiguous() for name in some}, directory / file)
-        index |= dict.fromkeys(some, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return directory
 
 
 def add_tensors(iteration: Path, stored: dict[str, Storage], values: list[torch.Tensor] | None = None) -> None:

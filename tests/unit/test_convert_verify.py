@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from megagrpo import cli
 from megagrpo.convert.hugging_face import to_hugging_face
 from megagrpo.convert.megatron import to_megatron
 from megagrpo.convert.verify import verify
 from megagrpo.errors import ModelError
-from tests.safetensors_files import saved
+from tests.safetensors_files import saved, with_tensors
 from tests.tiny_models import make_model
 
 NAME = "model.layers.2.mlp.down_proj.weight"
@@ -30,19 +29,12 @@ def megatron(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return to_megatron(model, tmp_path_factory.mktemp("converted") / "megatron").directory
 
 
-def changed(model: Path, directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    directory.mkdir()
-    (directory / "config.json").write_text((model / "config.json").read_text())
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    return directory
-
-
 def test_one_flipped_bit_is_found(
     model: Path, megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = saved(model)
     tensors[NAME].view(torch.int32)[7, 11] ^= 1
-    other = changed(model, tmp_path / "other", tensors)
+    other = with_tensors(model, tmp_path / "other", tensors)
     for first in (model, megatron):
         found = verify(first, other)
         assert [difference.tensor for difference in found.differences] == [NAME]
@@ -59,14 +51,14 @@ def test_the_largest_difference_is_said_and_not_a_number_is_infinitely_far(model
     tensors = saved(model)
     tensors[NAME][3, 5] += 0.5
     tensors["model.norm.weight"][2] += 0.25
-    found = verify(changed(model, tmp_path / "far", tensors), model)
+    found = verify(with_tensors(model, tmp_path / "far", tensors), model)
     assert found.largest == pytest.approx(0.5)
     assert {difference.tensor: round(difference.largest or 0, 3) for difference in found.differences} == {
         NAME: 0.5,
         "model.norm.weight": 0.25,
     }
     tensors[NAME][3, 5] = float("nan")
-    other = changed(model, tmp_path / "nan", tensors)
+    other = with_tensors(model, tmp_path / "nan", tensors)
     assert verify(other, model).largest == float("inf")
     assert not verify(other, other).differences
 
@@ -74,9 +66,9 @@ def test_the_largest_difference_is_said_and_not_a_number_is_infinitely_far(model
 def test_a_zero_of_the_other_sign_is_a_difference_of_zero(model: Path, tmp_path: Path) -> None:
     tensors = saved(model)
     tensors[NAME][0, 0] = 0.0
-    first = changed(model, tmp_path / "plus", tensors)
+    first = with_tensors(model, tmp_path / "plus", tensors)
     tensors[NAME][0, 0] = -0.0
-    found = verify(first, changed(model, tmp_path / "minus", tensors))
+    found = verify(first, with_tensors(model, tmp_path / "minus", tensors))
     assert len(found.differences) == 1
     assert found.largest == 0.0
 
@@ -84,7 +76,7 @@ def test_a_zero_of_the_other_sign_is_a_difference_of_zero(model: Path, tmp_path:
 def test_a_missing_tensor_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = saved(model)
     del tensors[NAME]
-    other = changed(model, tmp_path / "other", tensors)
+    other = with_tensors(model, tmp_path / "other", tensors)
     with pytest.raises(ModelError, match=NAME):
         verify(model, other)
     assert cli.main(["convert", "verify", str(model), str(other)]) == 2
@@ -111,7 +103,7 @@ def test_another_dtype_is_found_unless_a_cast_is_asked_for(model: Path, tmp_path
 
 
 def test_tensors_outside_the_model_are_told(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = changed(model, tmp_path / "other", saved(model) | {"mtp.weight": torch.ones(2)})
+    other = with_tensors(model, tmp_path / "other", saved(model) | {"mtp.weight": torch.ones(2)})
     assert verify(model, other).left_out == ((other, ("mtp.weight",)),)
     assert cli.main(["convert", "verify", str(model), str(other)]) == 0
     assert "mtp.weight" in capsys.readouterr().out

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from megagrpo.errors import CheckpointError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
@@ -18,6 +17,7 @@ from megagrpo.weights.files.export import begin_export, finish_export, write_par
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
+from tests.safetensors_files import assert_same_files, saved
 from tests.tiny_models import FAMILIES, make_model
 from tests.unit.test_weights_load import LARGE, LAYOUTS, empty, in_fp8
 
@@ -43,21 +43,12 @@ def round_trip(model: Path, target: Path, layout: ParallelLayout, side: str, **o
     finish_export(export)
 
 
-def saved(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loaded_and_exported_again_is_bit_identical(family: str, models: Path, tmp_path: Path) -> None:
     model = make_model(family, models / family)
-    original = load_file(model / "model.safetensors")
     for number, layout in enumerate(LAYOUTS):
-        target = tmp_path / str(number)
-        round_trip(model, target, layout, "te" if number % 2 else "local")
-        exported = load_file(target / "model.safetensors")
-        assert exported.keys() == original.keys()
-        for name, tensor in original.items():
-            assert torch.equal(exported[name].view(torch.int32), tensor.view(torch.int32)), (str(layout), name)
+        round_trip(model, tmp_path / str(number), layout, "te" if number % 2 else "local")
+        assert_same_files(model, tmp_path / str(number))
 
 
 def test_transformers_loads_a_sharded_export(models: Path, tmp_path: Path) -> None:
@@ -85,7 +76,7 @@ def test_an_export_can_be_in_another_dtype(models: Path, tmp_path: Path) -> None
     export = begin_export(tmp_path / "out", model, arch, "bfloat16")
     write_part(export, make_plan([manifest], export.files), 0, tensors)
     finish_export(export)
-    original = load_file(model / "model.safetensors")
+    original = saved(model)
     assert all(torch.equal(original[name].bfloat16(), tensor) for name, tensor in saved(tmp_path / "out").items())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:

@@ -19,6 +19,7 @@ from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides.checkpoint import extra_tensors
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from megagrpo.weights.views import torch_dtype
+from tests.safetensors_files import saved, stack_experts, with_tensors
 from tests.tiny_models import FAMILIES, make_model
 from tests.weights_oracle import rank_tensors
 
@@ -84,30 +85,15 @@ def load_one(directory: Path) -> dict[str, torch.Tensor]:
 
 def test_values_are_cast_to_the_dtype_of_the_rank(model: Path) -> None:
     held = load_one(model)["chunk0.decoder.layers.1.self_attention.linear_proj.weight"]
-    saved = load_file(model / "model.safetensors")["model.layers.1.self_attn.o_proj.weight"]
-    assert torch.equal(held, saved.chunk(2, 1)[1].bfloat16())
+    whole = saved(model)["model.layers.1.self_attn.o_proj.weight"]
+    assert torch.equal(held, whole.chunk(2, 1)[1].bfloat16())
 
 
 def test_stacked_experts_and_several_files_are_read_too(model: Path) -> None:
     before = load_one(model)
-    tensors = load_file(model / "model.safetensors")
-    stacked = {}
-    for layer in range(4):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        experts = [
-            {kind: tensors.pop(f"{prefix}{e}.{kind}_proj.weight") for kind in ("gate", "up", "down")} for e in range(4)
-        ]
-        stacked[prefix + "gate_up_proj"] = torch.stack([torch.cat([e["gate"], e["up"]]) for e in experts])
-        stacked[prefix + "down_proj"] = torch.stack([e["down"] for e in experts])
-    (model / "model.safetensors").unlink()
-    weight_map = {}
-    for name, part in (("a.safetensors", tensors | {"an.unknown.tensor": torch.zeros(2)}), ("b.safetensors", stacked)):
-        save_file(part, model / name)
-        weight_map |= dict.fromkeys(part, name)
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with_tensors(model, model, stack_experts(saved(model)) | {"an.unknown.tensor": torch.zeros(2)})
     after = load_one(model)
     assert all(torch.equal(before[name], after[name]) for name in before)
-
     (model / "b.safetensors").unlink()
     with pytest.raises(ModelError, match=r"b\.safetensors"):
         load_one(model)
