@@ -89,7 +89,7 @@ def load_function(text: str, where: str, error: type[MegagrpoError]) -> Callable
     return function  # type: ignore[no-any-return]
 
 
-def refused_call(function: Callable[..., Any], *positional: object, **named: object) -> str:
+def refused_call(function: Callable[..., Any], /, *positional: object, **named: object) -> str:
     """Why `function` cannot be called in this way; empty if it can."""
     try:
         inspect.signature(function).bind(*positional, **named)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from megagrpo.algorithm.advantages import OwnAdvantageConfig
+from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.data.files import near_file, records
 from megagrpo.data.mixture import epoch_rows
 from megagrpo.data.rows import file_problems
@@ -81,6 +83,9 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
         critic = _attempt(problems, lambda: critic_directory(grpo, architecture, plan_only))
         problems += _attempt(problems, lambda: list(_metric_problems(grpo))) or []
         problems += reward_problems(recipe.reward)
+        for method in (recipe.algorithm.advantage, recipe.algorithm.loss):
+            if isinstance(method, OwnAdvantageConfig | OwnLossConfig):
+                _attempt(problems, method.function().load)
     if architecture and (not plan_only or runs_here(recipe)):
         problems += disk_problems(recipe, architecture, read_architecture(critic) if critic else None)
     if not plan_only:

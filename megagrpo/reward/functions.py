@@ -10,18 +10,14 @@ import importlib
 import importlib.util
 import inspect
 import math
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.errors import Problem, RewardError
+from megagrpo.user_functions import file_problem, load_function, refused_call
 
 if TYPE_CHECKING:
     from megagrpo.recipe.schema import RewardConfig
@@ -181,18 +177,11 @@ def _spec_problems(spec: FunctionSpec) -> list[Problem]:
 
 
 def user_file_problem(spec: FunctionSpec) -> Problem | None:
-    """What is wrong with FILE.py:FUNCTION, as far as it is known without running the file."""
-    file, colon, function = spec.function.rpartition(":")
-    if colon and file.endswith(".py") and function.isidentifier():
-        if Path(file).is_file():
-            return None
-        given, needed = f"{file}, which does not exist", "a Python file"
-        fix = "check the path; relative paths start at the working directory"
-    else:
-        given, needed, fix = repr(spec.function), f"{', '.join(BUILT_IN)}, or FILE.py:FUNCTION of your own", ""
-    if near := difflib.get_close_matches(spec.function, BUILT_IN, n=1):
-        fix = f"did you mean {near[0]}?"
-    return Problem(f"{spec.where}.function", given, needed, fix)
+    """What can be known of FILE.py:FUNCTION without running the file."""
+    problem = file_problem(spec.function, f"{spec.where}.function", f"{', '.join(BUILT_IN)}, or ")
+    if problem is not None and (near := difflib.get_close_matches(spec.function, BUILT_IN, n=1)):
+        return replace(problem, fix=f"did you mean {near[0]}?")
+    return problem
 
 
 def load(spec: FunctionSpec) -> RewardCallable:
@@ -203,7 +192,7 @@ def load(spec: FunctionSpec) -> RewardCallable:
 def _load_built_in(spec: FunctionSpec) -> RewardCallable:
     make = importlib.import_module(f"megagrpo.reward.{spec.function}").make
     where = f"{spec.where}.arguments"
-    if refusal := _refusal(make, spec.arguments):
+    if refusal := refused_call(make, **spec.arguments):
         raise RewardError(Problem(where, given=refusal, needed=f"{spec.function}{inspect.signature(make)}"))
     try:
         return make(**spec.arguments)
@@ -214,53 +203,9 @@ def _load_built_in(spec: FunctionSpec) -> RewardCallable:
 def _load_user_function(spec: FunctionSpec) -> RewardCallable:
     if problem := user_file_problem(spec):
         raise RewardError(problem)
-    file, _, name = spec.function.rpartition(":")
-    module = _import_file(Path(file).resolve(), spec)
-    function = getattr(module, name, None)
-    where = f"{spec.where}.function"
-    if not callable(function):
-        members = vars(module).items()
-        own = [key for key, value in members if inspect.isfunction(value) and value.__module__ == module.__name__]
-        needed = f"one of its functions: {', '.join(own) or '(it has none)'}"
-        raise RewardError(Problem(where, given=f"{file} has no function {name}", needed=needed))
-    if refusal := _refusal(function, {**dict.fromkeys(CALL_ARGUMENTS, ""), **spec.arguments}):
+    where, name = f"{spec.where}.function", spec.function.rpartition(":")[2]
+    function = load_function(spec.function, where, RewardError)
+    if refusal := refused_call(function, **dict.fromkeys(CALL_ARGUMENTS, ""), **spec.arguments):
         needed = f"{name}({', '.join([*CALL_ARGUMENTS, *spec.arguments])}), called by these names"
         raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}: {refusal}", needed=needed))
     return partial(function, **spec.arguments)
-
-
-def _import_file(file: Path, spec: FunctionSpec) -> ModuleType:
-    name = f"megagrpo_user_reward:{file}"
-    if name in sys.modules:
-        return sys.modules[name]
-    sys.path.insert(0, str(file.parent))  # the file may import its neighbours
-    loader = SourceFileLoader(name, str(file))
-    import_spec = ModuleSpec(name, loader, origin=str(file))
-    import_spec.has_location = True  # gives the module its __file__
-    module = importlib.util.module_from_spec(import_spec)
-    sys.modules[name] = module
-    try:
-        loader.exec_module(module)
-    except (Exception, SystemExit) as raised:  # noqa: BLE001  (anything can happen in a user's file)
-        del sys.modules[name]
-        given = f"{file} cannot be imported: {_with_line(raised, file)}"
-        raise RewardError(Problem(f"{spec.where}.function", given, fix="correct the file")) from None
-    return module
-
-
-def _with_line(raised: BaseException, file: Path) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(raised.__traceback__) if frame.filename == str(file)]
-    line = raised.lineno if isinstance(raised, SyntaxError) else lines[-1] if lines else None
-    text = f"{type(raised).__name__}: {raised.msg if isinstance(raised, SyntaxError) else raised}"
-    return f"{text} (line {line})" if line else text
-
-
-def _refusal(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Why `function` cannot be called with these keyword arguments; empty if it can."""
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        return str(error)
-    except ValueError:  # a callable written in C may have no signature to check
-        return ""
-    return ""

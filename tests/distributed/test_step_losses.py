@@ -28,6 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gmpo": {"loss": {"name": "gmpo"}, "aggregation": "seq_mean_token_sum"},
     "sapo": {"loss": {"name": "sapo"}, "aggregation": "seq_mean_token_sum_norm"},
     "reinforce": {"loss": {"name": "reinforce"}},
+    "a user's own": {"loss": {"name": f"{Path(__file__).parent}/own_loss.py:squared", "arguments": {"width": 0.2}}},
     "clip_cov": {"loss": {"name": "clip_cov", "covariance_share": 0.1, "covariance_low": 0.1}},
     "kl_cov": {"loss": {"name": "kl_cov", "covariance_share": 0.1}},
     "straight-through KL": {"kl": {"coefficient": 0.3, "straight_through": True}},

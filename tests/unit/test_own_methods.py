@@ -1,0 +1,141 @@
+"""Advantages and losses of a user's own, from FILE.py:FUNCTION to the numbers that a run trains on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megagrpo.algorithm.advantages import AdvantageInputs, compute_advantages
+from megagrpo.algorithm.policy_losses import PolicyInputs
+from megagrpo.algorithm.sequences import Sequences
+from megagrpo.cli import main
+from megagrpo.errors import EXIT_USER_ERROR, RecipeError
+from megagrpo.recipe.defaults import with_absolute_directories
+from megagrpo.trainer.schedule import grpo_step
+from tests.methods import advantage, loss
+from tests.step_fakes import make_run
+from tests.tiny_run import make_run as write_run
+from tests.tiny_run import recipe_with
+
+METHODS = """
+import numpy as np
+
+from megagrpo.algorithm.policy_losses import PolicyLoss
+
+def centered(inputs, scale=1.0):
+    return scale * (inputs.scores - np.nanmean(inputs.scores))
+
+def short(inputs):
+    return inputs.scores[1:]
+
+def words(inputs):
+    return ["a"] * len(inputs.scores)
+
+def nothing(inputs):
+    return inputs.scores * float("nan")
+
+def fails(inputs):
+    raise ValueError("no idea")
+
+def plain(inputs):
+    return -inputs.advantages * inputs.log_ratio().exp()
+
+def whole(inputs):
+    ratio = inputs.log_ratio().exp()
+    return PolicyLoss(-inputs.advantages * ratio, ratio.detach(), ratio < 0.9, ratio > 1.1)
+
+def summed(inputs):
+    return plain(inputs).sum()
+"""
+INPUTS = AdvantageInputs(np.array([1.0, 0.0, np.nan, 5.0]), np.array([0, 0, 0, 1]), np.ones(4, int))
+LOGPROBS = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+TOKENS = PolicyInputs(
+    LOGPROBS,
+    torch.tensor([-1.2, -1.5, -0.5]),
+    torch.tensor([1.0, -1.0, 2.0]),
+    Sequences(torch.zeros(3, dtype=torch.int64), torch.tensor([3.0])),
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "methods.py"
+    path.write_text(METHODS)
+    return path
+
+
+def test_an_advantage_gets_its_arguments_and_masked_samples_get_nothing(file: Path) -> None:
+    found = compute_advantages(INPUTS, advantage(name=f"{file}:centered", arguments={"scale": 0.5}))
+    np.testing.assert_array_equal(found.of_rows, [-0.5, -1.0, 0.0, 1.5])
+
+
+def test_a_run_trains_on_it(file: Path) -> None:
+    run = make_run(f"algorithm.advantage={file}:centered", scores=lambda prompt: [1.0, 0.0, 0.0, 0.0])
+    grpo_step(run, 1, 0.0)
+    np.testing.assert_allclose(run.policy.advantages[:4], [0.75, -0.25, -0.25, -0.25])
+
+
+@pytest.mark.parametrize("name", ["plain", "whole"])
+def test_a_loss_is_that_of_its_formula_with_its_gradient(file: Path, name: str) -> None:
+    found, expected = (loss(name=each).of_tokens(TOKENS) for each in (f"{file}:{name}", "ppo_clip"))
+    inside = ~(expected.clipped_low | expected.clipped_high)
+    torch.testing.assert_close(found.loss[inside], expected.loss[inside], rtol=0, atol=0)
+    torch.testing.assert_close(found.ratio, expected.ratio, rtol=0, atol=0)
+    (gradient,) = torch.autograd.grad(found.loss.sum(), LOGPROBS)
+    torch.testing.assert_close(gradient, -TOKENS.advantages * found.ratio)
+    assert bool(found.clipped_high.any()) == (name == "whole")
+    assert not found.ratio.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("none.py:f", {}),
+        ("methods.py:absent", {}),
+        ("methods.py:np", {}),
+        ("methods.py:centered", {"sale": 1}),
+        ("methods.py:short", {}),
+        ("methods.py:words", {}),
+        ("methods.py:nothing", {}),
+        ("methods.py:fails", {}),
+    ],
+)
+def test_an_advantage_that_cannot_be_used_is_an_error_of_the_recipe(file: Path, name: str, arguments: dict) -> None:
+    with pytest.raises(RecipeError) as raised:
+        compute_advantages(INPUTS, advantage(name=str(file.with_name(name)), arguments=arguments))
+    assert [problem.where for problem in raised.value.problems] == ["algorithm.advantage.name"]
+
+
+@pytest.mark.parametrize("name", ["summed", "words_", "nothing_"])
+def test_a_loss_that_cannot_be_used_is_an_error_of_the_recipe(file: Path, name: str) -> None:
+    with file.open("a") as opened:
+        opened.write("\ndef words_(inputs):\n    return 'a'\n")
+    with pytest.raises(RecipeError, match=r"algorithm\.loss\.name"):
+        loss(name=f"{file}:{name}").of_tokens(TOKENS)
+
+
+def test_a_broken_file_ends_the_plan_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_run(tmp_path)
+    (tmp_path / "broken.py").write_text("def f(inputs):\n    return (\n")
+    code = main(["plan", str(recipe), f"algorithm.loss={tmp_path}/broken.py:f", "algorithm.advantage=gone.py:f"])
+    assert code == EXIT_USER_ERROR
+    printed = capsys.readouterr().err
+    assert "algorithm.loss" in printed
+    assert "(line 2)" in printed
+    assert "gone.py, which does not exist" in printed
+
+
+def test_training_ranks_get_the_absolute_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = with_absolute_directories(recipe_with("algorithm.loss=mine.py:f"))
+    assert recipe.algorithm.loss.name == f"{tmp_path}/mine.py:f"
+
+
+def test_a_microbatch_without_tokens_is_one_of_no_losses(file: Path) -> None:
+    nothing = torch.zeros(0)
+    inputs = replace(TOKENS, logprobs=nothing, old_logprobs=nothing, advantages=nothing)
+    assert loss(name=f"{file}:plain").of_tokens(inputs).loss.shape == (0,)
