@@ -89,7 +89,7 @@ def wait_for(
     error: type[MegagrpoError],
     watch: NodeWatch,
 ) -> dict[str, Any]:
-    """Results by name, once all are there.
+    """Results by name, in the order of `results`, once all are there.
 
     Fails as soon as one actor does, before the deadline: a dead rank leaves its peers hanging in a collective.
     A MegagrpoError that an actor raised is raised as it is; any other becomes `error`, naming the actor.
@@ -99,7 +99,7 @@ def wait_for(
         if isinstance(answer, MegagrpoError):
             raise answer
         done[name] = answer
-    return done
+    return {name: done[name] for name in results}  # they came in the order in which the actors answered
 
 
 def settle(

@@ -11,8 +11,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from megagrpo.cluster import waiting
 from megagrpo.cluster.actors import interface_of
-from megagrpo.cluster.waiting import NodeWatch, node_names
-from megagrpo.errors import NodeLostError
+from megagrpo.cluster.waiting import NodeWatch, node_names, wait_for
+from megagrpo.errors import NodeLostError, RankError
 from megagrpo.recipe.schema.run import address_problem
 
 
@@ -59,6 +59,16 @@ def test_a_stop_ends_a_wait_too() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         NodeWatch({}, stop).check()
+
+
+def test_results_are_in_the_order_of_the_actors_whichever_answers_first(
+    listed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "wait", lambda answers, num_returns, timeout: (answers[-1:], answers[:-1]))
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer.upper())
+    asked: Any = {"rank 0": "a", "rank 1": "b", "rank 2": "c"}
+    found = wait_for(asked, doing="asking", timeout_seconds=1.0, error=RankError, watch=NodeWatch({}))
+    assert list(found.items()) == [("rank 0", "A"), ("rank 1", "B"), ("rank 2", "C")]
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265"])
