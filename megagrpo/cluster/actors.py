@@ -1,6 +1,4 @@
-"""What every actor's process does before it imports torch, and the actors of training ranks: shells around ranks that
-do not know Ray.
-"""
+"""The actors of training ranks: shells around ranks that do not know Ray; and what every actor does at its start."""
 
 from __future__ import annotations
 
@@ -184,7 +182,7 @@ class RankActor(RankProcess):
         )
 
     def send_weights(self, version: int, destinations: Sequence[int]) -> Mapping[int, Mapping[str, int]]:
-        """Sends what the open sync wants of this rank; its part of what must then lie at each destination."""
+        """Sends this rank's part of the open sync. Returns its part of the digests expected at each destination."""
         return self.sender.send(version, self.rank.tensors(), destinations)
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> Mapping[str, int]:

@@ -36,7 +36,7 @@ class PackedSequences(PackedSeqParams):
 
     @cached_property
     def plan(self) -> AttentionPlan:
-        """Made by the first layer that asks: transformer-engine's attention never does, and masks take memory."""
+        """Made when a layer first reads it: transformer-engine's attention never does, and masks take memory."""
         local = self.padded // self.context
         sequence = np.repeat(np.arange(len(local)), local)
         positions = [positions_on(self.padded, sequence, self.context, rank) for rank in range(self.context)]
@@ -54,7 +54,7 @@ def positions_on(padded: np.ndarray, sequence: np.ndarray, context: int, context
 
 
 class PackedAttention(MegatronModule):
-    """core_attention of Megatron's SelfAttention. The model must be built without a rotary embedding of its own."""
+    """core_attention of Megatron's SelfAttention, for a model that is built without its own rotary embedding."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class PackedAttention(MegatronModule):
 
 
 class PackedLatentAttention(MegatronModule):
-    """core_attention of Megatron's MLASelfAttention, which has rotated queries and keys before it calls this."""
+    """core_attention of Megatron's MLASelfAttention, which rotates queries and keys before it calls this."""
 
     def __init__(
         self,
@@ -124,10 +124,10 @@ class PackedLatentAttention(MegatronModule):
         return attend(query, key, value, packed_seq_params.plan, self.scale)
 
     def with_whole_gradient(self, key: torch.Tensor) -> torch.Tensor:
-        """The same keys, such that the gradient of their rotary part is summed over the heads of all tensor ranks.
+        """The same keys; the gradient of their rotary part is summed over the heads of all tensor ranks.
 
-        That part is one for all heads. Megatron gathers it from the column-parallel linear_kv_down_proj, and takes the
-        gradient of each rank's own heads for the whole, silently.
+        All heads share the rotary part. Megatron gathers it from the column-parallel linear_kv_down_proj and silently
+        takes the gradient from each rank's own heads for the whole gradient.
         """
         plain, rotary = key.split([self.plain_dim, self.rotary_dim], dim=-1)
         of_all = copy_to_tensor_model_parallel_region(rotary[:, :1], self.tensor_group)
@@ -152,7 +152,7 @@ def attend(
     query = _spread(query, plan.query_slots, plan.queries)
     key = _spread(key, plan.key_slots, plan.keys)
     value = _spread(value, plan.key_slots, plan.keys)
-    # One split for all buckets: its gradient is one concatenation, where slices would each make a tensor of full size.
+    # One split for all buckets: its gradient is one concatenation, where each slice's would be a tensor of full size.
     queries = [bucket.sequences * bucket.queries for bucket in plan.buckets]
     keys = [bucket.sequences * bucket.keys for bucket in plan.buckets]
     outputs = []
@@ -174,7 +174,7 @@ def _collect(padded: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
 
 
 class Spread(torch.autograd.Function):
-    """padded[slots] = tokens, 0 elsewhere. Its gradient is Collect: slots are distinct, nothing is accumulated."""
+    """padded[slots] = tokens, 0 elsewhere. Its gradient is Collect, because slots are distinct."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, slots: torch.Tensor, size: int) -> torch.Tensor:
@@ -187,7 +187,7 @@ class Spread(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """tokens = padded[slots]. Its gradient is Spread; torch's own would accumulate row by row."""
+    """tokens = padded[slots]. Its gradient is Spread; torch's own accumulates row by row."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -218,8 +218,8 @@ class AllGather(torch.autograd.Function):
         return part, None
 
 
-# A sequence joins a bucket if it fills 4/5 of the longest there (at most a quarter of waste), or lacks no more tokens
-# than this: for short sequences a further call costs more than the padding.
+# A sequence joins a bucket if it is at least 4/5 as long as the longest there (padding adds at most a quarter), or at
+# most this many tokens shorter: for short sequences another call costs more than the padding.
 PADDING_ALWAYS_ALLOWED = 16
 
 
@@ -237,8 +237,8 @@ class Bucket:
 class AttentionPlan:
     """Where each token goes in the padded batches of all buckets, which lie one after the other in one buffer.
 
-    `query_slots[t]` is for this rank's token t. `key_slots` is for the tokens of all context ranks, in rank order; it
-    is the same tensor where context is 1. None: the tokens are already in that order, without padding.
+    `query_slots` are for this rank's tokens, `key_slots` for the tokens of all context ranks, in rank order.
+    None: the tokens are in that order already, without padding.
     """
 
     buckets: tuple[Bucket, ...]
@@ -251,7 +251,10 @@ class AttentionPlan:
 def plan_attention(
     lengths: np.ndarray, positions: list[np.ndarray], context_rank: int, device: torch.device | str
 ) -> AttentionPlan:
-    """For sequences of `lengths` tokens per context rank; positions[rank]: of that rank's tokens in their sequences."""
+    """The plan for sequences of `lengths` tokens per context rank.
+
+    positions[rank]: int64 [tokens], the position of each of that rank's tokens in its sequence.
+    """
     context = len(positions)
     order = np.argsort(-lengths, kind="stable")
     query_base = np.empty_like(lengths)
@@ -306,11 +309,14 @@ def _slots(slots: np.ndarray, size: int, device: torch.device | str) -> torch.Te
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """float32 [head_dim / 2], with Llama 3's scaling where the model has it (arXiv:2407.21783, as in transformers)."""
+    """Frequencies of the rotary embedding (arXiv:2104.09864), float32 [head_dim / 2].
+
+    If the model has Llama 3's scaling (arXiv:2407.21783), they are scaled as in transformers.
+    """
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.factor is None:
         return frequencies
-    # Wavelengths shorter than the high bound stay, longer than the low bound are stretched, between them interpolate.
+    # Short wavelengths stay, long ones are stretched by `factor`, and those between the two bounds are interpolated.
     wavelengths = 2 * math.pi / frequencies
     turns = rope.original_max_positions / wavelengths
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)

@@ -214,7 +214,7 @@ def as_tensors(
     has_logits: bool,
     at_once: int,
 ) -> Batch:
-    """Moves a data rank's batch to the device. Passes without gradients join up to `at_once` microbatches."""
+    """A data rank's batch as tensors on `device`. Passes without gradients join up to `at_once` microbatches."""
 
     def tensors(microbatch: Microbatch) -> tuple[PackedTensors, list[ResponseTokens]]:
         packed = pack(microbatch, layout=layout, context_rank=context_rank, device=device)

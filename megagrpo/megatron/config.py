@@ -21,15 +21,13 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
 
-__all__ = ["layer_spec", "option_problems", "transformer_config"]
-
 LayerSpec = Literal["local", "transformer_engine"]
 
 
 def layer_spec(train: TrainConfig, device: str) -> LayerSpec:
     """What `train.layer_spec` means on `device` (cpu or cuda). Raises RecipeError if it cannot run there.
 
-    Adapters hold on to the linear layers of the local spec: with them auto is local.
+    Adapters need the linear layers of the local spec, so auto is local with adapters.
     """
     runs = device != "cpu" and find_spec("transformer_engine") is not None
     if train.layer_spec == "transformer_engine" and not runs:
@@ -168,8 +166,8 @@ def _of_layout(layout: ParallelLayout) -> dict[str, Any]:
         # Microbatches differ in length. Megatron then wants this dispatcher, even without experts.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # Batched sends of two neighbours are untagged: interleaved over 2 stages, where both neighbours are the same
-        # rank, activations and gradients are exchanged wrongly without an error.
+        # Batched sends to two neighbours have no tags. Interleaved over 2 stages, where both neighbours are the same
+        # rank, they silently mix activations and gradients up.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }
@@ -205,9 +203,9 @@ def _of_machine(spec: LayerSpec, device: str, arch: Architecture) -> dict[str, A
         "bias_activation_fusion": cuda,
         "gradient_accumulation_fusion": cuda and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # apex's
         "use_cpu_initialization": not cuda,
-        # Weights are always loaded, but only this marks them as split over tensor ranks, as the gradient norm needs.
+        # Weights are always loaded, but this also marks them as split over tensor ranks for the gradient norm.
         "perform_initialization": True,
-        "cuda_graph_scope": [],  # what Megatron's default stands for, with a warning
+        "cuda_graph_scope": [],  # the same as Megatron's default, which warns
     }
 
 
@@ -256,14 +254,14 @@ OWNED = {
     "model.path (the model's own config)",
 )  # fmt: skip
 
-# Fields with only some values that keep our contracts, and why the others break them.
+# Fields that keep our contracts only with these values, and why.
 _SAME_LOGPROBS = "old and new logprobs of the same weights must be equal, and this makes them random"
 _ISOLATED = "a token's logprob must not depend on the other sequences of its microbatch"
 _OWN_LOSS = "the loss is GRPO's, with global denominators; a loss added inside the model has others"
-_OWN_STAGES = "weights are placed by layers_of_chunk; train.layout says how long the first and the last stage are"
-_NEEDS_A_CALL = "it needs a call that this trainer does not make, and would do nothing"
-_ONE_SHAPE = "a graph is of one shape, and microbatches of packed sequences differ in length"
-_WHOLE_CONTEXT = "every sequence is cut over all context ranks; train.layout.context says how many"
+_OWN_STAGES = "train.layout decides which layers a stage has, and how many the first and the last stage have"
+_NEEDS_A_CALL = "it needs a call that this trainer does not make, so it would do nothing"
+_ONE_SHAPE = "a graph has one shape, and microbatches of packed sequences differ in length"
+_WHOLE_CONTEXT = "every sequence is cut over all train.layout.context ranks"
 _MODELS_DTYPE = "weights are loaded, compared and sent as elements of the model's dtype"
 ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_dropout": ((0,), _SAME_LOGPROBS),
@@ -324,7 +322,7 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def option_problems(options: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with the entries of `train.megatron`, each by itself."""
+    """What is wrong with each entry of `train.megatron`."""
     return [problem for name, value in options.items() if (problem := _problem(name, value)) is not None]
 
 

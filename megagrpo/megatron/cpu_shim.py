@@ -1,9 +1,9 @@
-"""Let megatron-core 0.16 run where there is no CUDA (on CPUs, over gloo), and no transformer-engine.
+"""Lets megatron-core 0.16 run without CUDA (on CPUs, over gloo) and without transformer-engine.
 
-`enable()` must run before anything else imports megatron.core; the package's __init__ sees to that. Where torch sees
-CUDA and transformer-engine imports, it changes nothing: a rank that is to run on the CPU of a machine with GPUs needs
-CUDA_VISIBLE_DEVICES="" before it imports torch. Every patch stands beside the reason for it. What CPU runs therefore
-cannot show: CUDA streams, the CUDA generator, NCCL.
+`enable()` must run before anything else imports megatron.core; the package's __init__ calls it. It changes nothing
+where torch sees CUDA and transformer-engine is installed: a rank that runs on the CPU of a machine with GPUs needs
+CUDA_VISIBLE_DEVICES="" before it imports torch. Every patch stands beside its reason. CPU runs cannot show what the
+patches replace: CUDA streams, the CUDA generator, NCCL.
 """
 
 from __future__ import annotations
@@ -23,25 +23,17 @@ import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
-_enabled = False
 
 
 def enable() -> None:
-    """Patch torch, then megatron.core, if torch sees no CUDA device (none, or CUDA_VISIBLE_DEVICES is empty).
-
-    Later calls do nothing.
-    """
-    global _enabled
-    if _enabled:
-        return
-    _enabled = True
+    """Patches torch, then megatron.core, if torch sees no CUDA device. Call it once."""
     without_cuda = not torch.cuda.is_available()
     if without_cuda:
-        # Megatron's jit_fuser is torch.compile: minutes of C++ compilation for nothing.
+        # Megatron's jit_fuser is torch.compile: minutes of C++ compilation without a gain.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _patch_torch()
     with warnings.catch_warnings():
-        # Said many times at import, and of no use here: Apex has kernels for CUDA only.
+        # Warned about many times at import: Apex has kernels for CUDA only.
         warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
@@ -93,7 +85,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _type_as_if_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The optimizers refuse what Tensor.type() does not call 'torch.cuda.FloatTensor'. Only they are told so."""
+    """Tensor.type() answers 'torch.cuda.FloatTensor' to Megatron's optimizers, which refuse any other type."""
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
@@ -106,7 +98,7 @@ def _type_as_if_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Stream:
-    """Everything on a CPU happens at once, in order."""
+    """A CPU does everything in order, so waiting for a stream is never needed."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -115,7 +107,7 @@ class _Stream:
     def wait_event(self, *_: Any) -> None: ...
 
     def record_event(self, *_: Any) -> _Stream:
-        return self  # as an event, too: all that is done with it is to wait
+        return self  # serves as the event, which is only waited for
 
     def synchronize(self) -> None: ...
 
@@ -124,12 +116,12 @@ class _Stream:
 
 
 def _define_names_of_transformer_engine() -> None:
-    """Three modules use names that are there only with transformer-engine: an error on any machine without it."""
+    """Three modules use names that only transformer-engine defines: an error on any machine without it."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
-    multi_latent_attention.HAVE_TE = False  # true without it: what it imports are stand-ins, which isinstance refuses
+    multi_latent_attention.HAVE_TE = False  # it is True with stand-ins for classes, which isinstance refuses
 
     moe_utils.te_general_gemm = None  # read by every router
     # CheckpointWithoutOutput (selective recomputation of norms and activations) asks whether fp8 is on.
@@ -147,7 +139,7 @@ def _patch_random_generators() -> None:
 
 
 def _patch_expert_dispatch() -> None:
-    """The all-to-all dispatcher: split sizes as numbers, and collectives of unequal parts, which gloo does not have."""
+    """The all-to-all dispatcher needs split sizes as numbers, and collectives of unequal parts, which gloo lacks."""
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import token_dispatcher
 

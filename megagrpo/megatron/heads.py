@@ -1,4 +1,7 @@
-"""The end of the last pipeline stage: a policy's logprobs and entropies, or a critic's values."""
+"""The end of the last pipeline stage: a policy's logprobs and entropies, or a critic's values.
+
+Logits [tokens, vocabulary] never exist: both passes apply a few rows of the output matrix at a time.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ from megagrpo.megatron.attention import Collect
 
 
 class OutputLayer(torch.nn.Module):
-    """Takes the place of a GPTModel's output layer: keeps its weight, under its name, but does not multiply by it.
+    """Replaces a GPTModel's output layer: keeps its weight, under its name, but does not multiply by it.
 
-    Its output is the hidden states of all tokens of this context rank, alike on all tensor ranks. Each of those
-    computes with its own rows of the weight, so their gradients are summed.
+    It returns the hidden states of all tokens of this context rank, equal on all tensor ranks. Each tensor rank
+    computes with its own rows of the weight, so the gradients of the ranks are summed.
     """
 
     def __init__(self, linear: ColumnParallelLinear) -> None:
@@ -51,9 +54,9 @@ def output_weight(chunk: GPTModel) -> Tensor:
 
 
 class ValueHead(torch.nn.Module):
-    """A linear layer from hidden to 1, whole on every tensor rank and in float32 whatever the model's dtype.
+    """A critic's linear layer from hidden to 1, whole on every tensor rank and float32 whatever the model's dtype.
 
-    Rounded to bfloat16, values of about 1 would lie 1/128 apart, which is as much as they are to explain.
+    In bfloat16, values of about 1 would lie 1/128 apart: as much as the differences that they explain.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -62,7 +65,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=torch.float32, device=torch.cuda.current_device())
         )
-        # Each tensor rank sees its part of the sequence; finalize_model_grads sums the gradients of what is so marked.
+        # Each tensor rank sees a part of the sequence; finalize_model_grads sums the gradients of marked parameters.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
@@ -75,14 +78,14 @@ class ValueHead(torch.nn.Module):
 
 
 CHUNK_ELEMENTS = 2**22
-"""Logits that are held at a time, 16 MiB in float32, and a few temporaries of that size. More is slower on CPUs."""
+"""Logits held at a time, 16 MiB in float32, besides a few temporaries of that size. More is slower on CPUs."""
 CHUNK_COLUMNS = 2048
-"""At least that many of them for each token, however many tokens: narrower matrices are inefficient on GPUs."""
+"""Logits per token at a time, at least, however many tokens: narrower matrices are inefficient on GPUs."""
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The rows of the output matrix that one tensor rank holds. Those from `vocab` on are padding."""
+    """The rows of the output matrix that one tensor rank holds. Rows from `vocab` on are padding."""
 
     vocab: int
     first: int
@@ -107,11 +110,12 @@ def vocabulary_logprobs(
 
     hidden: [tokens, hidden], equal on all tensor ranks; positions: int64 [n], distinct rows of it; labels: int64 [n],
     in the whole vocabulary; weight: [rows of this rank, hidden], float32 or bfloat16 as `hidden`. Returns two float32
-    [n], the second zeros unless `entropy`; equal on all tensor ranks.
+    [n], equal on all tensor ranks; the second is zeros unless `entropy`.
 
-    Gradients flow through both, to `hidden` as far as this rank's rows go (to be summed over tensor ranks) and to
-    `weight` unless it is frozen. Products are in the dtype of `weight`, all between them and all sums in float32.
-    Forward there are two all-reduces of [n], backward none. Sums over the vocabulary are kept as in arXiv:1805.02867.
+    Gradients flow from both to `hidden`, the part from this rank's rows (to be summed over tensor ranks), and to
+    `weight` unless it is frozen. Products are in the dtype of `weight`; everything between them and all sums are in
+    float32. The forward pass takes two all-reduces of [n], the backward pass none. Sums over the vocabulary follow
+    arXiv:1805.02867.
     """
     columns = chunk_columns or max(CHUNK_COLUMNS, CHUNK_ELEMENTS // max(len(positions), 1))
     chosen: Tensor = Collect.apply(hidden, positions)
@@ -198,7 +202,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
 
 
 def _parts(rows: int, columns: int) -> Iterator[slice]:
-    """Rows of the output matrix, which are columns of the logits, about `columns` at a time and as many each time."""
+    """Slices of the output matrix's rows (columns of the logits), about `columns` each and of about equal size."""
     count = -(-rows // columns)
     ends = [rows * i // count for i in range(count + 1)] if count else [0]
     return map(slice, ends, ends[1:])
@@ -217,7 +221,7 @@ def _labels_in(part: slice, local: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lower(total: Tensor, weighted: Tensor, by: Tensor) -> None:
-    """Of sums of e^x and of x e^x, makes those for x + by, in place. `by` is finite and <= 0."""
+    """Turns sums of e^x and of x e^x into the sums for x + by, in place. `by` is finite and <= 0."""
     weighted += total * by
     factor = by.exp()
     total *= factor

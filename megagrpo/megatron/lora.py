@@ -1,4 +1,4 @@
-"""Low-rank adapters on Megatron's linear layers: frozen weights W, and W x + alpha / r B A x with trained A and B."""
+"""Low-rank adapters on Megatron's linear layers: W x + alpha / r B A x with frozen W and trained A and B."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from megagrpo.weights.files.adapters import AdaptedLinear
 
 
 class LoraLinear(torch.nn.Module):
-    """What one linear layer of Megatron gets added to its output: scale x B A x for each matrix fused in it.
+    """What is added to the output of one of Megatron's linear layers: scale x B A x for each matrix fused in the layer.
 
-    Over tensor ranks only the [tokens, r] products travel. A layer cut by rows has all of every A, and its rows of the
-    B's; one cut by columns has its columns of A and all of B. What is on all tensor ranks sees only their own tokens,
-    as Megatron's norms do, and its gradients are summed with theirs.
+    Only the [tokens, r] products travel between tensor ranks. A layer cut by rows has all of every A and its rows of
+    the B's; one cut by columns has its columns of A and all of B. A parameter that all tensor ranks have whole sees
+    only the rank's own tokens, as Megatron's norms do, and its gradients are summed with those of the norms.
     """
 
     def __init__(self, linear: ColumnParallelLinear | RowParallelLinear, held: AdaptedLinear, lora: LoraConfig) -> None:
@@ -61,12 +61,12 @@ class LoraLinear(torch.nn.Module):
                 )
             else:
                 low = reduce_scatter_to_sequence_parallel_region(low, group=self._tensor_group)
-        # Rows of different matrices multiply different parts of `low`: one product with zeros for the other parts.
+        # Rows of different matrices multiply different parts of `low`: one product, with zeros for the other parts.
         return F.linear(low, (self.lora_B[:, None] * self._owners).flatten(1))
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:
-        """The values before training: A's as PEFT's, B's zeros. The same in every layout."""
+        """Sets the values before training, the same in every layout: A's as PEFT does, B's zeros."""
         columns = slice(self.held.column, self.held.column + self.held.columns)
         for index, matrix in enumerate(self.held.parts):
             whole = adapters.initial_a(matrix.name, self.rank, matrix.shape[1], seed)
@@ -84,20 +84,20 @@ class LoraLinear(torch.nn.Module):
         return result
 
     def _mark(self, parameter: Parameter, *, whole: bool, cut_axis: int, linear: torch.nn.Module) -> None:
-        """How Megatron reduces its gradient and counts it in the gradient norm, once over all ranks."""
+        """Tells Megatron how to reduce its gradient, and to count it once over all ranks in the gradient norm."""
         expert: bool = linear.is_expert
-        # Experts are not split over tensor ranks: these have different ones, or are data ranks to one another.
+        # Experts are not split over tensor ranks: tensor ranks have different experts, or are each other's data ranks.
         set_tensor_model_parallel_attributes(parameter, expert or not whole, cut_axis, 1)
         parameter.allreduce = not expert
         parameter.sequence_parallel = whole and not expert and self._tensor_group.size() > 1
 
 
 class Adapters:
-    """All adapters of a rank's model chunks. From now on nothing else in the chunks is trained.
+    """All adapters of a rank's model chunks. Nothing else in the chunks is trained any more.
 
-    `base` is the manifest of their weights, which must be loaded. Attach before the chunks are wrapped: the wrapper
-    makes gradient buffers for what is trained. `manifest` is what this rank holds of the adapters, in coordinates of
-    `checkpoint_tensors`.
+    `base` is the manifest of the chunks' weights, which must be loaded. Make it before the chunks are wrapped: the
+    wrapper makes gradient buffers for what is trained. `manifest` is what this rank holds of the adapters, in
+    coordinates of `checkpoint_tensors`.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class MetricSums:
         self._has_kl = False
 
     def add(self, objective: Objective, inputs: ObjectiveInputs) -> None:
-        """Adds one microbatch of response tokens, each [tokens]."""
+        """Adds one microbatch."""
         policy = objective.policy
         self._has_kl |= objective.kl is not None
         per_token = torch.stack(

@@ -28,9 +28,9 @@ from megagrpo.weights.families.architecture import Architecture
 
 
 def build_chunks(arch: Architecture, config: TransformerConfig, layout: ParallelLayout) -> list[GPTModel]:
-    """This rank's model chunks, one unless virtual_pipeline > 1. Their weights are yet to be loaded.
+    """This rank's model chunks, one unless virtual_pipeline > 1. The caller loads their weights.
 
-    Collective over all ranks; process.start_parallel must have been called.
+    Collective over all ranks, after process.start_parallel.
     """
     interleaved = layout.virtual_pipeline > 1
     chunks = []
@@ -54,11 +54,11 @@ def _build_chunk(
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
         share_embeddings_and_output_weights=arch.tied_embeddings,
-        position_embedding_type="rope" if fused else "none",  # PackedAttention rotates by itself, latent attention too
+        position_embedding_type="rope" if fused else "none",  # PackedAttention and latent attention rotate themselves
         vp_stage=vp_stage,
     )
     if fused and arch.latent is None:
-        # GPTModel's arguments do not reach all of Llama 3's scaling.
+        # GPTModel's arguments cannot express all of Llama 3's scaling.
         chunk.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim).to(torch.cuda.current_device())
     if chunk.post_process:
         chunk.output_layer = ValueHead(config) if arch.value_head else OutputLayer(chunk.output_layer)
@@ -66,10 +66,10 @@ def _build_chunk(
 
 
 def output_of(chunk: torch.nn.Module, packed: PackedTensors) -> torch.Tensor:
-    """Hidden states [tokens, hidden] if `chunk` (wrapped or not) is the last, else what the next one receives.
+    """Hidden states [tokens, hidden] if `chunk` (wrapped or not) is the last, else what the next chunk receives.
 
-    They are those after the last norm, of all tokens of this context rank, also with sequence parallelism, and in the
-    model's dtype. A critic's last chunk gives values in their place: float32 [tokens, 1].
+    The hidden states are in the model's dtype, after the last norm, for all tokens of this context rank, also with
+    sequence parallelism. A critic's last chunk returns values instead: float32 [tokens, 1].
     """
     output = chunk(
         input_ids=packed.tokens,
@@ -90,12 +90,12 @@ def unwrapped(chunk: torch.nn.Module) -> GPTModel:
 def named_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Every weight of this rank by its name in the weights manifest: chunk{c}.{name in that GPTModel}.
 
-    These are the parameters without adapters, and of the buffers the routers' biases.
+    Weights are all parameters but the adapters', and the routers' biases, which are buffers.
     """
     found = {}
     for index, chunk in enumerate(map(unwrapped, chunks)):
         for name, parameter in chunk.named_parameters():
-            if ".adapter." not in name:  # those of lora.py are no weights of the model
+            if ".adapter." not in name:
                 found[f"chunk{index}.{name}"] = parameter.data
         for name, buffer in chunk.named_buffers():
             if name.endswith("router.expert_bias"):
@@ -104,7 +104,7 @@ def named_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def block_spec(config: TransformerConfig, arch: Architecture, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of one model chunk, of the kind that config.transformer_impl names."""
+    """What the layers of one model chunk are made of, by config.transformer_impl."""
     if config.transformer_impl == "transformer_engine":
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -115,7 +115,7 @@ def block_spec(config: TransformerConfig, arch: Architecture, vp_stage: int | No
 
 
 def _local_layer(config: TransformerConfig, arch: Architecture, has_experts: bool) -> ModuleSpec:
-    """Megatron's local layer, with a norm that knows sequence parallelism and attention for packed sequences."""
+    """Megatron's local layer with our norm and our attention over packed sequences."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         qk_layernorm=config.qk_layernorm,
@@ -152,11 +152,11 @@ class RMSNorm(torch.nn.Module):
 
 
 Loss = Callable[[int, Tensor], Tensor]
-"""(index of the microbatch, its hidden states [tokens, hidden]) -> the microbatch's part of the loss, a scalar."""
+"""(index of the microbatch, the last chunk's output for it) -> the microbatch's part of the loss, a scalar."""
 
 
 def sum_gradients(config: TransformerConfig) -> None:
-    """Have schedules end a backward pass with gradients that are plain sums over all ranks and microbatches.
+    """Makes schedules end a backward pass with plain sums of gradients over all ranks and microbatches.
 
     The loss's denominators are global already, so Megatron must not divide by a token count of its own.
     """
@@ -168,7 +168,7 @@ def sum_gradients(config: TransformerConfig) -> None:
 
 
 def forward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss) -> None:
-    """Forward only, without gradients; `loss` sees every microbatch's hidden states on the last stage."""
+    """A pass without gradients. On the last stage `loss` is called with every microbatch's output."""
     if not microbatches:  # Megatron's schedules need one
         return
     with torch.no_grad():
@@ -176,7 +176,7 @@ def forward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTens
 
 
 def forward_backward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss) -> None:
-    """Forward and backward; adds the gradients of the sum of all losses to the chunks' buffers and reduces them."""
+    """A pass with gradients: adds those of the sum of all losses to the chunks' buffers and reduces them over ranks."""
     _run(chunks, microbatches, loss, forward_only=False)
 
 
@@ -201,5 +201,5 @@ def _forward_step(loss: Loss, iterator: Any, chunk: torch.nn.Module) -> tuple[Te
 
 
 def _loss_of_output(loss: Loss, index: int, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Megatron's triple: loss, token count, report. The count goes nowhere (sum_gradients)."""
+    """Megatron's triple: loss, token count, report. The count is not used (sum_gradients)."""
     return loss(index, hidden), torch.zeros((), dtype=torch.int, device=hidden.device), None

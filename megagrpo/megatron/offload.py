@@ -1,8 +1,8 @@
-"""Device memory of a training rank, given back while the rollout engine needs it.
+"""Gives a training rank's device memory back while the rollout engine needs it.
 
-Storages are emptied in place: parameters are views into Megatron's buffers, the optimizer and the communication hold
-views of the same memory, and all of them stay valid and see the old content again when the storage is restored. On
-CUDA the content waits in pinned host memory. On a CPU it is only copied, by the same code, so that tests can show it.
+Storages are emptied in place: parameters, optimizer and communication hold views of the same memory, and all views stay
+valid and see the old content when the storage is restored. On CUDA the content waits in pinned host memory. On a CPU
+the same code copies it, so that tests can show it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Part = Literal["parameters", "gradients", "optimizer", "reference"]
 
 @dataclass(frozen=True)
 class _Released:
-    """An emptied storage, its size, and its content; None means zeros."""
+    """An emptied storage, its size, and its content (None: zeros)."""
 
     storage: torch.UntypedStorage
     size_bytes: int
@@ -33,9 +33,8 @@ class _Released:
 class Offload:
     """Which parts of a rank are on its device. `reference` are the tensors of the reference policy, if there is one.
 
-    Nothing may touch a part between its release and its restore: `require` before work says so with a name. Numbers
-    do not change, provided that gradients are only released when an optimizer step has used them: they come back as
-    zeros.
+    Nothing may touch a part between its release and its restore; `require` checks it before work. Release gradients
+    only after the optimizer step that uses them, because they come back as zeros; no other number changes.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Offload:
         return frozenset(self._released)
 
     def release(self, parts: Iterable[Part]) -> None:
-        """Move `parts` to host memory and free their device memory. Those already released stay as they are."""
+        """Moves `parts` to host memory and frees their device memory. Does nothing for parts that are released."""
         for part in parts:
             if part not in self._released:
                 self._released[part] = _empty(self._storages(part), keep=part != "gradients")
@@ -62,12 +61,12 @@ class Offload:
             torch.cuda.empty_cache()  # the engine is another process
 
     def restore(self, parts: Iterable[Part]) -> None:
-        """Put `parts` back on the device. Those already there stay as they are."""
+        """Puts `parts` back on the device. Does nothing for parts that are there."""
         for part in parts:
             _refill(self._released.pop(part, []))
 
     def require(self, parts: Iterable[Part]) -> None:
-        """RankError, naming the parts, if any of them is released."""
+        """Raises RankError, naming the parts, if any of them is released."""
         missing = [part for part in parts if part in self._released]
         if missing:
             raise RankError(
@@ -92,7 +91,7 @@ class Offload:
         return list(dict.fromkeys(tensor.untyped_storage() for tensor in tensors))
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        """Moments and main weights; float32 parameters are their own main weights and are not the optimizer's."""
+        """Moments, and main weights of bfloat16 parameters; a float32 parameter is its own main weight."""
         parameters = {parameter.untyped_storage() for parameter in parameters_of(self._chunks).values()}
         for part in parts_of(self._optimizer):
             for group in part.optimizer.param_groups:
@@ -101,7 +100,7 @@ class Offload:
                 yield from (state[name] for name in MOMENTS if name in state)
 
     def _forget_optimizer_gradients(self) -> None:
-        """Gradients of the main weights: views of the buffers, or float32 copies that each step makes anew."""
+        """Drops the main weights' gradients: views of the buffers, or float32 copies that each step makes anew."""
         for part in parts_of(self._optimizer):
             for group in part.optimizer.param_groups:
                 for main in group["params"]:

@@ -1,6 +1,6 @@
-"""One training rank as a process: join the other ranks, set up Megatron's parallel state, and leave again.
+"""One training rank as a process: joins the other ranks, sets up Megatron's parallel state, and leaves again.
 
-Needs no environment variables, so that it is the same under Ray actors, torchrun and tests.
+It needs no environment variables, so it works the same under Ray actors, torchrun and tests.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from megagrpo.layout.parallel import ParallelLayout
 
 
 def start(rank: int, ranks: int, init_method: str, device: str, timeout_seconds: float) -> None:
-    """Join `ranks` processes through `init_method` (tcp://host:port or file:///path).
-
-    Under torchrun it must be tcp://$MASTER_ADDR:$MASTER_PORT: torchrun serves that one, and no rank opens another.
+    """Joins `ranks` processes through `init_method`: tcp://host:port, file:///path, or env:// under torchrun.
 
     `device` is cpu (gloo), or cuda (the first visible) or cuda:N (NCCL). `timeout_seconds` is the deadline of this
-    call and, until start_parallel, of every collective operation. Raises RankError if the others do not come.
+    call and, until start_parallel, of every collective operation. Raises RankError if the other ranks do not join.
     """
     timeout = timedelta(seconds=timeout_seconds)
     _silence_harmless_warnings()
@@ -55,15 +53,15 @@ def start(rank: int, ranks: int, init_method: str, device: str, timeout_seconds:
 
 
 def cuda_index(device: str) -> int:
-    """Of cuda:N it is N, of cuda 0: torch sets no device without an index."""
+    """N for cuda:N, 0 for cuda. torch.cuda.set_device needs an index."""
     return torch.device(device).index or 0
 
 
 def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1800.0) -> None:
-    """Make Megatron's process groups for `layout`, in the order of layout.rank_grid, and seed its generators.
+    """Makes Megatron's process groups for `layout`, in the order of layout.rank_grid, and seeds its generators.
 
     `timeout_seconds` is the deadline of every collective operation in these groups and, from now on, in the default
-    group, where checkpoints are saved and loaded: that may take longer than it may take the ranks to join.
+    group, where checkpoints are saved and loaded: those may take longer than joining.
     """
     if layout.ranks != dist.get_world_size():
         raise RankError(
@@ -88,22 +86,22 @@ def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1
 
 
 def stop_parallel() -> None:
-    """Forget Megatron's process groups, if there are any."""
+    """Forgets Megatron's process groups, if there are any."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
 
 
 def stop() -> None:
-    """Leave all process groups."""
+    """Leaves all process groups."""
     stop_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _silence_harmless_warnings() -> None:
-    # Megatron calls collectives by names that newer torch has renamed.
+    # Megatron calls collectives by their names of older torch.
     warnings.filterwarnings("ignore", message=".*deprecated. Please use `torch.distributed", category=FutureWarning)
-    # Said of experts with expert_tensor 1 in a model with tensor > 1, for which it is right.
+    # Megatron warns about experts with expert_tensor 1 in a model with tensor > 1, for which the setting is right.
     warnings.filterwarnings(
         "ignore", message="`sequence_parallel` is set to `True`, but tensor model parallel size is 1"
     )

@@ -1,4 +1,4 @@
-"""The reference policy: a second copy of the weights that are trained, put in place of the policy's for a while."""
+"""The reference policy: a second copy of the trained weights, which takes the place of the policy's for a pass."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megagrpo.megatron.state import parameters_of
 class Reference:
     """Copies the trained weights that `chunks` have now. Costs their bytes in the model's dtype and nothing else.
 
-    With adapters these are the adapters alone; before the first step they add nothing to the model. An average is then
-    of the A's and of the B's, each apart, and not of their products.
+    With adapters it copies the adapters alone, which add nothing to the model before the first step. An average then
+    averages the A's and the B's apart, not their products.
 
-    The same modules evaluate it, with other storages behind their parameters, so it needs no second set of modules.
-    share: None if it stays as it is; 1 to copy the policy now and then; less to average. An average is kept in float32
-    as well, because small steps would be lost in bfloat16.
+    The policy's modules evaluate it, with other storages behind their parameters: it needs no modules of its own.
+    share: None if the reference stays as it is; 1 if it copies the policy at times; less if it averages. An average is
+    kept in float32 as well, because bfloat16 would lose small steps.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], share: float | None = None) -> None:
@@ -31,17 +31,17 @@ class Reference:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it holds; a tensor may be there twice."""
+        """All tensors that it holds, some twice."""
         return [*self.weights, *self._exact]
 
     @property
     def follows(self) -> bool:
-        """Whether it moves, and so belongs into checkpoints."""
+        """Whether it moves, and so is part of checkpoints."""
         return self._share is not None
 
     @contextmanager
     def in_place_of(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Within this context the chunks are the reference. Only for forward passes without gradients."""
+        """Inside, the chunks are the reference. Only for passes without gradients."""
         parameters = _parameters(chunks)
         policy = [parameter.data for parameter in parameters]
         try:
@@ -53,7 +53,7 @@ class Reference:
                 parameter.data = weight
 
     def follow(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Moves by `share` of the way to the policy."""
+        """Moves `share` of the way to the policy."""
         if self._share is None:
             raise ValueError("this reference stays as it is")
         for exact, weight, parameter in zip(self._exact, self.weights, _parameters(chunks), strict=True):
@@ -62,18 +62,18 @@ class Reference:
                 weight.copy_(exact)
 
     def named(self, chunks: Sequence[torch.nn.Module]) -> Mapping[str, Tensor]:
-        """What a checkpoint needs, by the parameters' names in the rank's manifest."""
+        """What a checkpoint holds of it, by the parameters' names in the rank's manifest."""
         return dict(zip(_trained(chunks), self._exact, strict=True))
 
     def restored(self) -> None:
-        """Call it when the tensors of `named` have been filled."""
+        """Call it after a checkpoint has filled the tensors of `named`."""
         for exact, weight in zip(self._exact, self.weights, strict=True):
             if exact is not weight:
                 weight.copy_(exact)
 
 
 def _trained(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """By name in the rank's manifest. The others are the same in policy and reference."""
+    """Trained parameters by name in the rank's manifest. Policy and reference share all others."""
     return {name: parameter for name, parameter in parameters_of(chunks).items() if parameter.requires_grad}
 
 

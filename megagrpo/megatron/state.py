@@ -1,14 +1,13 @@
-"""Save and load the state of the training ranks: main weights, Adam's moments and step count, random generators.
+"""Saves and loads the state of the training ranks: main weights, Adam's moments and step count, random generators.
 
 Every state is written in the coordinates of the Hugging Face checkpoint:
 `exp_avg.model.layers.3.self_attn.q_proj.weight` has the shape of that tensor, and each rank writes the boxes of it
-that it holds (checkpoint/state_boxes.py). The files are Megatron's dist_checkpointing format, torch_dist. So a
-checkpoint does not know its layout: any other loads it, for experts too, and with or without the distributed
-optimizer.
+that it holds (checkpoint/state_boxes.py). The files are in Megatron's dist_checkpointing format, torch_dist. So a
+checkpoint has no layout: every layout loads it, with or without experts split and the distributed optimizer.
 
-Not in it: the learning rate (a function of the step), a reference policy that stays as it was and padding (both known
-from the model), and the model's own bfloat16 weights (the main weights, rounded). Routers' biases, which are not
-trained, are in it as weights; so is a reference policy that follows.
+It does not hold the learning rate (a function of the step), a reference policy that stays as it was and padding (both
+known from the model), or the model's own bfloat16 weights (the main weights, rounded). It does hold routers' biases,
+which are not trained, and a reference policy that follows.
 """
 
 from __future__ import annotations
@@ -61,12 +60,12 @@ READ_FAILURES = (
     ValueError,
     pickle.PickleError,
 )
-"""What the two libraries raise for files that cannot be read; the first is not even an Exception."""
+"""What torch and Megatron raise for files that cannot be read. The first is a BaseException, not an Exception."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What this rank trains, and what it needs to know to say where each part of it belongs.
+    """What this rank trains, and where each part of it belongs.
 
     `manifest` is this rank's, from its layer spec (weights/sides/megatron_rank.py); with adapters it
     is theirs, and the weights that they adapt are not part of the state.
@@ -75,7 +74,7 @@ class TrainingState:
 
     chunks: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
-    tensors: Sequence[Tensor]  # of the checkpoint: all that some rank trains, and what is saved with it
+    tensors: Sequence[Tensor]  # of the checkpoint: all that some rank trains, and what is saved besides
     layout: ParallelLayout
     manifest: Manifest
     reference: Mapping[str, torch.Tensor] | None = None  # by storage; None: known from the model
@@ -91,12 +90,12 @@ class TrainingState:
 
 
 def save(state: TrainingState, directory: Path) -> tuple[SavedFile, ...]:
-    """Write this rank's part of the state into `directory`, which exists and is empty. Every rank calls it.
+    """Writes this rank's part of the state into `directory`, which exists and is empty. Every rank calls it.
 
-    Returns what this rank wrote, on disk and with checksums, for CheckpointStore.commit. Raises CheckpointError on
-    every rank if any fails; the directory is then worthless. Replicas are equal boxes, on tensor ranks, data ranks
-    and the two stages of a tied embedding; torch's plan has one rank write each, shared out by size, and is refused
-    if boxes overlap or leave gaps. No process is started: it works in an actor and leaves nothing behind.
+    Returns the files that this rank wrote, with checksums, for CheckpointStore.commit. Raises CheckpointError on every
+    rank if any rank fails; the directory is then worthless. Equal boxes are replicas, on tensor ranks, data ranks and
+    the two stages of a tied embedding: torch's plan has one rank write each, balanced by size, and is refused if boxes
+    overlap or leave gaps. It starts no process, so it works in an actor.
     """
     steps = adam_steps(state.optimizer)
     if len(steps) > 1:
@@ -113,11 +112,11 @@ def save(state: TrainingState, directory: Path) -> tuple[SavedFile, ...]:
 
 
 def load(state: TrainingState, directory: Path) -> None:
-    """Replace this rank's state by that in `directory`, saved in whatever layout. Every rank calls it.
+    """Replaces this rank's state by the one in `directory`, saved in any layout. Every rank calls it.
 
-    In the layout that saved it everything is restored bit for bit, the random generators too; in another one the
-    generators stay as they are. Raises CheckpointError on every rank, before anything is changed if the checkpoint is
-    of another model.
+    The layout that saved it gets everything back bit for bit, the random generators too; in another layout the
+    generators stay as they are. Raises CheckpointError on every rank; nothing is changed if the checkpoint is of
+    another model.
     """
     saved = _read_common(state, directory)
     wanted: dict[str, ShardedTensor | ShardedObject] = {}
@@ -141,7 +140,7 @@ def load(state: TrainingState, directory: Path) -> None:
 
 
 def _held(state: TrainingState) -> Iterator[tuple[Placement, StateShard]]:
-    """This rank's placements whose parameters have state here, and those of buffers."""
+    """This rank's placements of buffers, and of parameters that have state on this rank."""
     shards, parameters = shards_of(state.optimizer), parameters_of(state.chunks)
     weights = named_tensors(state.chunks)
     for placement in state.manifest.placements:
@@ -158,7 +157,7 @@ def _held(state: TrainingState) -> Iterator[tuple[Placement, StateShard]]:
 
 
 def _sharded_tensors(state: TrainingState, placement: Placement, shard: StateShard) -> dict[str, ShardedTensor]:
-    """The boxes of this placement that the shard holds, for each kind of state. Their data are views of the shard."""
+    """The boxes of this placement that the shard holds, for each kind of state, as views of the shard."""
     shape = state.manifest.storages[placement.storage].shape
     return {
         f"{name}.{part.box.tensor}@{part.box.start}": _sharded_tensor(name, part, flat, state.shapes[part.box.tensor])
@@ -181,7 +180,7 @@ def _sharded_tensor(name: str, part: BoxInRange, flat: torch.Tensor, shape: tupl
 
 
 def _fill_padding(state: TrainingState) -> None:
-    """Local elements of no box, such as vocabulary padding: their stated value, and no moments."""
+    """Sets local elements that no box covers, such as vocabulary padding, to their stated value, without moments."""
     shards, parameters = shards_of(state.optimizer), parameters_of(state.chunks)
     for fill in state.manifest.fills:
         shard = shards.get(parameters[fill.storage])
@@ -194,10 +193,10 @@ def _fill_padding(state: TrainingState) -> None:
 
 
 def _read_common(state: TrainingState, directory: Path) -> dict[str, Any]:
-    """What rank 0 saved for all.
+    """What rank 0 saved for all ranks.
 
-    CheckpointError, the same on every rank, if any rank cannot read the checkpoint or needs a tensor that is not in it
-    or has another shape there.
+    Raises the same CheckpointError on every rank if any rank cannot read the checkpoint, or needs a tensor that the
+    checkpoint lacks or has in another shape.
     """
     common: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -217,9 +216,9 @@ def _read_common(state: TrainingState, directory: Path) -> dict[str, Any]:
                 found = tuple(stored[key].global_shape) if key in stored else "nothing"
                 if found != state.shapes[tensor]:
                     problems.append(Problem(f"{directory}: {key}", f"{found}", f"{state.shapes[tensor]}"))
-    everyones: list[list[Problem]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyones, problems)
-    if different := dict.fromkeys(problem for problems in everyones for problem in problems):
+    of_ranks: list[list[Problem]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, problems)
+    if different := dict.fromkeys(problem for found in of_ranks for problem in found):
         raise CheckpointError(different)
     return common
 
@@ -246,7 +245,7 @@ def _set_generators(saved: Mapping[str, Any]) -> None:
 
 
 def _generators_entry(data: Any) -> ShardedObject:
-    """One object for each rank: no other layout has a use for them."""
+    """One object for each rank, because no other layout can use them."""
     return ShardedObject("generators", data, (dist.get_world_size(),), (dist.get_rank(),))
 
 
@@ -264,7 +263,7 @@ def _written_files(directory: Path) -> tuple[SavedFile, ...]:
 
 
 def _failed(what: str, directory: Path, error: BaseException) -> list[Problem]:
-    """A problem for each different cause. torch reports those of all ranks, each as (exception, traceback)."""
+    """A problem for each different cause. torch reports the causes of all ranks, each as (exception, traceback)."""
     causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     texts = dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes)
     return [Problem(f"{directory} cannot be {what}", given=text) for text in texts]
@@ -279,7 +278,7 @@ class StateShard:
     """The state of elements start .. stop of a parameter's memory: all of it, or a data rank's part.
 
     `tensors` are the float32 main weights and Adam's moments by their names in STATES, each flat [stop - start] and a
-    view of the optimizer's own memory, so writing into them is loading.
+    view of the optimizer's own memory: to write into them is to load.
     """
 
     start: int
@@ -293,9 +292,9 @@ def parameters_of(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Param
 
 
 def shards_of(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, StateShard]:
-    """The state that this rank holds, by model parameter. Parameters whose state lies on other ranks only are absent.
+    """The state that this rank holds, by model parameter. Parameters whose state lies only on other ranks are absent.
 
-    Moments that do not exist yet, before the first step, are made: zeros, as the first step would.
+    Before the first step it makes the moments, as zeros, as the first step would.
     """
     shards = {}
     for part in parts_of(optimizer):
@@ -308,13 +307,13 @@ def shards_of(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, StateSha
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers inside: experts and dense weights have one each. Empty ones are left out."""
+    """The optimizers inside that have parameters: experts and dense weights have one each."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if not part.is_stub_optimizer]
 
 
 def adam_steps(optimizer: MegatronOptimizer) -> set[int]:
-    """Adam's step counts on this rank: one number, unless something is wrong; none before the first step."""
+    """Adam's step counts on this rank: one number unless something is wrong, none before the first step."""
     steps: set[int] = set()
     for part in parts_of(optimizer):
         if _counts_by_parameter(part):
@@ -325,7 +324,7 @@ def adam_steps(optimizer: MegatronOptimizer) -> set[int]:
 
 
 def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
-    """Set every step count. Torch's Adam counts in a tensor of each parameter, which must never be shared."""
+    """Sets every step count. Torch's Adam counts in a tensor for each parameter, which must not be shared."""
     for part in parts_of(optimizer):
         _make_missing_moments(part)
         if _counts_by_parameter(part):
@@ -337,7 +336,7 @@ def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
 
 
 def publish_main_weights(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """Make the model's weights equal to the main weights, on all data ranks. Every rank calls it."""
+    """Makes the model's weights equal to the main weights on all data ranks. Every rank calls it."""
     for part in parts_of(optimizer):
         if isinstance(part, DistributedOptimizer | Float16OptimizerWithFloat16Params):
             part._copy_main_params_to_model_params()
@@ -349,7 +348,7 @@ def publish_main_weights(chunks: Sequence[DistributedDataParallel], optimizer: M
 def _main_weights(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
     """(model parameter, its float32 main weights, start, stop) for everything that this optimizer updates."""
     if isinstance(part, DistributedOptimizer):
-        # Not by model_param_group_index_map: it is wrong where a bfloat16 model has a float32 parameter (a value head).
+        # model_param_group_index_map is wrong where a bfloat16 model has a float32 parameter (a value head).
         models = [*part.model_fp32_groups, *part.model_float16_groups]
         shards = [*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups]
         for parameters, mains in zip(models, shards, strict=True):
@@ -381,12 +380,11 @@ def _counts_by_parameter(part: MegatronOptimizer) -> bool:
 
 
 def write(sharded: Mapping[str, ShardedTensor | ShardedObject], common: Mapping[str, Any], directory: Path) -> None:
-    """Write this rank's `sharded` into `directory`, and rank 0's `common`; dist_checkpointing.load reads both.
-    Collective.
+    """Writes this rank's `sharded` into `directory`, and rank 0's `common`, for dist_checkpointing.load. Collective.
 
-    Raises torch's CheckpointException on every rank if any of them fails, and if the tensors do not tile their global
-    shapes. dist_checkpointing.save is not used: it forks workers and starts a manager process that runs __main__
-    again, and when one rank fails, on a full disk for instance, the others wait for ever.
+    Raises torch's CheckpointException on every rank if any rank fails or the tensors do not tile their global shapes.
+    dist_checkpointing.save is not used: it forks workers and starts a manager process that runs __main__ again, and
+    when one rank fails, on a full disk for instance, the others wait for ever.
     """
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(dict(sharded))
     torch_checkpoint.save(
@@ -397,7 +395,7 @@ def write(sharded: Mapping[str, ShardedTensor | ShardedObject], common: Mapping[
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
-    """Adds Megatron's two files where torch writes its own last one: on rank 0, with errors told to all."""
+    """Also writes Megatron's two files when rank 0 finishes, so that all ranks learn of errors."""
 
     def __init__(self, directory: Path, common: Mapping[str, Any]) -> None:
         super().__init__(directory, sync_files=True)

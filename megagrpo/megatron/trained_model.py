@@ -132,7 +132,7 @@ class TrainedModel:
         return float(grad_norm)
 
     def save_reference(self, reference: Reference) -> None:
-        """From now on a reference that follows is part of the training state."""
+        """Makes a reference that follows the policy part of the training state."""
         self._reference = reference
         self._state = replace(self._state, reference=reference.named(self.chunks))
 
@@ -154,11 +154,11 @@ warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that 
 def wrap_chunks(
     chunks: list[GPTModel], config: TransformerConfig, distributed_optimizer: bool
 ) -> list[DistributedDataParallel]:
-    """Each model chunk with gradient buffers: float32 whatever the weights' type, summed over data and context ranks.
+    """Gives each model chunk gradient buffers: float32 whatever the weights' type, summed over data and context ranks.
 
-    Sums, not means: calculate_per_token_loss makes Megatron scale neither dense nor expert gradients, and the loss has
-    its global denominators already. Weights move into the wrapper's buffers: tensors taken from parameters earlier are
-    no longer the weights.
+    Sums, not means: calculate_per_token_loss makes Megatron scale neither dense nor expert gradients, because the loss
+    has global denominators already. The weights move into the wrapper's buffers: tensors taken from parameters before
+    are no longer the weights.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, check_for_nan_in_grad=False
@@ -182,7 +182,7 @@ def make_optimizer(
 ) -> MegatronOptimizer:
     """Adam with decoupled weight decay, with transformer-engine's or apex's fused kernels where Megatron finds them.
 
-    bfloat16 weights get float32 main weights. `set_learning_rate` before every step.
+    bfloat16 weights get float32 main weights. Call `set_learning_rate` before every step.
     """
     config = OptimizerConfig(
         optimizer="adam",
@@ -201,7 +201,7 @@ def make_optimizer(
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Rate and decay of the next step. Megatron marks norms and biases with wd_mult = 0; the caller has to obey it."""
+    """Sets rate and decay of the next step. Megatron marks norms and biases with wd_mult = 0 but does not apply it."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
         group["weight_decay"] = weight_decay * group["wd_mult"]

@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig from a recipe, and the options that pass through."""
+"""Megatron's TransformerConfig from a recipe, the options that pass through, and the stages that Megatron builds."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megagrpo.errors import RecipeError
+from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
 from megagrpo.megatron.config import ALLOWED_VALUES, OWNED, option_problems, transformer_config
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families.architecture import Architecture, Experts, Rope, SigmoidRouter
+from tests.unit.test_layout_parallel import uneven_stages
 
 ARCHITECTURE = Architecture(
     family="qwen3", layers=4, hidden=48, ffn=80, heads=4, query_groups=2, head_dim=16, vocab=131, max_positions=256,
@@ -101,8 +106,20 @@ def test_the_fields_that_the_contracts_rest_on() -> None:
 
 
 def test_experts_without_normalised_weights() -> None:
-    arch = Architecture(
-        **(vars(ARCHITECTURE) | {"experts": Experts(count=4, per_token=2, ffn=40, normalize_top_k=False)})
-    )
+    experts = Experts(count=4, per_token=2, ffn=40, normalize_top_k=False)
+    arch = dataclasses.replace(ARCHITECTURE, experts=experts)
     assert config(arch).moe_router_pre_softmax
     assert config(arch).moe_router_dtype == "fp32"
+
+
+@settings(max_examples=100)
+@given(uneven_stages())
+def test_megatron_places_layers_on_the_same_stages(case: tuple[int, ParallelLayout]) -> None:
+    layers, layout = case
+    built = config(dataclasses.replace(ARCHITECTURE, layers=layers), layout=LayoutConfig(**vars(layout)))
+    for stage in range(layout.pipeline):
+        for chunk in range(layout.virtual_pipeline):
+            vp_stage = chunk if layout.virtual_pipeline > 1 else None
+            first = get_transformer_layer_offset(built, vp_stage=vp_stage, pp_rank=stage)
+            count = get_num_layers_to_build(built, vp_stage=vp_stage, pp_rank=stage)
+            assert range(first, first + count) == layers_of_chunk(layers, layout, stage, chunk)
