@@ -40,8 +40,8 @@ class Transport(Protocol):
     def connect(
         self, sync: Sync, member: Member, peers: Mapping[Peer, str], device: torch.device, slot_bytes: int
     ) -> None:
-        """Before a sync of these peers, which have names: makes connections, and SLOTS slots of at least `slot_bytes`
-        (0: this end sends nothing) on `device`."""
+        """Before anything is sent in a sync: makes connections, and SLOTS slots of at least `slot_bytes` (0: this end
+        sends nothing) on `device`. `peers` are all that take part, with their names, in the same order at every end."""
         ...
 
     def slot(self, index: int) -> torch.Tensor:

@@ -159,12 +159,12 @@ def open_receiver(
 
     `plan` may be the rank's part of the whole. Raises: ModelError if `tensors` are not those of the manifest.
     """
-    carrier = _transport(transport, plan, destination_peer(plan, destination), rendezvous)
-    return BucketReceiver(plan, destination, tensors, rendezvous, bucket_bytes, carrier)
+    of_peer = _transport(transport, plan, destination_peer(plan, destination), rendezvous)
+    return BucketReceiver(plan, destination, tensors, rendezvous, bucket_bytes, of_peer)
 
 
-def _transport(transport: TransportName, plan: WeightPlan, peer: Peer, rendezvous: Rendezvous) -> Transport:
-    match transport:
+def _transport(name: TransportName, plan: WeightPlan, peer: Peer, rendezvous: Rendezvous) -> Transport:
+    match name:
         case TransportName.SHARED_MEMORY:
             return SharedMemory(rendezvous.run)
         case TransportName.PROCESS_GROUP:
