@@ -51,6 +51,18 @@ class MegagrpoError(Exception):
         return type(self), (self.problems,)
 
 
+def brief(value: object) -> str:
+    """A value as an error shows it: one line, at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says in its first line, or the error's name if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 class RecipeError(MegagrpoError):
     """The recipe, or an override, is not valid."""
 

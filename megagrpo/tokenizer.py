@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megagrpo.errors import ModelError, Problem
+from megagrpo.errors import ModelError, Problem, first_line
 from megagrpo.types import FinishReason
 
 
@@ -68,8 +68,3 @@ def response_texts(
     """The text of each response, without the stop token that ended it."""
     bodies = [tokens[: len(tokens) - (finish == "stop")].tolist() for tokens, finish in responses]
     return list(tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

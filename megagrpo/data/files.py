@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megagrpo.errors import DataError, Problem
+from megagrpo.errors import DataError, Problem, brief, first_line
 
 SUFFIXES = (".parquet", ".jsonl")
 PROBLEMS_SHOWN = 10
@@ -50,12 +50,6 @@ class Findings:
 def place(path: Path, number: int) -> str:
     """How an error names one record of a file."""
     return f"{path} row {number} (counting from 0)" if path.suffix == ".parquet" else f"{path} line {number}"
-
-
-def brief(value: object) -> str:
-    """A value as an error shows it: one line, at most 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def column_problem(path: Path, column: str, present: Iterable[str], documentation: str = "docs/data.md") -> Problem:
@@ -139,7 +133,7 @@ def _unreadable(path: Path, error: BaseException, after_row: int | None = None) 
     return DataError(
         Problem(
             where=f"{path}: cannot be read as parquet{after}",
-            given=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            given=first_line(error),
             needed="a whole parquet file",
             fix="write or download it again; it may be truncated",
         )

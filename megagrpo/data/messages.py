@@ -15,11 +15,11 @@ import numpy as np
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from megagrpo.data.files import Findings, Record, brief, place
+from megagrpo.data.files import Findings, Record, place
 from megagrpo.data.mixture import Mixture, mix
 from megagrpo.data.prompts import BATCH_ROWS, RENDER_ERRORS, refusal, template_error
 from megagrpo.data.rows import RowSchema, given_fields, message_problems, quick_look, read
-from megagrpo.errors import DataError, Problem
+from megagrpo.errors import DataError, Problem, brief
 from megagrpo.recipe.schema import DataFileConfig
 from megagrpo.tokenizer import encode
 

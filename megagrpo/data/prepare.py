@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megagrpo.data.files import Findings, Record, brief, column_problem, columns, place, records
+from megagrpo.data.files import Findings, Record, column_problem, columns, place, records
 from megagrpo.data.mixture import permutation
-from megagrpo.errors import DataError, Problem
+from megagrpo.errors import DataError, Problem, brief, first_line
 
 PromptRow = dict[str, Any]
 
@@ -263,5 +263,5 @@ def _table(path: Path, rows: list[PromptRow]) -> pa.Table:
     try:
         return pa.Table.from_pylist(rows)
     except pa.ArrowException as error:
-        given, needed = str(error).splitlines()[0], "the same type in every row of a column"
+        given, needed = first_line(error), "the same type in every row of a column"
         raise DataError(Problem(f"{path}: the rows do not form a table", given, needed)) from None

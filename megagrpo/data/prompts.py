@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from megagrpo.data.files import Findings, place
 from megagrpo.data.mixture import Mixture, mix
 from megagrpo.data.rows import Row, read_rows
-from megagrpo.errors import DataError, ModelError, Problem
+from megagrpo.errors import DataError, ModelError, Problem, first_line
 from megagrpo.recipe.schema import DataFileConfig
-from megagrpo.tokenizer import encode, first_line
+from megagrpo.tokenizer import encode
 from megagrpo.types import Prompt
 
 Overlong = Literal["drop", "truncate_left", "error"]

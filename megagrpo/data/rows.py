@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from megagrpo.data.files import Findings, Record, brief, column_problem, columns, path_problem, place, records
-from megagrpo.errors import DataError, Problem
+from megagrpo.data.files import Findings, Record, column_problem, columns, path_problem, place, records
+from megagrpo.errors import DataError, Problem, brief
 
 ROLES = ("system", "user", "assistant", "tool")
 ROWS_IN_QUICK_CHECK = 16

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megagrpo.errors import ModelError, PreflightError, Problem
+from megagrpo.errors import ModelError, PreflightError, Problem, first_line
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe
@@ -109,7 +109,7 @@ def _local_directory(path: str, revision: str | None, patterns: tuple[str, ...],
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
     except (OSError, HFValidationError, IncompleteSnapshotError) as error:
         asked = f"{path} at {revision}" if revision else path
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise ModelError(
             Problem(
                 field,
@@ -148,7 +148,7 @@ def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Proble
     try:
         tokens = Tokenizer.from_file(str(path)).get_vocab()
     except Exception as error:  # noqa: BLE001  (what the Rust library raises)
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         return [Problem(str(path), reason, "a tokenizer of the tokenizers library", "download it again")]
     largest = max(tokens.values(), default=-1)
     if vocabulary is not None and largest >= vocabulary:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.errors import Problem, RewardError
+from megagrpo.errors import Problem, RewardError, brief
 from megagrpo.user_functions import file_problem, load_function, refused_call
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def outcome_of(returned: object) -> Outcome:
     for name, value in values.items():
         number = _number(value)
         if number is None:
-            return Outcome(None, error=f"returned {_brief(value)} as {name}, not a number")
+            return Outcome(None, error=f"returned {brief(value)} as {name}, not a number")
         if not math.isfinite(number):
             return Outcome(None, error=f"returned {number} as {name}, not a finite number")
         metrics[str(name)] = number
@@ -105,11 +105,6 @@ def _number(value: object) -> float | None:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 # --- from the recipe's entries to callables ---------------------------------------------------------------------------
