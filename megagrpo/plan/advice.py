@@ -87,9 +87,12 @@ def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
     """Engines on GPUs of two nodes: a server's ranks are processes of one node."""
     if isinstance(recipe, SftRecipe) or recipe.cluster.device == "cpu":
         return
-    per_node = recipe.cluster.gpus_per_node
-    for engine, devices in enumerate(plan_devices(recipe, "cuda").bundles_of_engine):
-        if devices and devices[0] // per_node != devices[-1] // per_node:
+    per_node, of_engine = recipe.cluster.gpus_per_node, plan_devices(recipe, "cuda").bundles_of_engine
+    each, first = len(of_engine[0]), of_engine[0][:1]
+    if not first or (per_node % each == 0 and first[0] % each == 0):
+        return  # engines lie side by side from the first on, so none reaches over the edge of a node
+    for engine, devices in enumerate(of_engine):
+        if devices[0] // per_node != devices[-1] // per_node:
             yield Problem(
                 "rollout.layout.tensor",
                 given=f"{len(devices)}, which puts engine {engine} on GPUs {devices[0]}-{devices[-1]}, over nodes",

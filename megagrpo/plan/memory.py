@@ -100,19 +100,29 @@ def memory(
     is as large as the recipe could use. All sequences are taken to be as long as the recipe allows. `critic` is the
     model of algorithm.critic.path, if it is another; `expert_imbalance` as in Assumptions.
     """
+    return tuple(each_memory(recipe, architecture, machines, device, critic, expert_imbalance))
+
+
+def each_memory(
+    recipe: AnyRecipe,
+    architecture: Architecture,
+    machines: Machines | None,
+    device: str,
+    critic: Architecture | None,
+    expert_imbalance: float,
+) -> Iterator[DeviceMemory]:
+    """The entries of `memory`, one after the other, for a search that often has seen enough after the first."""
     card = machines.gpu.memory_bytes if machines and device == "cuda" else None
     engine = None
     if isinstance(recipe, Recipe) and recipe.rollout.engine != "external":
         engine = _Engine(recipe, engine_memory(recipe, architecture, card, device), device)
-    held = []
     for (stage, engines), devices in _kinds(recipe, plan_devices(recipe, device)).items():
         rank = None
         if stage is not None:
             rank = _Rank(recipe, architecture, device, stage, critic, expert_imbalance)
         if rank or engines:
             phases = tuple(_phases(recipe, rank, engine if engines else None, engines))
-            held.append(DeviceMemory(_name(recipe, stage, engines), tuple(devices), phases))
-    return tuple(held)
+            yield DeviceMemory(_name(recipe, stage, engines), tuple(devices), phases)
 
 
 def _kinds(recipe: AnyRecipe, planned: DevicePlan) -> dict[tuple[int | None, int], list[int]]:

@@ -15,7 +15,7 @@ from megagrpo.errors import Problem, RecipeError
 from megagrpo.plan.advice import CONTEXT_TOKENS_MIN, node_problems
 from megagrpo.plan.assumptions import Assumptions, longest_sequence
 from megagrpo.plan.machines import Machines
-from megagrpo.plan.memory import memory
+from megagrpo.plan.memory import DeviceMemory, each_memory
 from megagrpo.plan.parameters import expert_parameters, total_parameters
 from megagrpo.plan.plan import Estimate, Plan, lacking_bytes
 from megagrpo.plan.time import StepTime, step_time
@@ -165,8 +165,7 @@ class _Run:
             key = tuple(candidate.values[path] for path in apart) if apart else len(found)
             if key in found:
                 continue
-            uneven = self.assumptions.expert_imbalance
-            held = memory(candidate.recipe, self.architecture, self.machines, "cuda", self.critic, uneven)
+            held = tuple(self._memory(candidate.recipe))
             lacking = lacking_bytes(held, self.machines, spare=SPARE)
             one = _Found(candidate.values, candidate.recipe, Estimate(held, candidate.time, lacking))
             if lacking == 0:
@@ -176,6 +175,15 @@ class _Run:
             if len(found) == most:
                 break
         return list(found.values())
+
+    def _memory(self, recipe: AnyRecipe) -> Iterator[DeviceMemory]:
+        """Ends early where a kind of device lacks as much as the nearest candidate: this one is then of no use."""
+        uneven = self.assumptions.expert_imbalance
+        most = self.nearest.estimate.lacking_bytes if self.nearest else float("inf")
+        for kind in each_memory(recipe, self.architecture, self.machines, "cuda", self.critic, uneven):
+            yield kind
+            if lacking_bytes([kind], self.machines, spare=SPARE) >= most:
+                return
 
     def choice(self, found: _Found) -> Choice:
         reason = _reason(found, self.machines.gpu.memory_bytes)

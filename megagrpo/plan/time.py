@@ -156,7 +156,7 @@ def _rollout(
     """`prompts` prompts that are sampled at once, on the devices that have most to do; engines that share a device take
     turns, so they count as one."""
     rollout, devices = recipe.rollout, planned.bundles_of_engine
-    blocks = len(set(devices)) if devices[0] else rollout.engines
+    blocks = len({own[0] for own in devices}) if devices[0] else rollout.engines
     greedy = 1 if recipe.algorithm.advantage.name == "remax" else 0
     at_once = min(float(rollout.requests_at_once * math.ceil(rollout.engines / blocks)), fit)
     own = math.ceil(prompts / blocks)  # all samples of a prompt are on one engine (rollout/requests.py)

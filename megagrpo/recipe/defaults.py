@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from megagrpo.algorithm.policy_losses import OwnLossConfig
@@ -90,26 +90,24 @@ def plan_devices(recipe: AnyRecipe, device: str) -> DevicePlan:
     """Ranks on the first devices in rank order; engines beside them (colocated) or on devices of their own."""
     ranks = recipe.train.layout.parallel().ranks
     resource = "GPU" if device == "cuda" else "CPU"
-    of_rank = tuple(range(ranks))
+    (of_rank,) = _blocks(1, 1, ranks, first=0)
     if isinstance(recipe, SftRecipe):
         return DevicePlan(resource, ranks, of_rank, (), 1.0, 0.0)
     engines, each = recipe.rollout.engines, recipe.rollout.devices_of_engine
     if each == 0:
         return DevicePlan(resource, ranks, of_rank, ((),) * engines, 1.0, 0.0)
     if recipe.cluster.placement == "colocated":
-        of_engine = _blocks(engines, ranks // each, each, first=0)
-        return DevicePlan(resource, ranks, of_rank, of_engine, 0.5, 0.5 / _crowd(of_engine))
+        blocks = max(1, ranks // each)
+        of_engine = _blocks(engines, blocks, each, first=0)
+        return DevicePlan(resource, ranks, of_rank, of_engine, 0.5, 0.5 / -(-engines // blocks))
     own = recipe.cluster.engine_devices or engines * each
-    of_engine = _blocks(engines, own // each, each, first=ranks)
-    return DevicePlan(resource, ranks + own, of_rank, of_engine, 1.0, 1.0 / _crowd(of_engine))
+    blocks = own // each
+    of_engine = _blocks(engines, blocks, each, first=ranks)
+    return DevicePlan(resource, ranks + own, of_rank, of_engine, 1.0, 1.0 / -(-engines // blocks))
 
 
+@lru_cache(maxsize=256)
 def _blocks(engines: int, blocks: int, each: int, first: int) -> tuple[tuple[int, ...], ...]:
-    """Engines dealt out evenly over `blocks` runs of `each` devices."""
+    """Engines dealt out evenly over `blocks` runs of `each` devices, at most ceil(engines / blocks) on each."""
     starts = [first + i * blocks // engines * each for i in range(engines)]
     return tuple(tuple(range(start, start + each)) for start in starts)
-
-
-def _crowd(of_engine: tuple[tuple[int, ...], ...]) -> int:
-    """Most engines that share a device."""
-    return max(Counter(bundles[0] for bundles in of_engine).values())

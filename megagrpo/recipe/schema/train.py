@@ -45,9 +45,7 @@ class LayoutConfig(Section):
     """Replicas that each train on their part of the batch."""
 
     def parallel(self) -> ParallelLayout:
-        sizes = self.model_dump()
-        sizes["expert_tensor"] = self.expert_tensor or self.tensor
-        return ParallelLayout(**sizes)
+        return ParallelLayout(**{**vars(self), "expert_tensor": self.expert_tensor or self.tensor})
 
     def rules(self) -> Iterator[Problem]:
         layout = self.parallel()
