@@ -1,7 +1,7 @@
 """Off-policy correction: engines sample a little differently from what the trainer computes.
 
 A token's ratio r is its probability under the trainer, before the update, over that under the engine that sampled it.
-Importance weights make up for it (truncated: https://fengyao.notion.site/off-policy-rl; masked: IcePop,
+Importance weights correct for the difference (truncated: https://fengyao.notion.site/off-policy-rl; masked: IcePop,
 arXiv:2510.18855); what differs too much is left out.
 """
 
@@ -160,7 +160,7 @@ class CorrectionConfig(Section):
 
 @dataclass(frozen=True)
 class Corrected:
-    """Of the tokens of a minibatch on one rank."""
+    """The tokens of a minibatch on one rank."""
 
     importance: Tensor | None  # float32 [tokens], constants: weights of the policy's loss. None: all 1
     kept: Tensor  # bool [tokens]: the others leave the loss and its denominators

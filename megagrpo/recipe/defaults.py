@@ -75,7 +75,7 @@ def _rows_per_step(recipe: AnyRecipe) -> int:
 class DevicePlan:
     """Bundle of every training rank, and bundles of every engine. Colocated ones share bundles and take turns.
 
-    An engine has as many bundles as it has tensor ranks, side by side; none if somebody else runs it.
+    An engine has as many bundles as it has tensor ranks, side by side; none if the run does not start it.
     """
 
     resource: str  # "GPU" or "CPU": what one device is to Ray

@@ -126,7 +126,9 @@ def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class
     """A key that the section does not have, with the name it was probably meant to be."""
     keys = list(dict.fromkeys(name for each in section.sections for name in each.model_fields))
     owners = [name for name, other in section.others.items() if key in other.model_fields]
-    if path in MOVED:
+    if path in MOVED and value is None:
+        fix = "remove it"
+    elif path in MOVED:
         fix = MOVED[path].replace("VALUE", str(value).lower() if isinstance(value, bool) else str(value))
     elif "." in key:
         fix = "write one key on a line, each section's keys indented below it (dots are for overrides)"

@@ -36,6 +36,12 @@ def test_layout_learning_rate_and_run_length_may_change() -> None:
     allow_changes(recipe(), new)
 
 
+def test_a_checkpoint_with_the_settings_of_all_advantages_may_be_continued() -> None:
+    saved = recipe()
+    saved["algorithm"]["advantage"] |= {"discount": 1.0, "trace": 1.0}
+    allow_changes(saved, recipe())
+
+
 def test_model_seed_and_data_may_not_change_and_all_are_named_at_once() -> None:
     new = recipe()
     new["seed"] = 1

@@ -43,3 +43,9 @@ def test_the_driver_starts_and_reads_answers_without_what_only_its_actors_use(dr
         timeout=600,
     )
     assert done.stdout.decode() == "[]\n", done.stderr.decode()
+
+
+def test_a_recipe_is_read_without_torch_which_a_rank_must_not_import_before_it_chooses_its_device() -> None:
+    code = "import sys, megagrpo.recipe.load; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=600)
+    assert done.stdout.decode() == "False\n", done.stderr.decode()
