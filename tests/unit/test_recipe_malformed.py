@@ -16,7 +16,7 @@ from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR, PreflightError
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
-from tests.tiny_run import EXPERTS, ROW, make_run
+from tests.tiny_run import ROW, make_run
 
 
 @dataclass(frozen=True)
@@ -131,15 +131,6 @@ CASES = [
     Case("override below a number", ("seed is an integer", "set seed itself"), ("seed.value=1",)),
     # impossible combinations
     Case("no length", ("exactly one of total_steps",), ("train.total_steps=null",)),
-    Case("nucleus", ("rollout.top_p", "whole vocabulary"), ("rollout.top_p=0.9",)),
-    Case("uneven minibatches", ("minibatches: 2",), ("algorithm.minibatches=3",)),
-    Case("tensor 3", ("4 attention heads", "tensor of 1, 2 or 4"), ("train.layout.tensor=3",)),
-    Case("pipeline 3", ("4 layers", "pipeline of 1, 2 or 4"), ("train.layout.pipeline=3",)),
-    Case("experts of a dense model", ("has no experts",), ("train.layout.expert=2", "train.layout.data=2")),
-    Case("3 ranks for 4 experts", ("4 experts",), ("train.layout.expert=3", "train.layout.data=3"), config=EXPERTS),
-    Case(
-        "too long", ("max_position_embeddings",), ("rollout.response_tokens_max=60", "train.tokens_per_microbatch=99")
-    ),
     Case("unknown megatron field", ("hidden_dropout",), ("train.megatron.hiden_dropout=0",)),
     Case(
         "options that Megatron refuses together",
