@@ -18,12 +18,13 @@ settings.register_profile("new_examples", settings.get_profile("same_examples"),
 settings.load_profile("same_examples")
 
 TESTS = Path(__file__).parent
-# With several workers, the longest start first and the files of unit tests fill up the end.
-FOLDERS = ("sglang", "loop", "slurm", "distributed", "unit")
+# The longest starts come first, and the files of unit tests fill up the workers' last minute.
+FOLDERS = ("loop", "sglang", "slurm", "distributed", "unit")
+DEMO = ("test_demo", "test_two_nodes")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests by folder, and let tests that share a server, a Ray or a file's fixtures run in one worker."""
+    """Order the tests by folder, and let those that share a server, a Ray or a file's fixtures run in one worker."""
     items.sort(key=lambda item: FOLDERS.index(folder_of(item)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group_of(item)))
@@ -34,5 +35,7 @@ def folder_of(item: pytest.Item) -> str:
 
 
 def group_of(item: pytest.Item) -> str:
-    folder = folder_of(item)
-    return folder if folder in ("sglang", "loop") else item.path.stem
+    folder, file = folder_of(item), item.path.stem
+    if folder == "loop":
+        return "demo" if file in DEMO else "loop"
+    return "sglang" if folder == "sglang" else file

@@ -20,6 +20,7 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.types import Prompt
 from tests.loop import small_run
 
+pytestmark = pytest.mark.long
 SYNC_SECONDS = 120.0
 PATIENCE_SECONDS = 10.0
 """With an engine that will never answer."""

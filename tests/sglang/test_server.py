@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -165,11 +166,11 @@ def test_a_server_that_is_not_ready_in_time_is_named(tmp_path: Path) -> None:
     assert not members(server._process.pid)
 
 
-def test_an_interpreter_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    before = set(os.listdir(SHARED_MEMORY))
+def test_an_interpreter_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EngineError, match=r"rollout\.sglang\.python"):
         Server({}, name="engine 0", log=tmp_path / "log", python=str(tmp_path / "python"))
-    assert {name for name in os.listdir(SHARED_MEMORY) if name.startswith("sgl")} <= before
+    assert not list(tmp_path.glob("sglang-*"))
 
 
 def test_a_server_that_is_not_as_the_recipe_says_is_refused(tied_server: Served) -> None:
