@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megagrpo.convert.source import CONFIG, Source, fingerprint
+from megagrpo.convert.source import CONFIG, Source
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.weights.files import publish, sync_directories
 
@@ -83,7 +83,9 @@ def convert(
     """
     target, output = target_of(source), output.absolute()
     config = (source.model_directory / CONFIG).read_text(encoding="utf-8")
-    identity = json.dumps([FORMAT, options, fingerprint(source), config])
+    # Sizes and times tell whether a file of the source has changed since an earlier attempt.
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
+    identity = json.dumps([FORMAT, options, str(source.directory), files, config])
     continued = _run(target, output, identity, overwrite, f"{source.directory.name} to {output.name}")
     total = sum(unit.bytes for unit in target.units)
     return Converted(output, len(source.tensors), total, source.left_out, continued)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -256,9 +255,3 @@ def pieces(box: Box, item_bytes: int, limit_bytes: int) -> list[Box]:
 
 def whole(tensor: Tensor) -> Box:
     return Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)
-
-
-def fingerprint(source: Source) -> str:
-    """Changes when any file of the source changes, as far as sizes and times tell."""
-    described = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
-    return json.dumps([str(source.directory), described])

@@ -83,8 +83,7 @@ def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(
 COMMIT_FOR_EVER = """
 import sys
 from pathlib import Path
-from megagrpo.checkpoint.store import describe
-from megagrpo.checkpoint.store import CheckpointStore
+from megagrpo.checkpoint.store import CheckpointStore, describe
 from megagrpo.checkpoint.trainer_state import TrainerState
 store = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best="mean@1")
 for step in range(1, 10_000):
