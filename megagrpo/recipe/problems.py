@@ -230,6 +230,8 @@ def _fix_of_text(path: str, value: str, expected: Expected) -> str:
     choices = [str(c) for c in get_args(expected.annotation)] if get_origin(expected.annotation) is Literal else []
     if guess := nearest(value, expected.choice[1] if expected.choice else choices):
         return _did_you_mean(guess)
+    if expected.choice:
+        return "write one of these names"
     words = expected.words()
     if "integer" in words and value.replace("_", "").replace(",", "").isdecimal():
         return f"write {value.replace('_', '').replace(',', '')}, without quotes or separators"
@@ -299,7 +301,7 @@ def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if any(isinstance(each, ByName) for each in metadata):
         choice = next(each for each in metadata if isinstance(each, ByName))
-        return f"{choice.key}: one of {', '.join(choice.members(annotation))}"
+        return f"one of {', '.join(choice.members(annotation))}, alone or as the `{choice.key}` of its settings"
     if origin is Annotated:
         inner, *more = arguments
         flat = [m for c in more for m in (c.metadata if isinstance(c, FieldInfo) else [c])]
