@@ -11,7 +11,7 @@ import ray
 
 from megagrpo.cluster.engines import EngineActor, EngineSpec
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import call_all, settle, wait_for
+from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.engine import MemoryTag
@@ -191,9 +191,8 @@ class Rollouts:
         )
 
     def _on_all(self, doing: str, method: Callable[[Any], Any]) -> dict[str, Any]:
-        return call_all(
-            self.actors,
-            method,
+        return wait_for(
+            {name: method(actor) for name, actor in self.actors.items()},
             doing=doing,
             timeout_seconds=self._recipe.cluster.start_timeout_seconds,
             error=EngineError,

@@ -197,22 +197,3 @@ def _answer(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[Megagrpo
         )
     except (GetTimeoutError, RayError) as failure:
         return error(Problem(where=f"{doing}: no result from {name}", given=str(failure).strip()))
-
-
-def call_all(
-    actors: Mapping[str, Any],
-    method: Callable[[Any], Any],
-    *,
-    doing: str,
-    timeout_seconds: float,
-    error: type[MegagrpoError],
-    watch: NodeWatch,
-) -> dict[str, Any]:
-    """Calls `method(actor)`, which must return an object reference, on every actor at once and waits for all."""
-    return wait_for(
-        {name: method(actor) for name, actor in actors.items()},
-        doing=doing,
-        timeout_seconds=timeout_seconds,
-        error=error,
-        watch=watch,
-    )

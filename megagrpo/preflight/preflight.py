@@ -46,9 +46,7 @@ class Preflight(Generic[Kind]):
     tokenizer_directory: Path
     critic_directory: Path | None = None  # None: no critic, or one that starts from the model
     unchecked: tuple[str, ...] = ()  # what a plan could not check on this machine
-    epoch_rows: int | None = (
-        None  # rows of data.train, over-long ones included; None unless a plan needs and finds them
-    )
+    epoch_rows: int | None = None  # rows of data.train, with over-long ones; None unless a plan counts them
 
 
 def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflight[Kind]:
