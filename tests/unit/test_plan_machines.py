@@ -25,10 +25,6 @@ def test_every_gpu_has_plausible_figures_and_a_source():
         assert kind.flops / kind.memory_bytes_per_second < 450, name
 
 
-def test_consumer_cards_count_products_that_are_summed_in_float32():
-    assert gpu("RTX-4090").flops == pytest.approx(165.2e12)
-
-
 @pytest.mark.parametrize(
     ("written", "meant"),
     [("h100", "H100"), ("H1000", "H100"), ("A100", "A100-80GB"), ("A10", "A10G"), ("RTX 4090", "RTX-4090")],

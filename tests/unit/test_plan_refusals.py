@@ -132,7 +132,3 @@ def test_an_impossible_recipe_gets_the_reason_and_a_remedy(
 def test_an_unwise_recipe_is_advised_against(recipe: str, overrides: str, where: str, given: str, fix: str) -> None:
     _, unwise = planned(recipe, overrides)
     assert any(says(problem, where, given, fix) for problem in unwise), "\n".join(map(str, unwise))
-
-
-def test_there_are_enough_of_them() -> None:
-    assert len(IMPOSSIBLE) + len(UNWISE) >= 50

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan.device_map import MappedDevice, axes, device_map, rows
+from megagrpo.plan.device_map import axes, device_map, rows
 from megagrpo.plan.parameters import stages
 from megagrpo.plan.plan import Plan, plan_of
 from megagrpo.plan.show.terminal import draw
@@ -148,7 +148,3 @@ def test_spans_and_units() -> None:
     assert texts == ["0 B", "512 B", "1.00 MiB", "79.0 GiB", "3.00 TiB"]
     texts = [second_text(number) for number in (0, 1e-5, 0.012, 3.42, 119, 150, 7200, 2 * 86400)]
     assert texts == ["0 s", "10.0 us", "12.0 ms", "3.42 s", "119 s", "2.50 min", "2.00 h", "2.00 days"]
-
-
-def test_a_place_without_a_rank_has_no_stage() -> None:
-    assert MappedDevice(0, 0, 0, None, (), None).stage == -1
