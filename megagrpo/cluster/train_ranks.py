@@ -158,7 +158,7 @@ class Policy(TrainRanks):
     def __init__(
         self, runtime: Runtime, recipe: Recipe, model_directory: Path, critic_directory: Path | None = None
     ) -> None:
-        """critic_directory: of a recipe with a critic; by default it starts from the policy's model."""
+        """A critic, if the recipe has one, starts from critic_directory, by default from the policy's model."""
         super().__init__(runtime, recipe, model_directory)
         if recipe.algorithm.critic is not None:
             directory = str((critic_directory or model_directory).absolute())
@@ -169,7 +169,7 @@ class Policy(TrainRanks):
         self.wait("compute_old_logprobs", [rank.compute_old_logprobs.remote() for rank in self.ranks])
 
     def use_rollout_logprobs_as_old(self) -> None:
-        """Instead of compute_old_logprobs: ratios will be to what the engines sampled from."""
+        """Takes the place of compute_old_logprobs: ratios are then to what the engines sampled from."""
         self.wait("use_rollout_logprobs_as_old", [rank.use_rollout_logprobs_as_old.remote() for rank in self.ranks])
 
     def compute_reference_logprobs(self) -> None:
@@ -233,7 +233,7 @@ def _only(answers: Sequence[Any]) -> Any:
 
 
 def _ragged(parts: Sequence[TokenNumbers | None], lengths: np.ndarray) -> Ragged:
-    """Numbers by token, which the ranks hold in parts."""
+    """Joins the ranks' numbers by token; tokens that no rank has get zeros."""
     ragged = ragged_zeros(lengths, np.float32)
     for part in parts:
         if part is not None:

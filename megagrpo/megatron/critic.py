@@ -65,8 +65,8 @@ class Critic:
     ) -> CriticMetrics | None:
         """An optimizer step on each minibatch, `epochs` times over.
 
-        values: the critic's before the update; returns: what it is to predict; float32. Ranks without logits return
-        None. Raises RankError if a gradient is not finite.
+        values: the critic's before the update; returns: what it learns to predict; float32. Ranks of earlier pipeline
+        stages return None. Raises RankError if a gradient is not finite.
         """
         self._offload.require(PARTS)
         sums = CriticSums(self._device)
@@ -136,7 +136,7 @@ class CriticSums:
     def reduce(self, values: TokenTensors, returns: TokenTensors, grad_norms: Sequence[float]) -> CriticMetrics:
         """Means over all ranks' tokens. Collective over the ranks that hold them.
 
-        values: the critic's before its update; both of every microbatch of the batch.
+        values: the critic's before its update; returns: what it learns to predict; both for the whole batch.
         """
         seen = torch.zeros(6, dtype=torch.float64, device=self._trained.device)
         for before, target in zip(values, returns, strict=True):

@@ -48,7 +48,7 @@ class Update:
 
 class TrainRank(ModelRank):
     def __init__(self, recipe: Recipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
-        """As ModelRank; with the reference policy if the recipe has a KL penalty."""
+        """Also keeps the reference policy if the recipe has a KL penalty."""
         super().__init__(recipe, rank, init_method, model_directory, device)
         self.recipe = recipe
         self.passes = Passes()
@@ -216,7 +216,7 @@ class TrainRank(ModelRank):
     # --- checkpoints and memory, with the critic ----------------------------------------------------------------------
 
     def save(self, directory: Path) -> tuple[SavedFile, ...]:
-        """As ModelRank; the critic's state lies in a directory of its own in this one."""
+        """Also writes the critic's state, into a directory of its own in this one."""
         self._require_reference()
         files = super().save(directory)
         return files + self._critic.save(directory) if self._critic else files
@@ -228,7 +228,7 @@ class TrainRank(ModelRank):
             self._critic.load(directory)
 
     def release(self, parts: Iterable[Part | Literal["critic"]]) -> None:
-        """As ModelRank; `critic` is all of the critic."""
+        """Moves parts to host memory until `restore`; `critic` is all of the critic."""
         parts = list(parts)
         super().release(part for part in parts if part != "critic")
         if self._critic and "critic" in parts:

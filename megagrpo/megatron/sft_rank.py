@@ -13,7 +13,7 @@ from megagrpo.rank_results import SftUpdate, TokenLoss
 
 class SftRank(ModelRank):
     def update(self, lr: float) -> SftUpdate | None:
-        """One optimizer step on the loaded batch. One rank returns what it was, the others None.
+        """One optimizer step on the loaded batch. One rank returns loss and gradient norm, the others None.
 
         Raises RankError if a gradient is not finite.
         """
