@@ -29,14 +29,9 @@ class UserFunction:
         function = load_function(self.text, self.where, RecipeError)
         if refusal := refused_call(function, None, **self.arguments):
             name = self.text.rpartition(":")[2]
-            raise RecipeError(
-                Problem(
-                    self.where,
-                    given=f"{name}{inspect.signature(function)}: {refusal}",
-                    needed=f"{name}({', '.join(['inputs', *self.arguments])})",
-                    fix="change the function, or the arguments in the recipe",
-                )
-            )
+            given = f"{name}{inspect.signature(function)}: {refusal}"
+            needed = f"{name}({', '.join(['inputs', *self.arguments])})"
+            raise RecipeError(Problem(self.where, given, needed, "change the function, or the arguments in the recipe"))
         return function
 
     def __call__(self, inputs: object) -> Any:
@@ -56,12 +51,8 @@ def file_problem(text: str, where: str, otherwise: str = "") -> Problem | None:
     if not colon or not file.endswith(".py") or not function.isidentifier():
         return Problem(where, given=repr(text), needed=f"{otherwise}FILE.py:FUNCTION of your own")
     if not Path(file).is_file():
-        return Problem(
-            where,
-            given=f"{file}, which does not exist",
-            needed="a Python file",
-            fix="check the path; relative paths start at the working directory",
-        )
+        given = f"{file}, which does not exist"
+        return Problem(where, given, "a Python file", "check the path; relative paths start at the working directory")
     return None
 
 
@@ -78,14 +69,8 @@ def load_function(text: str, where: str, error: type[MegagrpoError]) -> Callable
             for key, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
-        raise error(
-            Problem(
-                where,
-                given=f"{file} has no function {name}",
-                needed=f"one of its functions: {', '.join(found) or '(it has none)'}",
-                fix="check the name",
-            )
-        )
+        needed = f"one of its functions: {', '.join(found) or '(it has none)'}"
+        raise error(Problem(where, f"{file} has no function {name}", needed, "check the name"))
     return function  # type: ignore[no-any-return]
 
 

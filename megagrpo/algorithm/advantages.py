@@ -164,19 +164,12 @@ class ScaledMethod(GroupMethod):
 
     def rules(self) -> Iterator[Problem]:
         if self.standard_deviation == "none" and self.given("epsilon"):
-            yield Problem(
-                "epsilon",
-                given=f"{self.epsilon}, with standard_deviation: none",
-                needed="nothing: it is added to a standard deviation, and advantages are divided by none",
-                fix="remove it, or write standard_deviation: sample",
-            )
+            given = f"{self.epsilon}, with standard_deviation: none"
+            needed = "nothing: it is added to a standard deviation, and advantages are divided by none"
+            yield Problem("epsilon", given, needed, "remove it, or write standard_deviation: sample")
         if self.standard_deviation != "none" and self.epsilon == 0:
-            yield Problem(
-                "epsilon",
-                given=f"0 with standard_deviation: {self.standard_deviation}",
-                needed="above 0: a group with equal scores has a standard deviation of 0",
-                fix="epsilon: 1e-6",
-            )
+            needed = "above 0: a group with equal scores has a standard deviation of 0"
+            yield Problem("epsilon", f"0 with standard_deviation: {self.standard_deviation}", needed, "epsilon: 1e-6")
 
 
 class GrpoConfig(ScaledMethod):
@@ -365,28 +358,18 @@ class OwnAdvantageConfig(AdvantageMethod):
 
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
         """Raises RecipeError if the function cannot be loaded, fails, or gives anything but a number for each row."""
-        given = self.function()(replace(inputs, scores=_penalized_scores(inputs)))
-        found, rows = np.asarray(given), len(inputs.scores)
+        found = np.asarray(self.function()(replace(inputs, scores=_penalized_scores(inputs))))
+        rows = len(inputs.scores)
         if found.shape != (rows,) or found.dtype.kind not in "fiu":
-            shape = f"{found.dtype} {list(found.shape)}"
-            raise RecipeError(
-                Problem(
-                    "algorithm.advantage.name",
-                    given=f"{self.name} returned {shape}",
-                    needed=f"a number for each of the {rows} rows: float64 [{rows}]",
-                    fix="return an array like inputs.scores",
-                )
-            )
+            given = f"{self.name} returned {found.dtype} {list(found.shape)}"
+            needed = f"a number for each of the {rows} rows: float64 [{rows}]"
+            raise RecipeError(Problem("algorithm.advantage.name", given, needed, "return an array like inputs.scores"))
         of_rows = np.where(inputs.known, found.astype(np.float64), 0.0)
         if not np.isfinite(of_rows).all():
-            raise RecipeError(
-                Problem(
-                    "algorithm.advantage.name",
-                    given=f"{self.name} returned a number that is not finite for a sample with a score",
-                    needed="finite advantages where inputs.scores is not NaN",
-                    fix="look at divisions by a standard deviation of 0",
-                )
-            )
+            given = f"{self.name} returned a number that is not finite for a sample with a score"
+            needed = "finite advantages where inputs.scores is not NaN"
+            fix = "look at divisions by a standard deviation of 0"
+            raise RecipeError(Problem("algorithm.advantage.name", given, needed, fix))
         return Advantages(of_rows)
 
 

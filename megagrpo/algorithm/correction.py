@@ -49,12 +49,9 @@ class ImportanceConfig(Section):
 
     def rules(self) -> Iterator[Problem]:
         if not self.low <= 1 <= self.high:
-            yield Problem(
-                "high" if self.high < 1 else "low",
-                given=f"weights in [{self.low}, {self.high}]",
-                needed="bounds around 1, the weight where engine and trainer agree",
-                fix="low: 0.5 and high: 2.0",
-            )
+            given = f"weights in [{self.low}, {self.high}]"
+            needed = "bounds around 1, the weight where engine and trainer agree"
+            yield Problem("high" if self.high < 1 else "low", given, needed, "low: 0.5 and high: 2.0")
 
 
 class Rejection(Section):
@@ -89,19 +86,12 @@ class Rejection(Section):
     def rules(self) -> Iterator[Problem]:
         agreed, low, high = NO_DIFFERENCE[self.statistic], self.low, self.high
         if low is None and high is None:
-            yield Problem(
-                "high",
-                given="neither low nor high",
-                needed="at least one bound",
-                fix=f"high: {2.0 if self.statistic == 'ratio' else 0.1}",
-            )
+            given = "neither low nor high"
+            yield Problem("high", given, "at least one bound", f"high: {2.0 if self.statistic == 'ratio' else 0.1}")
         elif (low is not None and low > agreed) or (high is not None and high < agreed):
-            yield Problem(
-                "low" if low is not None and low > agreed else "high",
-                given=f"[{'-inf' if low is None else low}, {'inf' if high is None else high}] for {self.statistic}",
-                needed=f"bounds around {agreed:g}, its value where engine and trainer agree",
-                fix="widen it",
-            )
+            given = f"[{'-inf' if low is None else low}, {'inf' if high is None else high}] for {self.statistic}"
+            needed = f"bounds around {agreed:g}, its value where engine and trainer agree"
+            yield Problem("low" if low is not None and low > agreed else "high", given, needed, "widen it")
 
 
 class TokenRejectionConfig(Rejection):

@@ -56,34 +56,18 @@ class KLConfig(Section):
 
     def rules(self) -> Iterator[Problem]:
         if self.target is not None and self.coefficient == 0:
-            yield Problem(
-                "target",
-                given=f"{self.target}, with coefficient 0",
-                needed="a coefficient above 0 to start from: it adapts by factors",
-                fix="coefficient: 0.001",
-            )
+            needed = "a coefficient above 0 to start from: it adapts by factors"
+            yield Problem("target", f"{self.target}, with coefficient 0", needed, "coefficient: 0.001")
         if self.target is None and self.given("horizon"):
-            yield Problem(
-                "horizon",
-                given=f"{self.horizon}, without a target",
-                needed="nothing: the coefficient is fixed",
-                fix="remove it, or give a target",
-            )
+            given = f"{self.horizon}, without a target"
+            yield Problem("horizon", given, "nothing: the coefficient is fixed", "remove it, or give a target")
         if self.straight_through and self.placement == "reward":
-            yield Problem(
-                "straight_through",
-                given="true, with placement: reward",
-                needed="false: a reward has no gradient",
-                fix="remove it, or write placement: loss",
-            )
+            fix = "remove it, or write placement: loss"
+            yield Problem("straight_through", "true, with placement: reward", "false: a reward has no gradient", fix)
         if self.coefficient > 0 and self.placement == "loss" and self.estimator == "k1" and not self.straight_through:
-            yield Problem(
-                "estimator",
-                given="k1 in the loss",
-                needed="another: the gradient of k1 is the score function, whose expectation is 0 whatever the "
-                "divergence",
-                fix="estimator: k3, straight_through: true, or placement: reward",
-            )
+            given = "k1 in the loss"
+            needed = "another: the gradient of k1 is the score function, whose expectation is 0 whatever the divergence"
+            yield Problem("estimator", given, needed, "estimator: k3, straight_through: true, or placement: reward")
 
 
 class ReferenceConfig(Section):
@@ -97,12 +81,9 @@ class ReferenceConfig(Section):
 
     def rules(self) -> Iterator[Problem]:
         if self.update_every_steps is None and self.given("share"):
-            yield Problem(
-                "share",
-                given=f"{self.share}, without update_every_steps",
-                needed="nothing: the reference never moves",
-                fix="remove it, or write update_every_steps: 1",
-            )
+            given = f"{self.share}, without update_every_steps"
+            needed = "nothing: the reference never moves"
+            yield Problem("share", given, needed, "remove it, or write update_every_steps: 1")
 
 
 def kl_estimate(

@@ -44,19 +44,11 @@ class OptimizerConfig(Section):
 
     def rules(self) -> Iterator[Problem]:
         if self.min_lr > self.lr:
-            yield Problem(
-                "min_lr",
-                given=f"min_lr {self.min_lr} above lr {self.lr}",
-                needed="at most lr, the peak",
-                fix="lower min_lr or raise lr",
-            )
+            given = f"min_lr {self.min_lr} above lr {self.lr}"
+            yield Problem("min_lr", given, "at most lr, the peak", "lower min_lr or raise lr")
         elif self.min_lr > 0 and self.schedule == "constant":
-            yield Problem(
-                "min_lr",
-                given=f"{self.min_lr} with schedule: constant",
-                needed="0: a constant schedule stays at lr",
-                fix="schedule: linear or cosine, or remove min_lr",
-            )
+            fix = "schedule: linear or cosine, or remove min_lr"
+            yield Problem("min_lr", f"{self.min_lr} with schedule: constant", "0: a constant schedule stays at lr", fix)
 
 
 def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> float:

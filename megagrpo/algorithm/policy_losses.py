@@ -225,12 +225,8 @@ class ClipCovConfig(CovarianceLoss, ClippedLoss):
 
     def rules(self) -> Iterator[Problem]:
         if self.covariance_low >= self.covariance_high:
-            yield Problem(
-                "covariance_low",
-                given=f"{self.covariance_low}, with covariance_high {self.covariance_high}",
-                needed="below covariance_high: tokens are chosen between them",
-                fix="lower it",
-            )
+            given = f"{self.covariance_low}, with covariance_high {self.covariance_high}"
+            yield Problem("covariance_low", given, "below covariance_high: tokens are chosen between them", "lower it")
 
 
 class KlCovConfig(CovarianceLoss):
@@ -288,15 +284,11 @@ class OwnLossConfig(PolicyLossMethod):
         for part, values in parts.items():
             if not isinstance(values, Tensor) or values.shape != tokens or values.device != inputs.logprobs.device:
                 shape = f"{values.dtype} {list(values.shape)} on {values.device}" if isinstance(values, Tensor) else ""
-                raise RecipeError(
-                    Problem(
-                        "algorithm.loss.name",
-                        given=f"{self.name} returned {shape or type(values).__name__} as its {part}",
-                        needed=f"a number for each of the {tokens.numel()} tokens, on {inputs.logprobs.device}: "
-                        "a tensor, or a PolicyLoss of tensors",
-                        fix="return a tensor like inputs.logprobs",
-                    )
-                )
+                given = f"{self.name} returned {shape or type(values).__name__} as its {part}"
+                each = f"a number for each of the {tokens.numel()} tokens, on {inputs.logprobs.device}"
+                needed = f"{each}: a tensor, or a PolicyLoss of tensors"
+                fix = "return a tensor like inputs.logprobs"
+                raise RecipeError(Problem("algorithm.loss.name", given, needed, fix))
         return found
 
 

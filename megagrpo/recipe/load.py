@@ -208,9 +208,7 @@ def _put(tree: dict[str, Any], path: str, value: Any, recipe_class: type[AnyReci
 
 def _nothing_below(at: str, expected: Expected) -> Problem:
     parent, _, key = at.rpartition(".")
-    return Problem(
-        at, given=f"`{key}` below {parent}", needed=f"{parent} is {expected.words()}", fix=f"set {parent} itself"
-    )
+    return Problem(at, f"`{key}` below {parent}", f"{parent} is {expected.words()}", f"set {parent} itself")
 
 
 def _outwards(path: str) -> Iterator[str]:

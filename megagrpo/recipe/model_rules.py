@@ -51,12 +51,7 @@ def _pipeline(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem
             fix += f"; or {uneven}"
     else:
         field, fix = "virtual_pipeline", f"virtual_pipeline of {either(divisors(layers // layout.pipeline))}"
-    yield Problem(
-        f"train.layout.{field}",
-        given=f"{given}, and the model has {layers} layers",
-        needed=needed,
-        fix=fix,
-    )
+    yield Problem(f"train.layout.{field}", f"{given}, and the model has {layers} layers", needed, fix)
 
 
 def _uneven(layers: int, layout: ParallelLayout) -> str | None:
@@ -85,85 +80,55 @@ def _tensor(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
     ]
     for what, count in divided.items():
         if count % tensor:
-            yield Problem(
-                "train.layout.tensor",
-                given=f"{tensor}, and the model has {count} {what}",
-                needed=f"a size that divides {count}",
-                fix=f"tensor of {either(fitting)}",
-            )
+            given = f"{tensor}, and the model has {count} {what}"
+            yield Problem("train.layout.tensor", given, f"a size that divides {count}", f"tensor of {either(fitting)}")
     if groups % tensor and tensor % groups:
-        yield Problem(
-            "train.layout.tensor",
-            given=f"{tensor}, and the model has {groups} query groups (num_key_value_heads)",
-            needed=f"a size that divides {groups}, or a multiple of it (the groups are then held more than once)",
-            fix=f"tensor of {either(fitting)}",
-        )
+        given = f"{tensor}, and the model has {groups} query groups (num_key_value_heads)"
+        needed = f"a size that divides {groups}, or a multiple of it (the groups are then held more than once)"
+        yield Problem("train.layout.tensor", given, needed, f"tensor of {either(fitting)}")
 
 
 def _experts(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
     layout = recipe.train.layout
     if architecture.experts is None:
         if layout.expert > 1:
-            yield Problem(
-                "train.layout.expert",
-                given=f"{layout.expert}, and the model ({architecture.family}) has no experts",
-                needed="1",
-                fix="expert: 1, and train.layout.data to use more ranks",
-            )
+            given = f"{layout.expert}, and the model ({architecture.family}) has no experts"
+            yield Problem("train.layout.expert", given, "1", "expert: 1, and train.layout.data to use more ranks")
         if layout.expert_tensor not in (None, layout.tensor):
-            yield Problem(
-                "train.layout.expert_tensor",
-                given=f"{layout.expert_tensor}, and the model ({architecture.family}) has no experts",
-                needed="nothing",
-                fix="remove it",
-            )
+            given = f"{layout.expert_tensor}, and the model ({architecture.family}) has no experts"
+            yield Problem("train.layout.expert_tensor", given, "nothing", "remove it")
         return
     experts, expert_tensor = architecture.experts, layout.parallel().expert_tensor
     if experts.count % layout.expert:
-        yield Problem(
-            "train.layout.expert",
-            given=f"{layout.expert}, and each layer has {experts.count} experts",
-            needed=f"a size that divides {experts.count}",
-            fix=f"expert of {either(divisors(experts.count))}",
-        )
+        given = f"{layout.expert}, and each layer has {experts.count} experts"
+        needed = f"a size that divides {experts.count}"
+        yield Problem("train.layout.expert", given, needed, f"expert of {either(divisors(experts.count))}")
     if experts.ffn % expert_tensor:
-        yield Problem(
-            "train.layout.expert_tensor",
-            given=f"{expert_tensor}, and each expert has {experts.ffn} columns (moe_intermediate_size)",
-            needed=f"a size that divides {experts.ffn}",
-            fix="expert_tensor: 1, with expert above 1",
-        )
+        given = f"{expert_tensor}, and each expert has {experts.ffn} columns (moe_intermediate_size)"
+        needed = f"a size that divides {experts.ffn}"
+        yield Problem("train.layout.expert_tensor", given, needed, "expert_tensor: 1, with expert above 1")
     elif layout.expert == 1 and expert_tensor != layout.tensor and recipe.train.lora is None:
         # Megatron then sums the experts' gradients over the ranks that share dense weights, silently (tensor_parallel/
         # layers.py: allreduce). Adapters are marked by lora.py.
-        yield Problem(
-            "train.layout.expert_tensor",
-            given=f"{expert_tensor} with expert 1 and tensor {layout.tensor}",
-            needed="the same as tensor where expert is 1: Megatron sums the experts' gradients over the wrong ranks",
-            fix="remove it, or raise expert",
-        )
+        given = f"{expert_tensor} with expert 1 and tensor {layout.tensor}"
+        needed = "the same as tensor where expert is 1: Megatron sums the experts' gradients over the wrong ranks"
+        yield Problem("train.layout.expert_tensor", given, needed, "remove it, or raise expert")
 
 
 def _adapters(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
     if recipe.train.lora is None:
         return
     if architecture.latent is not None:
-        yield Problem(
-            "train.lora",
-            given=f"adapters on {architecture.family}, which has latent attention",
-            needed="a model with q_proj, k_proj and v_proj",
-            fix="remove train.lora, or choose another model",
-        )
+        given = f"adapters on {architecture.family}, which has latent attention"
+        needed = "a model with q_proj, k_proj and v_proj"
+        yield Problem("train.lora", given, needed, "remove train.lora, or choose another model")
         return
     layout = recipe.train.layout.parallel()
     if architecture.experts is not None and layout.expert_tensor > 1:
         default = "" if recipe.train.layout.expert_tensor else " (the default: as tensor)"
-        yield Problem(
-            "train.layout.expert_tensor",
-            given=f"{layout.expert_tensor}{default} with train.lora",
-            needed="1: adapters are on whole experts",
-            fix="expert_tensor: 1, and train.layout.expert to share the experts",
-        )
+        given = f"{layout.expert_tensor}{default} with train.lora"
+        fix = "expert_tensor: 1, and train.layout.expert to share the experts"
+        yield Problem("train.layout.expert_tensor", given, "1: adapters are on whole experts", fix)
 
 
 def _tokens(recipe: Recipe, architecture: Architecture) -> Iterator[Problem]:
@@ -173,29 +138,19 @@ def _tokens(recipe: Recipe, architecture: Architecture) -> Iterator[Problem]:
         lengths.append(("eval", recipe.eval.response_tokens_max))
     for section, response in lengths:
         if prompt + response > architecture.max_positions:
-            yield Problem(
-                f"{section}.response_tokens_max",
-                given=f"prompt + response of up to {prompt} + {response} = {prompt + response} tokens",
-                needed=f"at most {architecture.max_positions}, the model's max_position_embeddings",
-                fix=f"lower {section}.response_tokens_max or data.prompt_tokens_max",
-            )
+            given = f"prompt + response of up to {prompt} + {response} = {prompt + response} tokens"
+            needed = f"at most {architecture.max_positions}, the model's max_position_embeddings"
+            fix = f"lower {section}.response_tokens_max or data.prompt_tokens_max"
+            yield Problem(f"{section}.response_tokens_max", given, needed, fix)
     if outside := [token for token in recipe.rollout.stop_token_ids if token >= architecture.vocab]:
-        yield Problem(
-            "rollout.stop_token_ids",
-            given=", ".join(map(str, outside)),
-            needed=f"token ids below {architecture.vocab}, the size of the vocabulary",
-            fix="remove them",
-        )
+        needed = f"token ids below {architecture.vocab}, the size of the vocabulary"
+        yield Problem("rollout.stop_token_ids", ", ".join(map(str, outside)), needed, "remove them")
 
 
 def _examples(recipe: SftRecipe, architecture: Architecture) -> Iterator[Problem]:
     if recipe.data.tokens_max > architecture.max_positions:
-        yield Problem(
-            "data.tokens_max",
-            given=f"{recipe.data.tokens_max}",
-            needed=f"at most {architecture.max_positions}, the model's max_position_embeddings",
-            fix="lower it",
-        )
+        needed = f"at most {architecture.max_positions}, the model's max_position_embeddings"
+        yield Problem("data.tokens_max", f"{recipe.data.tokens_max}", needed, "lower it")
 
 
 def divisors(number: int) -> list[int]:

@@ -107,61 +107,34 @@ class AlgorithmConfig(Section):
     def rules(self) -> Iterator[Problem]:
         yield from self._critic_rules()
         if self.reference.update_every_steps is not None and self.kl.coefficient == 0:
-            yield Problem(
-                "reference.update_every_steps",
-                given=f"{self.reference.update_every_steps}, with algorithm.kl.coefficient 0",
-                needed="a reference policy: there is none without a KL penalty",
-                fix="remove it, or give a coefficient",
-            )
+            given = f"{self.reference.update_every_steps}, with algorithm.kl.coefficient 0"
+            needed = "a reference policy: there is none without a KL penalty"
+            yield Problem("reference.update_every_steps", given, needed, "remove it, or give a coefficient")
         if self.advantage.name == "gdpo" and self.kl_in_reward:
-            yield Problem(
-                "kl.placement",
-                given="reward, with algorithm.advantage.name: gdpo",
-                needed="loss: gdpo never forms the sum of all rewards, which the penalty would change",
-                fix="placement: loss",
-            )
+            needed = "loss: gdpo never forms the sum of all rewards, which the penalty would change"
+            yield Problem("kl.placement", "reward, with algorithm.advantage.name: gdpo", needed, "placement: loss")
         if self.loss.name == "kl_cov" and self.minibatches * self.epochs == 1:
-            yield Problem(
-                "loss.name",
-                given="kl_cov with one optimizer step for each batch",
-                needed="at least 2: its penalty, |log ratio|, has no gradient before the policy has moved",
-                fix="minibatches: 2",
-            )
+            needed = "at least 2: its penalty, |log ratio|, has no gradient before the policy has moved"
+            yield Problem("loss.name", "kl_cov with one optimizer step for each batch", needed, "minibatches: 2")
         if self.loss.name == "gmpo" and self.advantages_by_token:
-            yield Problem(
-                "loss.name",
-                given=f"gmpo, with advantages by token ({self.advantage.name})",
-                needed="one advantage for each response: the geometric mean over it is bounded on the side of its sign",
-                fix="name: ppo_clip or gspo, or an advantage such as grpo",
-            )
+            given = f"gmpo, with advantages by token ({self.advantage.name})"
+            needed = "one advantage for each response: the geometric mean over it is bounded on the side of its sign"
+            yield Problem("loss.name", given, needed, "name: ppo_clip or gspo, or an advantage such as grpo")
         if self.rollout_logprobs_as_old and not self.loss.has_ratio and not self.kl_in_reward:
-            yield Problem(
-                "rollout_logprobs_as_old",
-                given=f"true, with loss: {{name: {self.loss.name}}}",
-                needed="false: this loss has no ratio, so nothing would read the old logprobs or be corrected by them",
-                fix="remove it, and write correction: {weights: token}",
-            )
+            given = f"true, with loss: {{name: {self.loss.name}}}"
+            needed = "false: this loss has no ratio, so nothing would read the old logprobs or be corrected by them"
+            yield Problem("rollout_logprobs_as_old", given, needed, "remove it, and write correction: {weights: token}")
         if self.rollout_logprobs_as_old and self.correction.corrects:
-            yield Problem(
-                "rollout_logprobs_as_old",
-                given="true, with a correction",
-                needed="false: the old logprobs are the engines', so every weight would be 1 and nothing be left out",
-                fix="remove one of them: ratios to the engines' logprobs are a correction by themselves",
-            )
+            needed = "false: the old logprobs are the engines', so every weight would be 1 and nothing be left out"
+            fix = "remove one of them: ratios to the engines' logprobs are a correction by themselves"
+            yield Problem("rollout_logprobs_as_old", "true, with a correction", needed, fix)
 
     def _critic_rules(self) -> Iterator[Problem]:
         name = self.advantage.name
         if name == "gae" and self.critic is None:
-            yield Problem(
-                "critic",
-                given="no critic, with algorithm.advantage.name: gae",
-                needed="a critic: gae is made from its values",
-                fix="critic: {lr: 1e-5}",
-            )
+            given = "no critic, with algorithm.advantage.name: gae"
+            yield Problem("critic", given, "a critic: gae is made from its values", "critic: {lr: 1e-5}")
         if self.critic is not None and name != "gae":
-            yield Problem(
-                "critic",
-                given=f"a critic, with algorithm.advantage.name: {name}",
-                needed="nothing: only gae reads its values",
-                fix="remove it, or write advantage: {name: gae}",
-            )
+            given = f"a critic, with algorithm.advantage.name: {name}"
+            needed = "nothing: only gae reads its values"
+            yield Problem("critic", given, needed, "remove it, or write advantage: {name: gae}")

@@ -24,12 +24,8 @@ class EarlyStoppingConfig(Section):
 
     def rules(self) -> Iterator[Problem]:
         if self.target is None and self.patience is None:
-            yield Problem(
-                "target",
-                given="neither target nor patience",
-                needed="at least one of them: when to stop",
-                fix="add target: 0.9 or patience: 5",
-            )
+            given = "neither target nor patience"
+            yield Problem("target", given, "at least one of them: when to stop", "add target: 0.9 or patience: 5")
 
 
 class EvalConfig(Section):
@@ -64,20 +60,13 @@ class EvalConfig(Section):
 
     def rules(self) -> Iterator[Problem]:
         if self.samples_per_prompt > 1 and self.temperature == 0:
-            yield Problem(
-                "samples_per_prompt",
-                given=f"{self.samples_per_prompt} with temperature 0",
-                needed="1: greedy decoding gives the same response every time",
-                fix="eval.temperature: 1.0, or samples_per_prompt: 1",
-            )
+            given = f"{self.samples_per_prompt} with temperature 0"
+            needed = "1: greedy decoding gives the same response every time"
+            yield Problem("samples_per_prompt", given, needed, "eval.temperature: 1.0, or samples_per_prompt: 1")
         for name, value, off in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, 0)):
             if self.temperature == 0 and value != off:
-                yield Problem(
-                    name,
-                    given=f"{value} with temperature 0",
-                    needed=f"{off:g}: greedy decoding takes the most likely token",
-                    fix=f"give eval.temperature, or remove {name}",
-                )
+                needed = f"{off:g}: greedy decoding takes the most likely token"
+                yield Problem(name, f"{value} with temperature 0", needed, f"give eval.temperature, or remove {name}")
         if self.early_stopping:
             yield from metric_rules("early_stopping.metric", self.early_stopping.metric, self)
 
@@ -85,12 +74,7 @@ class EvalConfig(Section):
 def metric_rules(where: str, metric: str, evaluation: EvalConfig) -> Iterator[Problem]:
     """There is an evaluation, and it gives the metric that the field `where` asks for."""
     if not evaluation.files:
-        yield Problem(
-            where,
-            given=f"{metric}, and no eval.files",
-            needed="prompts to evaluate on",
-            fix="give eval.files",
-        )
+        yield Problem(where, f"{metric}, and no eval.files", "prompts to evaluate on", "give eval.files")
     samples = evaluation.samples_per_prompt
     valid = evaluation_metrics(samples)
     source, slash, name = metric.rpartition("/")

@@ -72,12 +72,9 @@ class Recipe(Section):
         product = f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = {samples}"
         if samples % minibatches:
             divisors = [n for n in range(1, samples + 1) if samples % n == 0]
-            yield Problem(
-                "algorithm.minibatches",
-                given=f"{minibatches} minibatches of {product}",
-                needed="minibatches of equal size",
-                fix=f"minibatches: {min(divisors, key=lambda n: abs(n - minibatches))}",
-            )
+            given = f"{minibatches} minibatches of {product}"
+            fix = f"minibatches: {min(divisors, key=lambda n: abs(n - minibatches))}"
+            yield Problem("algorithm.minibatches", given, "minibatches of equal size", fix)
         elif samples // minibatches < data:
             yield Problem(
                 "train.layout.data",
@@ -87,108 +84,72 @@ class Recipe(Section):
                 fix=f"lower train.layout.data to {samples // minibatches}, lower algorithm.minibatches, or sample more",
             )
         if self.train.total_episodes is not None and self.train.total_episodes < samples:
-            yield Problem(
-                "train.total_episodes",
-                given=f"{self.train.total_episodes}, and one step takes {samples} responses",
-                needed=f"at least {samples}",
-                fix="raise it, or lower rollout.prompts_per_step or rollout.samples_per_prompt",
-            )
+            given = f"{self.train.total_episodes}, and one step takes {samples} responses"
+            fix = "raise it, or lower rollout.prompts_per_step or rollout.samples_per_prompt"
+            yield Problem("train.total_episodes", given, f"at least {samples}", fix)
         overlong = self.reward.overlong
         if overlong and overlong.buffer_tokens > rollout.response_tokens_max:
-            yield Problem(
-                "reward.overlong.buffer_tokens",
-                given=f"{overlong.buffer_tokens}, and responses of up to {rollout.response_tokens_max} tokens",
-                needed=f"at most {rollout.response_tokens_max}",
-                fix="lower it, or raise rollout.response_tokens_max",
-            )
+            given = f"{overlong.buffer_tokens}, and responses of up to {rollout.response_tokens_max} tokens"
+            fix = "lower it, or raise rollout.response_tokens_max"
+            yield Problem("reward.overlong.buffer_tokens", given, f"at most {rollout.response_tokens_max}", fix)
 
     def _advantage(self) -> Iterator[Problem]:
         advantage, rollout, reward = self.algorithm.advantage, self.rollout, self.reward
         if rollout.samples_per_prompt < 2 and advantage.by_group:
-            yield Problem(
-                "rollout.samples_per_prompt",
-                given=f"{rollout.samples_per_prompt}, with algorithm.advantage.name: {advantage.name}",
-                needed="at least 2: this advantage compares the samples of one prompt, and is 0 for a single one",
-                fix="samples_per_prompt: 8, or an advantage such as reinforce_plus_plus, remax or gae",
-            )
+            given = f"{rollout.samples_per_prompt}, with algorithm.advantage.name: {advantage.name}"
+            needed = "at least 2: this advantage compares the samples of one prompt, and is 0 for a single one"
+            fix = "samples_per_prompt: 8, or an advantage such as reinforce_plus_plus, remax or gae"
+            yield Problem("rollout.samples_per_prompt", given, needed, fix)
         if rollout.dynamic_sampling and not advantage.by_group:
-            yield Problem(
-                "rollout.dynamic_sampling",
-                given=f"given, with algorithm.advantage.name: {advantage.name}",
-                needed="an advantage that compares the samples of one prompt: with this one, equal scores teach too",
-                fix="remove it, or write another advantage, such as grpo",
-            )
+            given = f"given, with algorithm.advantage.name: {advantage.name}"
+            needed = "an advantage that compares the samples of one prompt: with this one, equal scores teach too"
+            fix = "remove it, or write another advantage, such as grpo"
+            yield Problem("rollout.dynamic_sampling", given, needed, fix)
         if advantage.name != "gdpo":
             return
         if len(reward.functions) < 2:
-            yield Problem(
-                "algorithm.advantage.name",
-                given="gdpo with one reward function",
-                needed="at least 2: it normalises each function apart; of one function it is grpo, whitened",
-                fix="name: grpo",
-            )
+            needed = "at least 2: it normalises each function apart; of one function it is grpo, whitened"
+            yield Problem("algorithm.advantage.name", "gdpo with one reward function", needed, "name: grpo")
         for field, value in (("overlong", reward.overlong), ("non_stop_score", reward.non_stop_score)):
             if value is not None:
-                yield Problem(
-                    f"reward.{field}",
-                    given="given, with algorithm.advantage.name: gdpo",
-                    needed="nothing that changes the sum of all rewards: gdpo never forms it",
-                    fix="remove it, or write another advantage",
-                )
+                given = "given, with algorithm.advantage.name: gdpo"
+                needed = "nothing that changes the sum of all rewards: gdpo never forms it"
+                yield Problem(f"reward.{field}", given, needed, "remove it, or write another advantage")
 
     def _critic(self) -> Iterator[Problem]:
         critic, steps, warmup = self.algorithm.critic, self.train.total_steps, self.train.optimizer.warmup_steps
         if critic is None or steps is None:
             return
         if critic.warmup_steps >= steps:
-            yield Problem(
-                "algorithm.critic.warmup_steps",
-                given=f"{critic.warmup_steps} of {steps} steps in all",
-                needed="less than train.total_steps: the policy learns nothing before",
-                fix="lower it",
-            )
+            given = f"{critic.warmup_steps} of {steps} steps in all"
+            needed = "less than train.total_steps: the policy learns nothing before"
+            yield Problem("algorithm.critic.warmup_steps", given, needed, "lower it")
         elif steps < critic.warmup_steps + warmup:
-            yield Problem(
-                "algorithm.critic.warmup_steps",
-                given=f"{critic.warmup_steps} steps, then {warmup} of the learning rate's warm-up, of {steps} in all",
-                needed="together at most train.total_steps: the policy's warm-up begins when the critic's is over",
-                fix="lower one of them",
-            )
+            given = f"{critic.warmup_steps} steps, then {warmup} of the learning rate's warm-up, of {steps} in all"
+            needed = "together at most train.total_steps: the policy's warm-up begins when the critic's is over"
+            yield Problem("algorithm.critic.warmup_steps", given, needed, "lower one of them")
 
     def _passes(self) -> Iterator[Problem]:
         tokens, algorithm = self.train.logprob_tokens_per_microbatch, self.algorithm
         if tokens is None or algorithm.computes_old_logprobs or algorithm.kl.coefficient or algorithm.critic:
             return
-        yield Problem(
-            "train.logprob_tokens_per_microbatch",
-            given=f"{tokens}, and no pass without gradients",
-            needed="nothing: the update's own pass gives all logprobs",
-            fix="remove it",
-        )
+        given = f"{tokens}, and no pass without gradients"
+        needed = "nothing: the update's own pass gives all logprobs"
+        yield Problem("train.logprob_tokens_per_microbatch", given, needed, "remove it")
 
     def _offload(self) -> Iterator[Problem]:
         offload = self.train.offload
         if offload and self.cluster.placement == "disaggregated":
-            yield Problem(
-                "train.offload",
-                given=f"{', '.join(offload)}, with cluster.placement: disaggregated",
-                needed="nothing: training has its devices to itself, with no engine to make room for",
-                fix="remove it, or write cluster.placement: colocated",
-            )
+            given = f"{', '.join(offload)}, with cluster.placement: disaggregated"
+            needed = "nothing: training has its devices to itself, with no engine to make room for"
+            yield Problem("train.offload", given, needed, "remove it, or write cluster.placement: colocated")
         if "reference" in offload and self.algorithm.kl.coefficient == 0:
-            yield Problem(
-                "train.offload",
-                given="reference, with algorithm.kl.coefficient 0",
-                needed="a reference policy: there is none without a KL penalty",
-                fix="remove reference from the list, or give a coefficient",
-            )
+            given = "reference, with algorithm.kl.coefficient 0"
+            needed = "a reference policy: there is none without a KL penalty"
+            yield Problem("train.offload", given, needed, "remove reference from the list, or give a coefficient")
         if "critic" in offload and self.algorithm.critic is None:
-            yield Problem(
-                "train.offload",
-                given="critic, without algorithm.critic",
-                needed="a critic",
-                fix="remove critic from the list",
-            )
+            given = "critic, without algorithm.critic"
+            yield Problem("train.offload", given, "a critic", "remove critic from the list")
 
     def _evaluation(self) -> Iterator[Problem]:
         best = self.checkpoint.keep_best
@@ -216,35 +177,23 @@ class Recipe(Section):
                 fix=f"engine_devices: {rollout.engines * each}",
             )
         elif colocated and each > ranks:
-            yield Problem(
-                "rollout.layout.tensor",
-                given=f"{each}, with {ranks} training rank{'s' if ranks > 1 else ''} and placement: colocated",
-                needed=f"at most {ranks}: colocated engines share the trainer's devices",
-                fix="a smaller tensor size, more training ranks, or placement: disaggregated",
-            )
+            given = f"{each}, with {ranks} training rank{'s' if ranks > 1 else ''} and placement: colocated"
+            needed = f"at most {ranks}: colocated engines share the trainer's devices"
+            fix = "a smaller tensor size, more training ranks, or placement: disaggregated"
+            yield Problem("rollout.layout.tensor", given, needed, fix)
         expert = rollout.layout.expert
         if rollout.engine == "sglang" and expert > 1 and self.cluster.device == "cpu":
-            yield Problem(
-                "rollout.layout.expert",
-                given=f"{expert}, with cluster.device: cpu",
-                needed="1: on a CPU, SGLang ends at the first token if experts are shared",
-                fix="expert: 1",
-            )
+            needed = "1: on a CPU, SGLang ends at the first token if experts are shared"
+            yield Problem("rollout.layout.expert", f"{expert}, with cluster.device: cpu", needed, "expert: 1")
 
     def _transfer(self) -> Iterator[Problem]:
         transfer, engine = self.weights.transfer, self.rollout.engine
         if engine == "transformers" and transfer == "disk":
-            yield Problem(
-                "weights.transfer",
-                given="disk, with rollout.engine: transformers",
-                needed="auto, shared_memory or process_group: files go through SGLang's loader",
-                fix="transfer: auto, or rollout.engine: sglang",
-            )
+            given = "disk, with rollout.engine: transformers"
+            needed = "auto, shared_memory or process_group: files go through SGLang's loader"
+            yield Problem("weights.transfer", given, needed, "transfer: auto, or rollout.engine: sglang")
         through_files = transfer == "disk" or (transfer == "auto" and engine == "external")
         if self.weights.directory is not None and not through_files:
-            yield Problem(
-                "weights.directory",
-                given=f"{self.weights.directory}, with transfer: {transfer}",
-                needed="nothing: no files are written",
-                fix="remove it, or write transfer: disk",
-            )
+            given = f"{self.weights.directory}, with transfer: {transfer}"
+            needed = "nothing: no files are written"
+            yield Problem("weights.directory", given, needed, "remove it, or write transfer: disk")

@@ -66,23 +66,11 @@ class RewardConfig(Section):
 
     def rules(self) -> Iterator[Problem]:
         if all(function.weight == 0 for function in self.functions):
-            yield Problem(
-                "functions",
-                given="only weights of 0",
-                needed="a reward that differs between samples",
-                fix="weight: 1.0",
-            )
+            yield Problem("functions", "only weights of 0", "a reward that differs between samples", "weight: 1.0")
         if all(function.counts == "when_others_score" for function in self.functions):
-            yield Problem(
-                "functions",
-                given="only functions with counts: when_others_score",
-                needed="one that always counts, whose score the others wait for",
-                fix="counts: always",
-            )
+            needed = "one that always counts, whose score the others wait for"
+            yield Problem("functions", "only functions with counts: when_others_score", needed, "counts: always")
         if self.non_stop_score is not None and self.truncated == "mask":
-            yield Problem(
-                "non_stop_score",
-                given=f"{self.non_stop_score}, with truncated: mask",
-                needed="nothing: masked responses have no score",
-                fix="remove it, or write truncated: score",
-            )
+            given = f"{self.non_stop_score}, with truncated: mask"
+            needed = "nothing: masked responses have no score"
+            yield Problem("non_stop_score", given, needed, "remove it, or write truncated: score")

@@ -9,14 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field
 
 from megagrpo.errors import Problem
-from megagrpo.section import (
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
+from megagrpo.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class EngineLayoutConfig(Section):
@@ -137,70 +130,47 @@ class RolloutConfig(Section):
             yield Problem("top_k", given=f"{self.top_k}", needed=f"0: {reason}", fix="top_k: 0, or remove it")
         yield from self._url_rules() if self.engine == "external" else self._no_url_rules()
         if self.engine != "sglang" and (self.sglang.python is not None or self.sglang.model_extra):
-            yield Problem(
-                "sglang",
-                given=f"settings, with engine: {self.engine}",
-                needed="nothing: they are for servers that the run starts",
-                fix="remove them, or write engine: sglang",
-            )
+            given = f"settings, with engine: {self.engine}"
+            needed = "nothing: they are for servers that the run starts"
+            yield Problem("sglang", given, needed, "remove them, or write engine: sglang")
         yield from self._number_rules()
         if self.engine == "transformers":
             for field, size in (("tensor", self.layout.tensor), ("expert", self.layout.expert)):
                 if size > 1:
-                    yield Problem(
-                        f"layout.{field}",
-                        given=f"{size}, with engine: transformers",
-                        needed="1: the embedded engine is one process",
-                        fix=f"{field}: 1, or engine: sglang",
-                    )
+                    given = f"{size}, with engine: transformers"
+                    needed = "1: the embedded engine is one process"
+                    yield Problem(f"layout.{field}", given, needed, f"{field}: 1, or engine: sglang")
         elif self.layout.tensor % self.layout.expert:
-            yield Problem(
-                "layout.expert",
-                given=f"{self.layout.expert}, with tensor {self.layout.tensor}",
-                needed=f"a divisor of tensor: experts are shared by the same {self.layout.tensor} ranks",
-                fix="expert: 1, or expert: as tensor",
-            )
+            given = f"{self.layout.expert}, with tensor {self.layout.tensor}"
+            needed = f"a divisor of tensor: experts are shared by the same {self.layout.tensor} ranks"
+            yield Problem("layout.expert", given, needed, "expert: 1, or expert: as tensor")
 
     def _no_url_rules(self) -> Iterator[Problem]:
         for field, given in (("urls", self.urls), ("api_key_variable", self.api_key_variable)):
             if given:
-                yield Problem(
-                    field,
-                    given=f"{given}, with engine: {self.engine}",
-                    needed="nothing: they are for servers that run already",
-                    fix="remove it, or write engine: external",
-                )
+                needed = "nothing: they are for servers that run already"
+                fix = "remove it, or write engine: external"
+                yield Problem(field, f"{given}, with engine: {self.engine}", needed, fix)
 
     def _url_rules(self) -> Iterator[Problem]:
         if len(self.urls) != self.engines:
-            yield Problem(
-                "urls",
-                given=f"{len(self.urls)} urls for {self.engines} engine{'s' if self.engines > 1 else ''}",
-                needed="the url of each engine",
-                fix=f"engines: {len(self.urls)}" if self.urls else "urls: [http://host:30000]",
-            )
+            given = f"{len(self.urls)} urls for {self.engines} engine{'s' if self.engines > 1 else ''}"
+            fix = f"engines: {len(self.urls)}" if self.urls else "urls: [http://host:30000]"
+            yield Problem("urls", given, "the url of each engine", fix)
         if twice := sorted({url for url in self.urls if self.urls.count(url) > 1}):
-            yield Problem(
-                "urls", given=f"{', '.join(twice)} more than once", needed="each server once", fix="remove one"
-            )
+            yield Problem("urls", f"{', '.join(twice)} more than once", "each server once", "remove one")
         for url in self.urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                yield Problem(
-                    "urls", given=url, needed="http:// or https://, and a host", fix="write http://host:30000"
-                )
+                yield Problem("urls", url, "http:// or https://, and a host", "write http://host:30000")
 
     def _number_rules(self) -> Iterator[Problem]:
         """About the arguments that plans calculate with; SGLang itself judges all of them before a run."""
         options = self.sglang.model_extra or {}
         share = options.get("mem_fraction_static")
         if share is not None and not (isinstance(share, float) and 0 < share < 1):
-            yield Problem(
-                "sglang.mem_fraction_static",
-                given=f"{share}",
-                needed="a share of a GPU's memory, above 0 and below 1",
-                fix="mem_fraction_static: 0.5",
-            )
+            needed = "a share of a GPU's memory, above 0 and below 1"
+            yield Problem("sglang.mem_fraction_static", f"{share}", needed, "mem_fraction_static: 0.5")
         for name in ("max_running_requests", "max_total_tokens", "chunked_prefill_size"):
             value = options.get(name)
             whole = value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)

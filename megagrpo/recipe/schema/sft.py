@@ -83,31 +83,21 @@ class SftRecipe(Section):
     def rules(self) -> Iterator[Problem]:
         train, longest, data = self.train, self.data.tokens_max, self.train.layout.data
         if train.total_episodes is not None:
-            yield Problem(
-                "train.total_episodes",
-                given=f"{train.total_episodes}",
-                needed="nothing: no responses are generated",
-                fix="give total_steps or total_epochs",
-            )
+            needed = "nothing: no responses are generated"
+            yield Problem("train.total_episodes", f"{train.total_episodes}", needed, "give total_steps or total_epochs")
         else:
             yield from length_rules(train, ("total_steps", "total_epochs"), "add total_epochs: N")
         if self.data.examples_per_step < data:
-            yield Problem(
-                "data.examples_per_step",
-                given=f"{self.data.examples_per_step}, and {data} data ranks",
-                needed="at least one example of every step for each data rank",
-                fix=f"examples_per_step: {data}, or a smaller train.layout.data",
-            )
+            given = f"{self.data.examples_per_step}, and {data} data ranks"
+            fix = f"examples_per_step: {data}, or a smaller train.layout.data"
+            yield Problem("data.examples_per_step", given, "at least one example of every step for each data rank", fix)
         yield from longest_rules(
             train, longest, described=f"examples of up to {longest}", what="example", limits=("data.tokens_max",)
         )
         if train.logprob_tokens_per_microbatch is not None:
-            yield Problem(
-                "train.logprob_tokens_per_microbatch",
-                given=f"{train.logprob_tokens_per_microbatch}",
-                needed="nothing: no logprobs are computed before an update",
-                fix="remove it",
-            )
+            given = f"{train.logprob_tokens_per_microbatch}"
+            needed = "nothing: no logprobs are computed before an update"
+            yield Problem("train.logprob_tokens_per_microbatch", given, needed, "remove it")
         yield from device_rules(train, self.cluster)
         if train.offload:
             yield Problem("train.offload", given=", ".join(train.offload), needed=NO_ENGINES, fix="remove it")
@@ -116,9 +106,6 @@ class SftRecipe(Section):
         if (devices := self.cluster.engine_devices) is not None:
             yield Problem("cluster.engine_devices", given=f"{devices}", needed=NO_ENGINES, fix="remove it")
         if self.checkpoint.keep_best is not None:
-            yield Problem(
-                "checkpoint.keep_best",
-                given=self.checkpoint.keep_best,
-                needed="nothing: it keeps the checkpoint with the largest metric, and a held-out loss should be small",
-                fix="remove it, and set checkpoint.keep_last to as many as you want to choose from",
-            )
+            needed = "nothing: it keeps the checkpoint with the largest metric, and a held-out loss should be small"
+            fix = "remove it, and set checkpoint.keep_last to as many as you want to choose from"
+            yield Problem("checkpoint.keep_best", self.checkpoint.keep_best, needed, fix)

@@ -126,26 +126,15 @@ class TrainConfig(Section):
         yield from once_each("offload", self.offload)
         steps, trained, tokens = self.total_steps, self.tokens_per_microbatch, self.logprob_tokens_per_microbatch
         if steps is not None and self.optimizer.warmup_steps > steps:
-            yield Problem(
-                "optimizer.warmup_steps",
-                given=f"{self.optimizer.warmup_steps} of {steps} steps in all",
-                needed="at most train.total_steps",
-                fix="lower it",
-            )
+            given = f"{self.optimizer.warmup_steps} of {steps} steps in all"
+            yield Problem("optimizer.warmup_steps", given, "at most train.total_steps", "lower it")
         if tokens is not None and (tokens % trained or tokens == trained):
-            yield Problem(
-                "logprob_tokens_per_microbatch",
-                given=f"{tokens}, and {trained} with gradients",
-                needed=f"a multiple of {trained}: whole microbatches pass together",
-                fix=f"{max(2, tokens // trained) * trained}, or remove it",
-            )
+            needed = f"a multiple of {trained}: whole microbatches pass together"
+            fix = f"{max(2, tokens // trained) * trained}, or remove it"
+            yield Problem("logprob_tokens_per_microbatch", f"{tokens}, and {trained} with gradients", needed, fix)
         if self.lora is not None and self.layer_spec == "transformer_engine":
-            yield Problem(
-                "layer_spec",
-                given="transformer_engine with train.lora",
-                needed="Megatron's local layers: adapters are on their linear layers",
-                fix="layer_spec: auto",
-            )
+            needed = "Megatron's local layers: adapters are on their linear layers"
+            yield Problem("layer_spec", "transformer_engine with train.lora", needed, "layer_spec: auto")
 
 
 def once_each(field: str, names: Sequence[str]) -> Iterator[Problem]:
@@ -157,12 +146,9 @@ def length_rules(train: TrainConfig, names: tuple[str, ...], example: str) -> It
     """Exactly one of the fields `names` says how long the run is."""
     given = [name for name in names if getattr(train, name) is not None]
     if len(given) != 1:
-        yield Problem(
-            f"train.{(given or names)[0]}",
-            given=" and ".join(given) or "no length of the run",
-            needed=f"exactly one of {', '.join(names)}",
-            fix="keep one of them" if given else example,
-        )
+        needed = f"exactly one of {', '.join(names)}"
+        fix = "keep one of them" if given else example
+        yield Problem(f"train.{(given or names)[0]}", " and ".join(given) or "no length of the run", needed, fix)
 
 
 def longest_rules(
@@ -184,9 +170,5 @@ def longest_rules(
 
 def device_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[Problem]:
     if cluster.device == "cpu" and train.layer_spec == "transformer_engine":
-        yield Problem(
-            "train.layer_spec",
-            given="transformer_engine with cluster.device: cpu",
-            needed="local or auto: Transformer Engine runs on CUDA only",
-            fix="layer_spec: auto",
-        )
+        needed = "local or auto: Transformer Engine runs on CUDA only"
+        yield Problem("train.layer_spec", "transformer_engine with cluster.device: cpu", needed, "layer_spec: auto")

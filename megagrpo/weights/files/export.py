@@ -48,11 +48,7 @@ class Export:
 
 
 def begin_export(
-    directory: str | Path,
-    model_directory: str | Path,
-    arch: Architecture,
-    dtype: str,
-    file_bytes: int = FILE_BYTES,
+    directory: str | Path, model_directory: str | Path, arch: Architecture, dtype: str, file_bytes: int = FILE_BYTES
 ) -> Export:
     """Makes the files at their full size, and copies the model's config, tokenizer and generation config beside them.
 

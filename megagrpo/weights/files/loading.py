@@ -68,10 +68,7 @@ class ModelFiles:
 
 @torch.no_grad()
 def load_files(
-    directory: str | Path,
-    manifest: Manifest,
-    tensors: Mapping[str, torch.Tensor],
-    arch: Architecture | None = None,
+    directory: str | Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor], arch: Architecture | None = None
 ) -> None:
     """Fills `tensors` (by storage name, as in the manifest) from the model in `directory`, cast to their dtype.
 

@@ -185,9 +185,8 @@ def _missing_source(
         for index in classes
     ]
     known = few([sources[index].manifest.holder for index in sorted({index for *_, index in holds})])
-    return Problem(
-        tensor, f"no source for {few(parts)}", "a source for every element", f"held by: {known or 'no source at all'}"
-    )
+    given = f"no source for {few(parts)}"
+    return Problem(tensor, given, "a source for every element", f"held by: {known or 'no source at all'}")
 
 
 def disjoint(held: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]]) -> list[tuple[Box, tuple[int, ...]]]:

@@ -77,14 +77,9 @@ def choose_transport(wanted: str, topology: Topology, *, external: bool) -> Tran
         return TransportName.SHARED_MEMORY if len(nodes) == 1 else TransportName.PROCESS_GROUP
     transport = TransportName(wanted)
     if len(nodes) > 1 and transport is TransportName.SHARED_MEMORY:
-        raise RecipeError(
-            Problem(
-                "weights.transfer",
-                f"{transport} between {len(nodes)} nodes",
-                "training ranks and engines on one node: the bytes go through that node's memory",
-                "transfer: auto, process_group or disk",
-            )
-        )
+        given = f"{transport} between {len(nodes)} nodes"
+        needed = "training ranks and engines on one node: the bytes go through that node's memory"
+        raise RecipeError(Problem("weights.transfer", given, needed, "transfer: auto, process_group or disk"))
     return transport
 
 

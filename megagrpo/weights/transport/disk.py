@@ -120,11 +120,9 @@ class DiskSender:
 
     def _missing(self, what: str, sources: Iterable[int]) -> Problem:
         names = ", ".join(self._plan.sources[source].holder for source in sorted(sources))
-        return Problem(
-            f"{self._member.name} waits for {what}",
-            f"nothing from {names} within {self._member.rendezvous.timeout_seconds:g} s",
-            fix="look for what stopped them; weights.timeout_seconds is the longest wait",
-        )
+        given = f"nothing from {names} within {self._member.rendezvous.timeout_seconds:g} s"
+        fix = "look for what stopped them; weights.timeout_seconds is the longest wait"
+        return Problem(f"{self._member.name} waits for {what}", given, fix=fix)
 
 
 class DiskReceiver:
@@ -138,11 +136,9 @@ class DiskReceiver:
 
     def receive(self, version: int) -> None:
         """Has the server load the checkpoint of the open sync. The server may have an update open, or not."""
-        missing = Problem(
-            f"{self._member.name}: weights of version {version}",
-            f"no checkpoint by the training ranks within {self._member.rendezvous.timeout_seconds:g} s",
-            fix="look for what stopped them; weights.timeout_seconds is the longest wait",
-        )
+        given = f"no checkpoint by the training ranks within {self._member.rendezvous.timeout_seconds:g} s"
+        fix = "look for what stopped them; weights.timeout_seconds is the longest wait"
+        missing = Problem(f"{self._member.name}: weights of version {version}", given, fix=fix)
         with self._member.attend(version):
             kind = ""
             while kind != "ready":

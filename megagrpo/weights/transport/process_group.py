@@ -97,11 +97,9 @@ class ProcessGroup:
             member.wait(partial(member.read, key.format(peer)), partial(self._missing, member, peer))
 
     def _missing(self, member: Member, peer: Peer) -> Problem:
-        return Problem(
-            f"{member.name}: process group for weights",
-            f"{self._names[peer]} did not join within {member.rendezvous.timeout_seconds:g} s",
-            f"all {len(self._rank_of)} training and engine ranks",
-        )
+        given = f"{self._names[peer]} did not join within {member.rendezvous.timeout_seconds:g} s"
+        needed = f"all {len(self._rank_of)} training and engine ranks"
+        return Problem(f"{member.name}: process group for weights", given, needed)
 
     def _connected(self, sync: Sync, member: Member) -> Any:
         """The new group. It is made in a thread, because torch waits there for all the others and hears no abort."""
@@ -120,11 +118,9 @@ class ProcessGroup:
 
         thread = threading.Thread(target=make, daemon=True)
         thread.start()
-        overdue = Problem(
-            where,
-            f"not connected within {member.rendezvous.timeout_seconds:g} s, though all were there",
-            fix="look for what ended or stopped one of them; nodes must reach each other on any port",
-        )
+        given = f"not connected within {member.rendezvous.timeout_seconds:g} s, though all were there"
+        fix = "look for what ended or stopped one of them; nodes must reach each other on any port"
+        overdue = Problem(where, given, fix=fix)
         member.wait(lambda: None if thread.is_alive() else True, lambda: overdue)
         if failed:
             raise failed[0]

@@ -135,9 +135,8 @@ class ServerWeights:
         return [answer["value"] for answer in answers]
 
     def _answer(self, member: Member, action: str, holder: str, key: str) -> dict[str, Any]:
-        missing = Problem(
-            f"{holder}: {action}", "no answer, though its server answered", "the same megagrpo in the server as here"
-        )
+        given = "no answer, though its server answered"
+        missing = Problem(f"{holder}: {action}", given, "the same megagrpo in the server as here")
         answer: dict[str, Any] = member.wait(lambda: member.read(key), lambda: missing)
         member.delete(key)
         return answer
@@ -385,14 +384,9 @@ def check_derived(model: torch.nn.Module) -> None:
         keys, values = module.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
         for derived, expected in (("w_kc", keys), ("w_vc", values.transpose(1, 2))):
             if not torch.equal(getattr(module, derived), expected):
-                problems.append(
-                    Problem(
-                        f"{name}.{derived}",
-                        "it does not follow from the kv_b_proj.weight that was received",
-                        "SGLang's post_load_weights, after the last bucket that holds it",
-                        "report it, with the version of SGLang",
-                    )
-                )
+                given = "it does not follow from the kv_b_proj.weight that was received"
+                needed = "SGLang's post_load_weights, after the last bucket that holds it"
+                problems.append(Problem(f"{name}.{derived}", given, needed, "report it, with the version of SGLang"))
     if problems:
         raise ModelError(problems)
 

@@ -129,14 +129,10 @@ class FileArea:
             mapped = mmap.mmap(descriptor, area_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             self.close()
-            raise WeightSyncError(
-                Problem(
-                    f"shared memory for weights: {self._path}",
-                    error.strerror or str(error),
-                    f"room for {area_bytes} bytes in {DIRECTORY}",
-                    f"a smaller weights.bucket_bytes, or a larger {DIRECTORY} (--shm-size of a container)",
-                )
-            ) from error
+            given = error.strerror or str(error)
+            needed = f"room for {area_bytes} bytes in {DIRECTORY}"
+            fix = f"a smaller weights.bucket_bytes, or a larger {DIRECTORY} (--shm-size of a container)"
+            raise WeightSyncError(Problem(f"shared memory for weights: {self._path}", given, needed, fix)) from error
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
