@@ -1,4 +1,8 @@
-"""Advantages of whole responses against the formulas written out group by group, and what they must not depend on."""
+"""Advantages against formulas written out group by group, and of single tokens response by response."""
+
+from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ from megagrpo.algorithm.advantages import (
     AdvantageConfig,
     AdvantageInputs,
     compute_advantages,
+    discounted_sums,
     groups_that_teach,
     groups_with_signal,
 )
@@ -102,45 +107,6 @@ def test_every_method_matches_its_formula_written_by_group(step, name, deviation
     np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-7)
 
 
-@settings(max_examples=200)
-@given(steps, st.sampled_from(sorted(BY_GROUP)), st.randoms(use_true_random=False))
-def test_order_and_names_of_groups_do_not_matter(step, name, random):
-    scores, second, ids, tokens = step
-    base = advantages_of(name, scores, ids, tokens, second)
-    order = list(range(len(scores)))
-    random.shuffle(order)
-    shuffled = advantages_of(name, scores[order], 100 - 7 * ids[order], tokens[order], second[order])
-    np.testing.assert_allclose(shuffled, base[order], atol=1e-9)
-
-
-@settings(max_examples=200)
-@given(steps, st.sampled_from(sorted(BY_GROUP)), st.integers(-4, 4), st.sampled_from([0.25, 2.0, 8.0]))
-def test_shifted_scores_change_nothing_and_scaled_ones_only_what_is_not_normalised(step, name, shift, scale):
-    scores, second, ids, tokens = step
-    base = advantages_of(name, scores, ids, tokens, second, epsilon=0.0)
-    moved = advantages_of(name, scores * scale + shift, ids, tokens, second * scale + shift, epsilon=0.0)
-    scaled = scale if name in ("rloo", "opo", "gpg") else 1.0
-    tolerance = 1e-5 if name in WHITENED else 1e-9  # the whitening adds 1e-8 to a variance
-    np.testing.assert_allclose(moved, base * scaled, rtol=tolerance, atol=1e-9)
-
-
-@settings(max_examples=200)
-@given(steps, st.sampled_from(sorted(BY_GROUP)))
-def test_masked_samples_and_single_ones_get_zero_and_change_nothing_for_the_others(step, name):
-    scores, second, ids, tokens = step
-    found = advantages_of(name, scores, ids, tokens, second)
-    known = ~np.isnan(scores)
-    sizes = np.array([np.sum(known & (ids == group)) for group in ids])
-    left = known & (sizes > 1)
-    assert np.isfinite(found).all()
-    assert not found[~left].any()
-    if left.any():
-        alone = advantages_of(name, scores[left], ids[left], tokens[left], second[left])
-        # gpg's alpha counts all scored samples, single ones too.
-        expected = alone * known.sum() / left.sum() if name == "gpg" else alone
-        np.testing.assert_allclose(found[left], expected, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", BY_GROUP)
 @pytest.mark.parametrize("epsilon", [0.0, 1e-6])
 def test_equal_scores_are_exactly_zero_although_their_mean_is_not_exact(name, epsilon):
@@ -171,49 +137,11 @@ def test_one_right_of_four(name, options, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-def test_population_deviation_is_what_open_instruct_divides_by():
-    found = advantages_of("grpo", [0, 1, 0, 1], [0] * 4, epsilon=0.0, standard_deviation="population")
-    np.testing.assert_allclose(found, [-1, 1, -1, 1])
-
-
-def test_opo_gives_the_baseline_of_least_variance_if_gradients_grow_with_length():
-    scores, tokens = np.array([0.0, 1.0, 0.5]), np.array([1, 10, 4])
-    baseline = (scores - advantages_of("opo", scores, [0, 0, 0], tokens))[0]
-    candidates = np.linspace(-1, 2, 3001)
-    variances = [(tokens * (scores - candidate) ** 2).sum() for candidate in candidates]
-    assert baseline == pytest.approx(candidates[np.argmin(variances)], abs=1e-3)
-
-
-def test_gpg_makes_up_for_the_groups_without_a_gradient():
-    # Three prompts of two: one is all right, one all wrong. Of 6 samples 2 have a gradient.
-    found = advantages_of("gpg", [1, 1, 0, 0, 1, 0], [0, 0, 1, 1, 2, 2])
-    np.testing.assert_allclose(found, [0, 0, 0, 0, 3 * 0.5, 3 * -0.5])
-
-
-def test_gpg_counts_groups_where_verl_counts_scores_that_are_not_zero():
-    # There alpha is 6 / 3, for the samples of score 1; it changes when every score is shifted.
-    plain, shifted = (
-        advantages_of("gpg", np.array([1, 1, 0, 0, 1, 0]) + shift, [0, 0, 1, 1, 2, 2]) for shift in (0, 9)
-    )
-    np.testing.assert_allclose(plain, shifted)
-
-
-def test_reinforce_plus_plus_baseline_weighs_by_tokens():
-    # R - mean is ±1/2 with 1 and 3 tokens: the mean is -1/4, the variance (9/16 + 3/16) / 3 = 1/4.
-    found = advantages_of("reinforce_plus_plus_baseline", [1, 0], [0, 0], [1, 3])
-    np.testing.assert_allclose(found, [1.5, -0.5], rtol=1e-7)
-
-
 def test_gdpo_tells_apart_what_sums_alike():
-    # (1, 0) and (0, 1) sum to 1 both, and a second pair makes the whitening count for something.
+    # (1, 0) and (0, 1) both sum to 1.
     ids, scores = np.array([0, 0, 1, 1]), np.array([1.0, 1.0, 1.0, 0.0])
     parts = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
-    inputs = AdvantageInputs(scores, ids, np.ones(4, int), parts, np.array([1.0, 0.5]))
-    found = compute_advantages(inputs, advantage(name="gdpo", epsilon=0.0)).of_rows
-    unit = np.sqrt(0.5)
-    raw = unit * np.array([1 - 0.5, -1 + 0.5, 1, -1])
-    np.testing.assert_allclose(found, raw / np.sqrt((raw**2).sum() / 3), rtol=1e-6)
-    assert not compute_advantages(inputs, advantage()).of_rows[:2].any()
+    inputs = AdvantageInputs(scores, ids, np.ones(4, int), parts, WEIGHTS)
     np.testing.assert_array_equal(groups_that_teach(inputs, advantage()), [1])
     np.testing.assert_array_equal(groups_that_teach(inputs, advantage(name="gdpo")), [0, 1])
     masked = AdvantageInputs(
@@ -222,28 +150,8 @@ def test_gdpo_tells_apart_what_sums_alike():
     assert not len(groups_that_teach(masked, advantage(name="gdpo")))
 
 
-# Where others are defective, we differ.
-
-
-@pytest.mark.parametrize("name", BY_GROUP)
-def test_a_sample_alone_in_its_group_has_nothing_to_be_compared_with(name):
-    # In verl a single sample keeps its raw score in grpo, rloo, opo, gpg and reinforce_plus_plus_baseline.
-    found = advantages_of(name, [3.0, NAN, 9.0, 0.0, 1.0], [0, 1, 1, 2, 2])
-    np.testing.assert_array_equal(found[:3], [0, 0, 0])
-    assert found[4] > 0
-
-
-def test_masking_never_merges_prompts():
-    # open-instruct leaves truncated samples out and reshapes: here prompts 0 and 1 would become one group of four.
-    scores, ids = [NAN, NAN, 0.0, 1.0, 5.0, 6.0, NAN, NAN], [0, 0, 0, 0, 1, 1, 1, 1]
-    found = advantages_of("grpo", scores, ids, standard_deviation="none")
-    np.testing.assert_allclose(found, [0, 0, -0.5, 0.5, -0.5, 0.5, 0, 0])
-
-
 def test_a_group_with_two_best_answers_teaches_pass_k_nothing():
-    scores, ids = np.array([1.0, 1, 0, 0, 0, 1, NAN, 0]), np.repeat([0, 1], 4)
-    np.testing.assert_array_equal(advantages_of("pass_k", scores, ids)[:4], [0, 0, 0, 0])
-    inputs = AdvantageInputs(scores, ids, np.ones(8, int))
+    inputs = AdvantageInputs(np.array([1.0, 1, 0, 0, 0, 1, NAN, 0]), np.repeat([0, 1], 4), np.ones(8, int))
     np.testing.assert_array_equal(groups_that_teach(inputs, advantage(name="pass_k")), [1])
 
 
@@ -296,3 +204,105 @@ def test_missing_inputs_are_refused(name, more):
     inputs = {"scores": np.zeros(2), "group_ids": np.zeros(2, int), "tokens": np.ones(2, int)} | more
     with pytest.raises(ValueError):
         compute_advantages(AdvantageInputs(**inputs), advantage(name=name))
+
+
+numbers = st.integers(-64, 64).map(lambda n: n / 16)
+tokens = st.lists(st.tuples(numbers, numbers), min_size=0, max_size=6)
+responses = st.lists(st.tuples(st.one_of(st.just(NAN), numbers), tokens), min_size=1, max_size=8)
+
+
+def ragged(rows):
+    return Ragged(
+        np.array([value for row in rows for value in row], float), np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    )
+
+
+def inputs_of(step, coefficient=0.25):
+    return AdvantageInputs(
+        scores=np.array([score for score, _ in step]),
+        group_ids=np.zeros(len(step), int),
+        tokens=np.array([len(row) for _, row in step]),
+        kl=ragged([[kl for kl, _ in row] for _, row in step]),
+        kl_coefficient=coefficient,
+        values=ragged([[value for _, value in row] for _, row in step]),
+    )
+
+
+def rewards_of(score, row, coefficient=0.25):
+    rewards = [-coefficient * kl for kl, _ in row]
+    if rewards:
+        rewards[-1] += score
+    return rewards
+
+
+def whiten_all(rows, known):
+    """Over the tokens of known rows together; None where a row is masked."""
+    everything = [value for row, of_step in zip(rows, known, strict=True) if of_step for value in row]
+    if len(everything) < 2:
+        return [[0.0] * len(row) for row in rows]
+    mean, deviation = np.mean(everything), np.sqrt(np.var(everything, ddof=1) + 1e-8)
+    return [
+        [(value - mean) / deviation if of_step else 0.0 for value in row]
+        for row, of_step in zip(rows, known, strict=True)
+    ]
+
+
+@settings(max_examples=200)
+@given(responses, st.sampled_from([1.0, 0.9, 0.25]))
+def test_reinforce_plus_plus_is_whitened_rewards_to_come(step, discount):
+    found = compute_advantages(inputs_of(step), advantage(name="reinforce_plus_plus", discount=discount))
+    to_come = []
+    for score, row in step:
+        rewards = rewards_of(score, row)
+        to_come.append(
+            [sum(discount ** (s - t) * rewards[s] for s in range(t, len(rewards))) for t in range(len(rewards))]
+        )
+    expected = whiten_all(to_come, [not np.isnan(score) for score, _ in step])
+    np.testing.assert_allclose(found.of_tokens.values, ragged(expected).values, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found.of_rows, [np.mean(row) if row else 0 for row in expected], rtol=1e-6, atol=1e-7)
+    assert found.returns is None
+
+
+@settings(max_examples=200)
+@given(responses, st.sampled_from([1.0, 0.9]), st.sampled_from([1.0, 0.95, 0.25]))
+def test_gae_is_the_weighted_sum_of_td_errors(step, discount, trace):
+    found = compute_advantages(inputs_of(step), advantage(name="gae", discount=discount, trace=trace))
+    advantages, returns = [], []
+    for score, row in step:
+        rewards, values = rewards_of(score, row), [value for _, value in row]
+        after = [*values, 0.0][1:]
+        errors = [r + discount * later - v for r, later, v in zip(rewards, after, values, strict=True)]
+        advantages.append(
+            [sum((discount * trace) ** (s - t) * errors[s] for s in range(t, len(row))) for t in range(len(row))]
+        )
+        returns.append([0.0 if np.isnan(score) else a + v for a, v in zip(advantages[-1], values, strict=True)])
+    expected = whiten_all(advantages, [not np.isnan(score) for score, _ in step])
+    np.testing.assert_allclose(found.of_tokens.values, ragged(expected).values, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found.returns.values, ragged(returns).values, atol=1e-12)
+    np.testing.assert_array_equal(found.returns.offsets, inputs_of(step).values.offsets)
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "gae"])
+def test_only_a_masked_response_may_lack_its_tokens(name):
+    step = [(1.0, [(0.5, 0.25), (0.0, 0.5)]), (NAN, [(7.0, 9.0)] * 3), (0.0, [(0.25, 0.125)])]
+    found = compute_advantages(inputs_of(step), advantage(name=name))
+    lacking = replace(inputs_of([step[0], (NAN, []), step[2]]), tokens=np.array([2, 3, 1]))
+    again = compute_advantages(lacking, advantage(name=name))
+    np.testing.assert_array_equal(again.of_tokens.values, found.of_tokens.values)
+    with pytest.raises(ValueError, match="3"):
+        compute_advantages(replace(lacking, tokens=np.array([3, 3, 1])), advantage(name=name))
+
+
+def test_equal_scores_are_exactly_zero():
+    step = [(0.1, [(0.0, 0.0)] * length) for length in (3, 1, 4, 2)]
+    found = compute_advantages(inputs_of(step), advantage(name="reinforce_plus_plus"))
+    np.testing.assert_array_equal(found.of_tokens.values, np.zeros(10))
+    np.testing.assert_array_equal(found.of_rows, np.zeros(4))
+
+
+def test_discounted_sums_of_long_responses_keep_to_their_rows():
+    lengths = np.array([1000, 0, 1, 700])
+    values = Ragged(np.ones(lengths.sum()), np.concatenate([[0], np.cumsum(lengths)]))
+    sums = discounted_sums(values, 0.5)
+    np.testing.assert_allclose([sums.row(r)[0] for r in (0, 2, 3)], [2, 1, 2])
+    np.testing.assert_allclose(discounted_sums(values, 1.0).row(3), np.arange(700, 0, -1))

@@ -1,4 +1,4 @@
-"""Weights of tokens against nested means and sums, verl's, and what they must not depend on."""
+"""Weights of tokens against nested means and sums however the tokens lie, and sums over responses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.algorithm.aggregation import AggregationConfig, MinibatchTokens, token_weights
+from megagrpo.algorithm.policy_losses import GmpoConfig, GspoConfig, PolicyInputs
 from megagrpo.algorithm.sequences import Sequences
 from tests.methods import aggregation, names
 
@@ -85,31 +86,35 @@ def test_nothing_kept_weighs_nothing(kind):
     assert not weights.any()
 
 
-def verl_agg_loss(losses: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
-    """verl/trainer/ppo/core_algos.py, agg_loss; seq-mean-token-sum-norm divides by the responses as of 0.9.1."""
-    of_sequence = (losses * mask).sum(-1)
-    there = (mask.sum(-1) > 0).float()
-    if mode == "token-mean":
-        return (losses * mask).sum() / mask.sum()
-    if mode == "token-sum":
-        return (losses * mask).sum()
-    if mode == "seq-mean-token-sum":
-        return (of_sequence * there).sum() / there.sum()
-    if mode == "seq-mean-token-mean":
-        return (of_sequence / (mask.sum(-1) + 1e-8) * there).sum() / there.sum()
-    return of_sequence.sum() / DIVISOR / there.sum()
-
-
-@every_kind
-def test_aggregation_is_verls(kind):
-    random = torch.Generator().manual_seed(0)
-    losses, mask = torch.randn(5, 8, generator=random), (torch.rand(5, 8, generator=random) < 0.6).float()
-    mask[2] = 0
-    weights = weights_of(kind, mask.flatten() > 0, sequences_of([8] * 5), float(mask.sum()), 4)
-    torch.testing.assert_close((weights * losses.flatten()).sum(), verl_agg_loss(losses, mask, kind.replace("_", "-")))
-
-
 def test_the_norm_has_a_divisor_of_its_own():
     whole = MinibatchTokens(torch.ones(4, dtype=torch.bool), sequences_of([1, 3]), 4, 2, DIVISOR)
     weights = token_weights(aggregation(name="seq_mean_token_sum_norm", divisor=8.0), whole)
     assert weights.tolist() == [1 / 16] * 4
+
+
+INDEX = torch.tensor([1, 0, 1, 1, 0])
+SEQUENCES = Sequences(INDEX, torch.tensor([2.0, 3.0, 0.0]))
+
+
+def test_sums_means_and_shares_are_by_response():
+    values = torch.tensor([1.0, 20.0, 3.0, 5.0, 40.0])
+    assert SEQUENCES.sum(values).tolist() == [60.0, 9.0, 0.0]
+    assert SEQUENCES.mean(values).tolist() == [30.0, 3.0, 0.0]
+    assert SEQUENCES.of_tokens(SEQUENCES.sum(INDEX == 1)).tolist() == [3.0, 0.0, 3.0, 3.0, 0.0]
+    assert SEQUENCES.shares().sum().item() == pytest.approx(2)
+
+
+def test_sums_are_exact_where_float32_would_depend_on_the_order():
+    values = torch.tensor([1e8, 0.0, 1.0, -1e8, 0.0])
+    order = [0, 3, 2, 1, 4]
+    sums = [Sequences(INDEX[order], SEQUENCES.tokens).sum(values[order]), SEQUENCES.sum(values)]
+    assert [each.tolist() for each in sums] == [[0.0, 1.0, 0.0]] * 2
+
+
+def test_losses_by_response_keep_the_type_of_their_logprobs():
+    logprobs = torch.tensor([-1.0, -2.0, -0.5, -0.25, -1.5], requires_grad=True)
+    for method in (GspoConfig(), GmpoConfig()):
+        inputs = PolicyInputs(logprobs, logprobs.detach() - 0.1, torch.ones(5), SEQUENCES)
+        found = method.of_tokens(inputs)
+        assert found.loss.dtype == found.ratio.dtype == torch.float32
+        assert found.loss.requires_grad

@@ -1,4 +1,4 @@
-"""Off-policy correction against formulas written out response by response, on one rank and on several, and verl's."""
+"""Off-policy correction against formulas written out response by response, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -159,17 +159,6 @@ def test_ranks_that_hold_parts_of_the_same_responses_find_the_same(rows, changes
     torch.testing.assert_close(sum(part.sums for part in found), alone.sums)
 
 
-def test_the_order_of_rejections_does_not_matter():
-    rows = [[0.5, -0.2, 1.4], [0.1, 0.0], [-2.0, 0.3]]
-    rejections = [
-        {"level": "token", "statistic": "ratio", "low": 0.5, "high": 2.0},
-        {"level": "sequence", "statistic": "k2", "over": "mean", "high": 0.3},
-    ]
-    one, other = (corrected(rows, reject=order) for order in (rejections, rejections[::-1]))
-    assert torch.equal(one.kept, other.kept)
-    assert one.kept.tolist() == [False] * 3 + [True] * 2 + [False] * 2  # judged with the tokens that the other rejects
-
-
 def test_a_logprob_that_is_no_number_is_rejected_and_does_not_spoil_the_others():
     rows = [[0.1, math.nan], [0.2, 0.3], [0.4, -math.inf]]
     for reject in (
@@ -188,85 +177,3 @@ def test_where_all_weights_are_zero_they_stay_zero():
     found = corrected([[3.0, 4.0]], weights={"name": "token", "outside": "zero", "normalize": True})
     assert not found.importance.any()
     assert found.kept.all()
-
-
-def test_icepop_keeps_masked_tokens_in_the_denominators_and_rejection_does_not():
-    rows = [[0.0, 3.0]]
-    assert corrected(rows, weights={"name": "token", "low": 0.5, "outside": "zero"}).kept.all()
-    assert not corrected(rows, reject=[{"level": "token", "high": 2.0}]).kept.all()
-
-
-# --- verl -------------------------------------------------------------------------------------------------------------
-# From verl/trainer/ppo/rollout_corr_helper.py, on padded rows.
-
-
-def padded(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    longest = max(map(len, rows))
-    return (
-        torch.tensor([row + [0.0] * (longest - len(row)) for row in rows], dtype=torch.float64),
-        torch.tensor([[1.0] * len(row) + [0.0] * (longest - len(row)) for row in rows], dtype=torch.float64),
-    )
-
-
-def verl_weights(rows: Rows, level: str, threshold: float, normalize: bool) -> torch.Tensor:
-    log_ratio, mask = padded(rows)
-    if level == "token":
-        weights = torch.exp(torch.clamp(log_ratio, min=-20, max=20))
-    else:
-        total = (log_ratio * mask).sum(-1, keepdim=True)
-        weights = torch.exp(torch.clamp(total, min=-20, max=20)).expand_as(log_ratio)
-    weights = (weights * mask).clamp(max=threshold)
-    if normalize:
-        of_sequence = (weights * mask).sum(-1) / mask.sum(-1)
-        weights = weights / ((weights * mask).sum() / mask.sum() if level == "token" else of_sequence.mean())
-    return weights[mask > 0]
-
-
-def verl_token_k1(rows: Rows, lower: float, upper: float) -> torch.Tensor:
-    log_ratio, mask = padded(rows)
-    token_k1 = -torch.clamp(log_ratio, min=-20, max=20)
-    return ((token_k1 >= math.log(lower)) & (token_k1 <= math.log(upper)))[mask > 0]
-
-
-def verl_upper(rows: Rows, statistic: str, over: str, upper: float) -> torch.Tensor:
-    log_ratio, mask = padded(rows)
-    values = 0.5 * log_ratio**2 if statistic == "k2" else torch.exp(log_ratio) - 1.0 - log_ratio
-    if over == "sum":
-        of_sequence = (values * mask).sum(-1)
-    elif over == "mean":
-        of_sequence = (values * mask).sum(-1) / mask.sum(-1)
-    else:
-        of_sequence = values.masked_fill(mask == 0, float("-inf")).max(dim=-1).values
-    return (of_sequence <= upper).unsqueeze(-1).expand_as(mask)[mask > 0]
-
-
-@settings(max_examples=50)
-@given(ROWS, st.sampled_from(["token", "sequence"]), st.booleans())
-def test_truncated_weights_are_verls(rows, level, normalize):
-    found = corrected(rows, weights={"name": level, "high": 2.0, "normalize": normalize})
-    torch.testing.assert_close(found.importance.double(), verl_weights(rows, level, 2.0, normalize), rtol=1e-5, atol=0)
-
-
-@settings(max_examples=50)
-@given(ROWS, st.sampled_from(["k2", "k3"]), st.sampled_from(["sum", "mean", "max"]))
-def test_rejections_by_k2_and_k3_are_verls(rows, statistic, over):
-    reject = {"level": "sequence", "statistic": statistic, "over": over, "high": 0.4}
-    assert torch.equal(corrected(rows, reject=[reject]).kept, verl_upper(rows, statistic, over, 0.4))
-
-
-def test_bounds_are_on_the_statistic_as_named_where_verl_bounds_the_inverse_ratio():
-    rows = [[math.log(r)] for r in (0.1, 0.3, 0.6, 1.0, 1.8, 4.0)]
-    by_ratio = corrected(rows, reject=[{"level": "token", "statistic": "ratio", "low": 0.5, "high": 5.0}])
-    assert by_ratio.kept.tolist() == [False, False, True, True, True, True]
-    assert verl_token_k1(rows, 0.5, 5.0).tolist() == [False, True, True, True, True, False]  # 1/5 <= r <= 1/0.5
-    by_k1 = corrected(rows, reject=[{"level": "token", "statistic": "k1", "low": -1.0, "high": 0.6}])
-    assert by_k1.kept.tolist() == [-1.0 <= -row[0] <= 0.6 for row in rows]
-
-
-def test_weights_are_normalized_over_what_stays_where_verl_counts_what_it_rejects():
-    rows = [[0.1, -0.2, 3.0]]
-    found = corrected(
-        rows, weights={"name": "token", "high": 2.0, "normalize": True}, reject=[{"level": "token", "high": 2.0}]
-    )
-    assert found.importance[:2].mean().item() == pytest.approx(1.0)
-    assert verl_weights(rows, "token", 2.0, True)[:2].mean().item() < 0.8

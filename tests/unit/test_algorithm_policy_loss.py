@@ -1,4 +1,4 @@
-"""Policy losses against formulas written out in float64 numpy, finite differences, and verl's own where they agree."""
+"""Policy losses against formulas written out in float64 numpy, and finite differences of these."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.algorithm.policy_losses import PolicyInputs, PolicyLoss, PolicyLossConfig, PolicyLossMethod
+from megagrpo.algorithm.policy_losses import PolicyInputs, PolicyLossConfig, PolicyLossMethod
 from megagrpo.algorithm.sequences import Sequences
 from tests.methods import loss, names
+from tests.rank_threads import SumOverRanks, on_threads
 
 LENGTHS = [1, 7, 3, 12, 5, 2]
 SETTINGS = {
@@ -95,8 +96,10 @@ def written_out(
 
 
 @every_loss
-def test_losses_are_those_of_the_formulas(name):
-    inputs = random_inputs()
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(0, 99))
+def test_losses_are_those_of_the_formulas_response_by_response(name, lengths, seed):
+    inputs = random_inputs(lengths, seed)
     found = SETTINGS[name].of_tokens(inputs)
     logprobs = inputs.logprobs.detach().numpy()
     np.testing.assert_allclose(
@@ -120,79 +123,30 @@ def test_gradients_are_finite_differences_of_the_formulas(name):
         assert gradient[t].item() == pytest.approx((high - low) / (2 * step), rel=1e-5, abs=1e-9), t
 
 
-def parts_of(inputs: PolicyInputs, order: list[int], parts: int) -> list[tuple[np.ndarray, PolicyInputs]]:
-    """Microbatches of whole responses, in another order; with each, where its tokens were."""
-    index = inputs.sequences.index.numpy()
-    found = []
-    for part in range(parts):
-        responses = order[part::parts]
-        if not responses:
-            continue
-        where = np.concatenate([np.flatnonzero(index == r) for r in responses])
-        found.append(
-            (
-                where,
-                PolicyInputs(
-                    inputs.logprobs.detach()[where].requires_grad_(),
-                    inputs.old_logprobs[where],
-                    inputs.advantages[where],
-                    sequences_of([int((index == r).sum()) for r in responses]),
-                    None if inputs.chosen is None else inputs.chosen[where],
-                ),
-            )
-        )
-    return found
-
-
-@every_loss
-@settings(max_examples=20)
-@given(
-    st.lists(st.integers(1, 6), min_size=1, max_size=8),
-    st.integers(1, 4),
-    st.integers(0, 99),
-    st.randoms(use_true_random=False),
-)
-def test_loss_and_gradient_do_not_depend_on_microbatches_or_order(name, lengths, parts, seed, random):
-    inputs = random_inputs(lengths, seed)
-    whole = SETTINGS[name].of_tokens(inputs)
-    (gradient,) = torch.autograd.grad((weights_of(inputs) * whole.loss).sum(), inputs.logprobs)
-    order = list(range(len(lengths)))
-    random.shuffle(order)
-    for where, part in parts_of(inputs, order, parts):
-        found = SETTINGS[name].of_tokens(part)
-        torch.testing.assert_close(found.loss, whole.loss[where], rtol=1e-12, atol=1e-14)
-        (own,) = torch.autograd.grad((weights_of(inputs)[where] * found.loss).sum(), part.logprobs)
-        torch.testing.assert_close(own, gradient[where], rtol=1e-12, atol=1e-14)
-        assert torch.equal(found.clipped_low, whole.clipped_low[where])
-        assert torch.equal(found.clipped_high, whole.clipped_high[where])
-
-
 @every_loss
 def test_responses_that_lie_on_two_ranks_have_the_same_loss_and_gradient(name):
     inputs = random_inputs(seed=4)
     whole = SETTINGS[name].of_tokens(inputs)
     (gradient,) = torch.autograd.grad((weights_of(inputs) * whole.loss).sum(), inputs.logprobs)
-    halves = [torch.arange(rank, len(inputs.logprobs), 2) for rank in range(2)]
 
-    def part(rank: int, over_ranks) -> PolicyInputs:
-        here = halves[rank]
-        return PolicyInputs(
-            inputs.logprobs.detach()[here].requires_grad_(),
-            inputs.old_logprobs[here],
-            inputs.advantages[here],
-            Sequences(inputs.sequences.index[here], inputs.sequences.tokens, over_ranks),
-            inputs.chosen[here],
+    def run(rank: int, sum_over_ranks: SumOverRanks) -> None:
+        def over_ranks(sums: torch.Tensor) -> torch.Tensor:
+            total = sums.detach().clone()
+            sum_over_ranks(total)
+            return sums + (total - sums.detach())
+
+        here = torch.arange(rank, len(inputs.logprobs), 2)
+        logprobs = inputs.logprobs.detach()[here].requires_grad_()
+        sequences = Sequences(inputs.sequences.index[here], inputs.sequences.tokens, over_ranks)
+        part = PolicyInputs(
+            logprobs, inputs.old_logprobs[here], inputs.advantages[here], sequences, inputs.chosen[here]
         )
+        found = SETTINGS[name].of_tokens(part)
+        torch.testing.assert_close(found.loss, whole.loss[here], rtol=1e-12, atol=1e-14)
+        (own,) = torch.autograd.grad((weights_of(inputs)[here] * found.loss).sum(), logprobs)
+        torch.testing.assert_close(own, gradient[here], rtol=1e-12, atol=1e-14)
 
-    sent: dict[int, torch.Tensor] = {}
-    for rank in range(2):
-        SETTINGS[name].of_tokens(part(rank, lambda sums, rank=rank: sent.setdefault(rank, sums.detach())))
-    for rank in range(2):
-        on_rank = part(rank, lambda sums, rank=rank: sums + sent[1 - rank])
-        found = SETTINGS[name].of_tokens(on_rank)
-        torch.testing.assert_close(found.loss, whole.loss[halves[rank]], rtol=1e-12, atol=1e-14)
-        (own,) = torch.autograd.grad((weights_of(inputs)[halves[rank]] * found.loss).sum(), on_rank.logprobs)
-        torch.testing.assert_close(own, gradient[halves[rank]], rtol=1e-12, atol=1e-14)
+    on_threads(2, run)
 
 
 @every_loss
@@ -253,121 +207,3 @@ def test_a_token_without_a_weight_has_no_gradient_from_its_response(name):
     (gradient,) = torch.autograd.grad((weights * SETTINGS[name].of_tokens(inputs).loss).sum(), inputs.logprobs)
     assert not gradient[::3].any()
     assert gradient.any()
-
-
-# --- verl -------------------------------------------------------------------------------------------------------------
-# A few lines each of verl/trainer/ppo/core_algos.py, on padded rows: what is minimised where its semantics are ours.
-
-
-def padded(values: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    longest = int(sequences.tokens.max())
-    found = torch.zeros(len(sequences.tokens), longest, dtype=values.dtype)
-    for row in range(len(sequences.tokens)):
-        own = values[sequences.index == row]
-        found[row, : len(own)] = own
-    return found
-
-
-def masked_rows(inputs: PolicyInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    mask = padded(torch.ones_like(inputs.advantages), inputs.sequences)
-    return *(padded(x, inputs.sequences) for x in (inputs.logprobs, inputs.old_logprobs, inputs.advantages)), mask
-
-
-def token_mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return (losses * mask).sum() / mask.sum()
-
-
-def seq_mean_token_mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return ((losses * mask).sum(-1) / mask.sum(-1)).mean()
-
-
-def verl_vanilla(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
-    logprob, old, advantages, mask = masked_rows(inputs)
-    ratio = torch.exp(torch.clamp(logprob - old, min=-20.0, max=20.0))
-    losses1 = -advantages * ratio
-    losses2 = -advantages * torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high)
-    clipped = torch.maximum(losses1, losses2)
-    dual = torch.min(-advantages * s.dual_clip, clipped)
-    return token_mean(torch.where(advantages < 0, dual, clipped), mask)
-
-
-def verl_gspo(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
-    logprob, old, advantages, mask = masked_rows(inputs)
-    seq = ((logprob - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    ratio = torch.exp(torch.clamp(logprob - logprob.detach() + seq.detach().unsqueeze(-1), max=10.0))
-    losses = torch.maximum(-advantages * ratio, -advantages * torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high))
-    return seq_mean_token_mean(losses, mask)
-
-
-def verl_sapo(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
-    logprob, old, advantages, mask = masked_rows(inputs)
-    ratio = torch.exp(torch.clamp(logprob - old, min=-20.0, max=20.0))
-    positive, negative = (
-        torch.as_tensor(t, dtype=torch.float64) for t in (s.temperature_positive, s.temperature_negative)
-    )
-    tau = torch.where(advantages > 0, positive, negative)
-    return seq_mean_token_mean(-torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages, mask)
-
-
-def verl_cispo(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
-    logprob, old, advantages, mask = masked_rows(inputs)
-    ratio = torch.exp(torch.clamp(logprob - old, min=-20.0, max=20.0))
-    return token_mean(-torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high).detach() * advantages * logprob, mask)
-
-
-def verl_geo_mean(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
-    logprob, old, advantages, mask = masked_rows(inputs)
-    log_ratio, sign = logprob - old, torch.sign(advantages)
-    least = sign * torch.min(sign * log_ratio, sign * torch.clamp(log_ratio, -s.clip_low, s.clip_high))
-    ratio = torch.exp((least * mask).sum(-1) / (mask.sum(-1) + 1e-8))
-    advantage = (advantages * mask).sum(-1) / (mask.sum(-1) + 1e-8)
-    return torch.mean(-advantage * ratio)
-
-
-def verl_gpg(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
-    logprob, _, advantages, mask = masked_rows(inputs)
-    return token_mean(-logprob * advantages, mask)
-
-
-def verl_clip_cov(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
-    logprob, old, advantages, mask = masked_rows(inputs)
-    ratio, kept = torch.exp(logprob - old), 1 - padded(inputs.chosen.double(), inputs.sequences)
-    losses2 = -advantages * torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high)
-    return token_mean(torch.maximum(-advantages * ratio, losses2) * kept, mask)
-
-
-def verl_kl_cov(inputs: PolicyInputs, s: PolicyLossMethod) -> torch.Tensor:
-    logprob, old, advantages, mask = masked_rows(inputs)
-    plain = -advantages * torch.exp(logprob - old)
-    chosen = padded(inputs.chosen, inputs.sequences)
-    return token_mean(torch.where(chosen, plain + s.covariance_kl * (logprob - old).abs(), plain), mask)
-
-
-VERL = {
-    "ppo_clip": (verl_vanilla, "token"),
-    "gspo": (verl_gspo, "sequence"),
-    "sapo": (verl_sapo, "sequence"),
-    "cispo": (verl_cispo, "token"),
-    "gmpo": (verl_geo_mean, "sequence"),
-    "reinforce": (verl_gpg, "token"),
-    "clip_cov": (verl_clip_cov, "token"),
-    "kl_cov": (verl_kl_cov, "token"),
-}
-
-
-@every_loss
-def test_losses_and_gradients_are_verls(name):
-    inputs = random_inputs(seed=6)
-    theirs, level = VERL[name]
-    weights = weights_of(inputs) if level == "sequence" else 1 / len(inputs.logprobs)
-    ours = (weights * SETTINGS[name].of_tokens(inputs).loss).sum()
-    expected = theirs(inputs, SETTINGS[name])
-    torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-9)
-    gradients = [torch.autograd.grad(loss, inputs.logprobs)[0] for loss in (ours, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
-
-
-def test_gmpo_follows_the_recipes_aggregation_where_verl_has_its_own():
-    inputs = random_inputs(seed=7)
-    losses: PolicyLoss = SETTINGS["gmpo"].of_tokens(inputs)
-    assert losses.loss.mean().item() != pytest.approx(verl_geo_mean(inputs, SETTINGS["gmpo"]).item(), rel=1e-3)

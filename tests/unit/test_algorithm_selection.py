@@ -1,15 +1,14 @@
-"""The tokens of high covariance against a sort of all of them, wherever they lie."""
+"""The tokens of high covariance against a sort of all of them, wherever they lie; and the draws between them."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.algorithm.policy_losses import CovarianceLoss
-from megagrpo.algorithm.selection import choose_by_covariance, kth_smallest
+from megagrpo.algorithm.selection import choose_by_covariance, kth_smallest, token_draws
 from tests.methods import loss
 from tests.rank_threads import on_threads
 
@@ -56,46 +55,6 @@ def test_the_chosen_tokens_are_those_of_a_sort_wherever_they_are(rows, name, sha
     assert chosen == written_out(rows, s)
 
 
-def test_kl_cov_takes_as_many_as_verl_and_the_same():
-    random = torch.Generator().manual_seed(0)
-    logprobs, advantages = -torch.rand(1000, generator=random) * 3, torch.randn(1000, generator=random)
-    s = settings_of("kl_cov", 0.02)
-    chosen = choose_by_covariance(
-        logprobs, advantages, torch.ones(1000, dtype=torch.bool), torch.rand(1000).double(), s, lambda _: None
-    )
-    covariance = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
-    assert set(chosen.nonzero()[:, 0].tolist()) == set(
-        torch.topk(covariance, max(1, int(1000 * 0.02))).indices.tolist()
-    )
-
-
-def test_clip_cov_chooses_by_draws_and_only_between_its_bounds():
-    random = torch.Generator().manual_seed(1)
-    logprobs, advantages = -torch.rand(5000, generator=random) * 3, torch.randn(5000, generator=random)
-    kept, s = torch.ones(5000, dtype=torch.bool), settings_of("clip_cov", 0.01, low=0.5, high=1.0)
-    covariance = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
-    choices = []
-    for seed in range(2):
-        draws = torch.rand(5000, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        chosen = choose_by_covariance(logprobs, advantages, kept, draws, s, lambda _: None)
-        assert chosen.sum() == 50
-        assert covariance[chosen].min() >= 0.5 - 1e-5
-        assert covariance[chosen].max() <= 1.0 + 1e-5
-        choices.append(chosen)
-    assert not torch.equal(*choices)
-
-
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_rejected_tokens_are_neither_chosen_nor_counted(name):
-    logprobs, advantages = -torch.rand(400) * 3, torch.randn(400)
-    kept, draws = torch.arange(400) < 300, torch.rand(400, dtype=torch.float64)
-    s = settings_of(name, 0.1)
-    chosen = choose_by_covariance(logprobs, advantages, kept, draws, s, lambda _: None)
-    alone = choose_by_covariance(logprobs[:300], advantages[:300], kept[:300], draws[:300], s, lambda _: None)
-    assert torch.equal(chosen[:300], alone)
-    assert not chosen[300:].any()
-
-
 def test_both_zeros_are_one_covariance():
     logprobs, advantages = torch.tensor([-2.0, -1.0, -1.0, 0.0]), torch.tensor([0.0, 1.0, -1.0, 0.0])
     for first in range(4):  # the covariances are -0, 0, -0 and 0
@@ -116,3 +75,24 @@ def test_the_kth_smallest_and_its_ties_are_those_of_a_sort(values, data):
     assert found == ordered[wanted - 1]
     assert ties == sum(value == found for value in ordered[:wanted])
     assert np.sum(np.array(values) < found) + ties == wanted
+
+
+WORD = 2**64 - 1
+
+
+def splitmix64(state: int) -> int:
+    """One output of the published generator, in Python's integers."""
+    state = (state + 0x9E3779B97F4A7C15) & WORD
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & WORD
+    return state ^ (state >> 31)
+
+
+def test_the_generator_is_splitmix64():
+    assert splitmix64(0) == 0xE220A8397B1DCDAF  # its published first output for seed 0
+
+
+@given(st.integers(0, 2**40), st.integers(0, 2**30), st.integers(0, 2**30))
+def test_draws_are_splitmix64_of_seed_row_and_place(seed, row, place):
+    wanted = splitmix64((splitmix64((splitmix64(seed) + row) & WORD) + place) & WORD) >> 11
+    assert token_draws(seed, torch.tensor([row]), torch.tensor([place])).item() == wanted * 2.0**-53
