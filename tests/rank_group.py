@@ -82,23 +82,27 @@ class RankGroup:
     """The nursery, which forks the ranks of every call."""
 
     def __init__(self) -> None:
+        self._directory = tempfile.mkdtemp(prefix="megagrpo_ranks_")
         self._control, theirs = socket.socketpair()
         self._nursery = subprocess.Popen(
-            [sys.executable, "-c", f"from tests.rank_group import nurse; nurse({theirs.fileno()})"],
+            [
+                sys.executable,
+                "-c",
+                f"from tests.rank_group import nurse; nurse({theirs.fileno()}, {self._directory!r})",
+            ],
             cwd=REPOSITORY,
             env=os.environ | ENVIRONMENT,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # the nursery ends its whole process group when this process is gone
+            start_new_session=True,  # the nursery cleans up and ends its process group when this process is gone
         )
         theirs.close()
-        self._directory = tempfile.TemporaryDirectory(prefix="megagrpo_ranks_")
         self._calls = 0
 
     def run(
         self, ranks: int, function: Callable[..., T], args: tuple[Any, ...], timeout: float, joined: bool
     ) -> list[T]:
         self._calls += 1
-        files = Path(self._directory.name) / str(self._calls)
+        files = Path(self._directory) / str(self._calls)
         files.mkdir()
         connections = [self._fork(files / f"trace{rank}") for rank in range(ranks)]
         pids: list[int] = []
@@ -141,7 +145,6 @@ class RankGroup:
         except subprocess.TimeoutExpired:
             os.killpg(self._nursery.pid, signal.SIGKILL)
             self._nursery.wait()
-        self._directory.cleanup()
 
 
 def collect(connections: list[Connection], deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
@@ -201,8 +204,9 @@ _group: RankGroup | None = None
 # --- the processes' side ----------------------------------------------------------------------------------------------
 
 
-def nurse(control_fd: int) -> None:
-    """Fork a rank for each message on the control socket; when that closes, end all of them and this process."""
+def nurse(control_fd: int, directory: str) -> None:
+    """Fork a rank for each message on the control socket. When that closes, remove the files of the ranks, and end all
+    ranks and this process."""
     import torch
 
     for module in IMPORTED:
@@ -215,6 +219,7 @@ def nurse(control_fd: int) -> None:
     while True:
         message, fds, _, _ = socket.recv_fds(control, 512, 1)
         if not message:
+            shutil.rmtree(directory, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
         if os.fork() == 0:
             control.close()
