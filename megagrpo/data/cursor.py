@@ -80,16 +80,24 @@ class Cursor(Generic[AnyItem]):
             taken += [self._prompts[i] for i in ahead[found]]
             done = len(taken) == count
             self._advance(int(found[-1]) + 1 if done else len(ahead))
-        return _with_unique_ids(taken, Counter() if drawn is None else drawn)
+        drawn = Counter() if drawn is None else drawn
+        unique: list[AnyItem] = []
+        for prompt in taken:
+            again = drawn[prompt.id]
+            drawn[prompt.id] += 1
+            unique.append(replace(prompt, id=f"{prompt.id}+{again}") if again else prompt)
+        return unique
 
     def set_aside(self, ids: Iterable[str]) -> None:
         """Never draws these again. Ids are as `next` gave them. Both copies of a prompt that the data hold twice go."""
         for name in ids:
-            self._aside[self._rows_of(name)] = True
+            own = name if name in self._rows else name.rpartition("+")[0]
+            self._aside[self._rows[own]] = True
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as plain JSON values."""
-        aside = _packed(self._aside) if self._aside.any() else ""
+        packed = b64encode(zlib.compress(np.packbits(self._aside).tobytes())).decode("ascii")  # a bit for each prompt
+        aside = packed if self._aside.any() else ""
         return {"epoch": self.epoch, "position": self.position, "set_aside": aside, **self._data}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -127,10 +135,6 @@ class Cursor(Generic[AnyItem]):
             rows.setdefault(prompt.id, []).append(row)
         return rows
 
-    def _rows_of(self, name: str) -> list[int]:
-        """Where the prompt of an id is, to which `next` may have appended a number."""
-        return self._rows[name if name in self._rows else name.rpartition("+")[0]]
-
     def _advance(self, count: int) -> None:
         self.position += count
         if self.position == len(self):
@@ -151,22 +155,8 @@ def fingerprint(items: Sequence[Item]) -> str:
     return digest.hexdigest()
 
 
-def _with_unique_ids(prompts: list[AnyItem], drawn: Counter[str]) -> list[AnyItem]:
-    unique: list[AnyItem] = []
-    for prompt in prompts:
-        again = drawn[prompt.id]
-        drawn[prompt.id] += 1
-        unique.append(replace(prompt, id=f"{prompt.id}+{again}") if again else prompt)
-    return unique
-
-
-def _packed(flags: np.ndarray) -> str:
-    """bool [n] as text: a bit each, compressed."""
-    return b64encode(zlib.compress(np.packbits(flags).tobytes())).decode("ascii")
-
-
 def _unpacked(text: object, count: int) -> np.ndarray | None:
-    """The inverse, bool [count]; no flag is set for an empty text. None for a text that `_packed` did not make."""
+    """bool [count] from the text that `state` makes; no flag is set for an empty one. None for any other text."""
     if text == "":
         return np.zeros(count, bool)
     try:

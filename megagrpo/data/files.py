@@ -52,7 +52,7 @@ def place(path: Path, number: int) -> str:
     return f"{path} row {number} (counting from 0)" if path.suffix == ".parquet" else f"{path} line {number}"
 
 
-def column_problem(path: Path, column: str, present: Iterable[str], documentation: str = "docs/data.md") -> Problem:
+def column_problem(path: Path, column: str, present: Iterable[str], documentation: str) -> Problem:
     """`column` is not in the file: names the columns that are, and a likely misspelling among them."""
     names = list(present)
     near = difflib.get_close_matches(column, names, n=1)

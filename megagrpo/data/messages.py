@@ -6,8 +6,7 @@ messages   list of {role, content}   the first is not the assistant's, the last 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from megagrpo.data.files import Findings, Record, place
 from megagrpo.data.mixture import Mixture, mix
-from megagrpo.data.prompts import BATCH_ROWS, RENDER_ERRORS, refusal, template_error
-from megagrpo.data.rows import RowSchema, given_fields, message_problems, quick_look, read
-from megagrpo.errors import DataError, Problem, brief
+from megagrpo.data.prompts import RENDER_ERRORS, Reader, refusal, template_error
+from megagrpo.data.rows import RowSchema, given_fields, message_problems
+from megagrpo.errors import Problem, brief
 from megagrpo.recipe.schema import DataFileConfig
 from megagrpo.tokenizer import encode
 
@@ -57,11 +56,6 @@ class Example:
         return f"{len(self.tokens)}\0".encode() + self.tokens.tobytes() + self.loss_mask.tobytes()
 
 
-def file_problems(path: Path) -> list[Problem]:
-    """A quick look at a file of conversations."""
-    return quick_look(path, CONVERSATION_ROWS)
-
-
 def load_examples(
     files: Sequence[DataFileConfig],
     tokenizer: PreTrainedTokenizerBase,
@@ -75,54 +69,32 @@ def load_examples(
 
     Raises DataError with the problems of all files, ModelError if the template is not valid Jinja.
     """
-    read_one = partial(
-        _examples_of,
-        tokenizer=tokenizer,
-        tokens_max=tokens_max,
-        overlong=overlong,
-        template_arguments=template_arguments or {},
-    )
-    return mix(files, read_one, seed=seed)
+    special = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    special |= frozenset(tokenizer.all_special_ids)
 
-
-def _examples_of(
-    path: Path,
-    label: str,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    tokens_max: int,
-    overlong: Overlong,
-    template_arguments: Mapping[str, Any],
-) -> tuple[list[Example], int, int]:
-    """Examples of one file, its rows, and the over-long ones among them."""
-    conversations = read(path, CONVERSATION_ROWS)
-    findings = Findings(path)
-    examples: list[Example] = []
-    count_overlong = 0
-    special = _special_tokens(tokenizer)
-    for start in range(0, len(conversations), BATCH_ROWS):
-        batch = conversations[start : start + BATCH_ROWS]
-        rendered = _render(batch, tokenizer, template_arguments, path, findings)
+    def examples(rows: list[Conversation], path: Path, label: str, findings: Findings) -> Iterator[tuple[int, Example]]:
+        rendered = _render(rows, tokenizer, template_arguments or {}, path, findings)
         if findings.count:
-            continue
-        for conversation, (tokens, loss_mask) in zip(batch, _tokens(rendered, tokenizer, special), strict=True):
-            if len(tokens) > tokens_max:
-                count_overlong += 1
-                if overlong == "error":
-                    findings.add([_overlong_problem(place(path, conversation.number), len(tokens), tokens_max)])
-                tokens, loss_mask = tokens[:tokens_max], loss_mask[:tokens_max]
-                if overlong == "drop" or not loss_mask.any():
-                    continue
-            examples.append(Example(f"{label}:{conversation.number}", tokens, loss_mask))
-    findings.raise_if_any()
-    if not examples:
-        given = f"all {len(conversations)} rows are longer than {tokens_max} tokens"
-        fix = "raise data.tokens_max, or set data.overlong_examples to truncate"
-        if overlong == "truncate":
-            given = f"none of the {len(conversations)} rows has a token of the assistant's within {tokens_max} tokens"
-            fix = "raise data.tokens_max"
-        raise DataError(Problem(f"{path}: no example is left", given=given, fix=fix))
-    return examples, len(conversations), count_overlong
+            return
+        for row, (tokens, loss_mask) in zip(rows, _tokens(rendered, tokenizer, special), strict=True):
+            yield row.number, Example(f"{label}:{row.number}", tokens, loss_mask)
+
+    def shortened(example: Example) -> Example | None:
+        mask = example.loss_mask[:tokens_max]
+        return replace(example, tokens=example.tokens[:tokens_max], loss_mask=mask) if mask.any() else None
+
+    reader = Reader(
+        CONVERSATION_ROWS,
+        examples,
+        shortened,
+        tokens_max,
+        overlong,
+        noun="example",
+        tokens_field="data.tokens_max",
+        overlong_field="data.overlong_examples",
+        truncate="truncate",
+    )
+    return mix(files, reader, seed=seed)
 
 
 class NotAPrefixError(Exception):
@@ -234,11 +206,6 @@ def _trained(ids: list[int], tokenizer: PreTrainedTokenizerBase, special: frozen
     return np.arange(len(ids)) < (len(ids) if after.strip() else end)
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset(added | set(tokenizer.all_special_ids))
-
-
 def _row_problems(record: Record, where: str) -> list[Problem]:
     messages = record["messages"]
     problems = message_problems(messages, f"{where}, messages")
@@ -259,17 +226,10 @@ def _row_problems(record: Record, where: str) -> list[Problem]:
     return problems
 
 
-def _conversation(record: Record, number: int) -> Conversation:
-    return Conversation(number, given_fields(record["messages"]))
-
-
-def _overlong_problem(where: str, length: int, tokens_max: int) -> Problem:
-    return Problem(
-        f"{where}: the example is too long",
-        given=f"{length} tokens",
-        needed=f"at most {tokens_max} (data.tokens_max)",
-        fix="raise data.tokens_max, or set data.overlong_examples to drop or truncate",
-    )
-
-
-CONVERSATION_ROWS = RowSchema(("messages",), (), _row_problems, _conversation, "docs/sft.md")
+CONVERSATION_ROWS = RowSchema(
+    required=("messages",),
+    optional=(),
+    problems=_row_problems,
+    row=lambda record, number: Conversation(number, given_fields(record["messages"])),
+    documentation="docs/sft.md",
+)

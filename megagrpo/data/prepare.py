@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megagrpo.data.files import Findings, Record, column_problem, columns, place, records
+from megagrpo.data.files import Record
 from megagrpo.data.mixture import permutation
+from megagrpo.data.rows import RowSchema, read
 from megagrpo.errors import DataError, Problem, brief, first_line
 
 PromptRow = dict[str, Any]
@@ -84,14 +85,14 @@ def _gsm8k_files(source: Path, split: str) -> list[Path]:
 
 
 def _gsm8k_rows(paths: list[Path], split: str) -> list[PromptRow]:
+    schema = _records(("question", "answer"), (), _gsm8k_problems)
     found: list[Record] = []
     problems: list[Problem] = []
     for path in paths:
-        of_file, wrong = _read(path, ("question", "answer"), _gsm8k_problems)
-        found += of_file
-        problems += wrong
-    if not found and not problems:
-        problems = [_no_rows(paths[0])]
+        try:
+            found += read(path, schema)
+        except DataError as error:
+            problems += error.problems
     if problems:
         raise DataError(problems)
     return [
@@ -147,11 +148,7 @@ def prepare_jsonl(
             problems.append(Problem(f"{where}, {answer_column}", given=brief(answer), needed="text or a number"))
         return problems
 
-    found, problems = _read(source, (prompt_column, answer_column), problems_of, all_columns=True)
-    if not found and not problems:
-        problems = [_no_rows(source)]
-    if problems:
-        raise DataError(problems)
+    found = read(source, _records((prompt_column, answer_column), None, problems_of))
     held_out = _held_out([record[prompt_column] for record in found], test_share, seed)
     splits: dict[str, list[PromptRow]] = {"train": [], "test": []}
     for record in found:
@@ -184,30 +181,11 @@ def _held_out(questions: list[str], share: float, seed: int) -> set[str]:
     return {different[i] for i in permutation(len(different), seed)[:count]}
 
 
-def _read(
-    path: Path,
-    needed: tuple[str, ...],
-    problems_of: Callable[[Record, str], list[Problem]],
-    *,
-    all_columns: bool = False,
-) -> tuple[list[Record], list[Problem]]:
-    """The good records of a file, with the needed columns or all, and what is wrong with it and with the others."""
-    findings = Findings(path)
-    found: list[Record] = []
-    present = columns(path)
-    if present and (missing := [name for name in needed if name not in present]):
-        findings.add(column_problem(path, name, present) for name in missing)
-        return found, findings.problems()
-    for number, record in records(path, None if all_columns else needed):
-        problems = [record] if isinstance(record, Problem) else problems_of(record, place(path, number))
-        findings.add(problems)
-        if not problems and not isinstance(record, Problem):
-            found.append(record)
-    return found, findings.problems()
-
-
-def _no_rows(path: Path) -> Problem:
-    return Problem(f"{path}: the file has no rows", needed="at least one row")
+def _records(
+    required: tuple[str, ...], optional: tuple[str, ...] | None, problems: Callable[[Record, str], list[Problem]]
+) -> RowSchema[Record]:
+    """A file whose rows are taken as they are."""
+    return RowSchema(required, optional, problems, lambda record, number: record, "docs/data.md")
 
 
 def prompt_row(

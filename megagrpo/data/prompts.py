@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
+import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo.data.files import Findings, place
 from megagrpo.data.mixture import Mixture, mix
-from megagrpo.data.rows import Row, read_rows
+from megagrpo.data.rows import PROMPT_ROWS, AnyRow, Row, RowSchema, read
 from megagrpo.errors import DataError, ModelError, Problem, first_line
 from megagrpo.recipe.schema import DataFileConfig
 from megagrpo.tokenizer import encode
@@ -21,8 +22,72 @@ from megagrpo.types import Prompt
 Overlong = Literal["drop", "truncate_left", "error"]
 BATCH_ROWS = 1024
 
+
+class Tokenized(Protocol):
+    """A prompt or an example."""
+
+    @property
+    def tokens(self) -> Sequence[int] | np.ndarray: ...
+
+
+AnyItem = TypeVar("AnyItem", bound=Tokenized)
+
 # What a template does with a message that it does not expect: it raises, or uses a value as what it is not.
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Reader(Generic[AnyRow, AnyItem]):
+    """How the rows of a file become prompts or examples of at most `tokens_max` tokens.
+
+    `items` receives rows, their path and its label, and gives each row's number and item; it adds rows that the
+    template refuses to the findings. `shortened` cuts an item to `tokens_max`; None if that leaves nothing to learn
+    from. `overlong` says what becomes of a longer item: "drop", "error", or `truncate`.
+    """
+
+    schema: RowSchema[AnyRow]
+    items: Callable[[list[AnyRow], Path, str, Findings], Iterator[tuple[int, AnyItem]]]
+    shortened: Callable[[AnyItem], AnyItem | None]
+    tokens_max: int
+    overlong: str
+    noun: str
+    tokens_field: str
+    overlong_field: str
+    truncate: str
+
+    def __call__(self, path: Path, label: str) -> tuple[list[AnyItem], int, int]:
+        """Items of one file, its rows, and the over-long ones among them. Raises DataError with all that is wrong."""
+        rows = read(path, self.schema)
+        findings = Findings(path)
+        kept: list[AnyItem] = []
+        longer = 0
+        for start in range(0, len(rows), BATCH_ROWS):
+            for number, item in self.items(rows[start : start + BATCH_ROWS], path, label, findings):
+                if len(item.tokens) <= self.tokens_max:
+                    kept.append(item)
+                    continue
+                longer += 1
+                if self.overlong == "error":
+                    findings.add([self._too_long(place(path, number), len(item.tokens))])
+                elif self.overlong == self.truncate and (short := self.shortened(item)) is not None:
+                    kept.append(short)
+        findings.raise_if_any()
+        if not kept:
+            given, fix = f"all {len(rows)} rows are longer than {self.tokens_max} tokens", f"raise {self.tokens_field}"
+            if self.overlong == self.truncate:
+                given = f"none of the {len(rows)} rows has a token of the assistant's within {self.tokens_max} tokens"
+            else:
+                fix += f", or set {self.overlong_field} to {self.truncate}"
+            raise DataError(Problem(f"{path}: no {self.noun} is left", given=given, fix=fix))
+        return kept, len(rows), longer
+
+    def _too_long(self, where: str, length: int) -> Problem:
+        return Problem(
+            f"{where}: the {self.noun} is too long",
+            given=f"{length} tokens",
+            needed=f"at most {self.tokens_max} ({self.tokens_field})",
+            fix=f"raise {self.tokens_field}, or set {self.overlong_field} to drop or {self.truncate}",
+        )
 
 
 def load_prompts(
@@ -36,54 +101,21 @@ def load_prompts(
 ) -> Mixture[Prompt]:
     """Read, render and mix. Amounts count the prompts that are left after over-long ones are dropped.
 
-    Raises DataError with the problems of all files, ModelError if the template is not valid Jinja.
+    The id of a prompt is `label:number`. Raises DataError with the problems of all files, ModelError if the template
+    is not valid Jinja.
     """
-    read = partial(
-        _prompts_of,
-        tokenizer=tokenizer,
-        tokens_max=tokens_max,
-        overlong=overlong,
-        template_arguments=template_arguments or {},
-    )
-    return mix(files, read, seed=seed)
-
-
-def _prompts_of(
-    path: Path,
-    label: str,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    tokens_max: int,
-    overlong: Overlong,
-    template_arguments: Mapping[str, Any],
-) -> tuple[list[Prompt], int, int]:
-    """Prompts of one file, its rows, and the over-long ones among these. The id of a prompt is `label:number`.
-
-    Raises DataError for rows that the template refuses, and for over-long ones if `overlong` is "error".
-    """
-    rows = read_rows(path)
-    findings = Findings(path)
-    prompts: list[Prompt] = []
-    count_overlong = 0
     shared: dict[int, int] = {}  # one int object per token id: a million prompts hold few distinct ones
-    for start in range(0, len(rows), BATCH_ROWS):
-        batch = rows[start : start + BATCH_ROWS]
-        texts = _texts(batch, tokenizer, template_arguments, path, findings)
+
+    def prompts(rows: list[Row], path: Path, label: str, findings: Findings) -> Iterator[tuple[int, Prompt]]:
+        texts = _texts(rows, tokenizer, template_arguments or {}, path, findings)
         if findings.count:
-            continue
-        for row, ids in zip(batch, encode(tokenizer, texts), strict=True):
-            where = place(path, row.number)
+            return
+        for row, ids in zip(rows, encode(tokenizer, texts), strict=True):
             if not ids:
-                findings.add([Problem(f"{where}: the chat template makes no tokens of it")])
+                findings.add([Problem(f"{place(path, row.number)}: the chat template makes no tokens of it")])
                 continue
-            if len(ids) > tokens_max:
-                count_overlong += 1
-                if overlong == "drop":
-                    continue
-                if overlong == "error":
-                    findings.add([_overlong_problem(where, len(ids), tokens_max)])
-                ids = ids[-tokens_max:]
-            prompts.append(
+            yield (
+                row.number,
                 Prompt(
                     id=f"{label}:{row.number}",
                     tokens=tuple(map(shared.setdefault, ids, ids)),
@@ -91,18 +123,21 @@ def _prompts_of(
                     ground_truth=row.ground_truth,
                     ability=row.ability,
                     extra_info=row.extra_info,
-                )
+                ),
             )
-    findings.raise_if_any()
-    if not prompts:
-        raise DataError(
-            Problem(
-                f"{path}: no prompt is left",
-                given=f"all {len(rows)} rows are longer than {tokens_max} tokens",
-                fix="raise data.prompt_tokens_max, or set data.overlong_prompts to truncate_left",
-            )
-        )
-    return prompts, len(rows), count_overlong
+
+    reader = Reader(
+        PROMPT_ROWS,
+        prompts,
+        lambda prompt: replace(prompt, tokens=prompt.tokens[-tokens_max:]),
+        tokens_max,
+        overlong,
+        noun="prompt",
+        tokens_field="data.prompt_tokens_max",
+        overlong_field="data.overlong_prompts",
+        truncate="truncate_left",
+    )
+    return mix(files, reader, seed=seed)
 
 
 def _texts(
@@ -142,12 +177,3 @@ def refusal(where: str, error: BaseException, column: str) -> Problem:
     """The template raised `error` when it rendered the messages in this column of a row."""
     fix = f"correct the row's {column}, or the template"
     return Problem(f"{where}: the chat template refuses the messages", given=first_line(error), fix=fix)
-
-
-def _overlong_problem(where: str, length: int, tokens_max: int) -> Problem:
-    return Problem(
-        f"{where}: the prompt is too long",
-        given=f"{length} tokens",
-        needed=f"at most {tokens_max} (data.prompt_tokens_max)",
-        fix="raise data.prompt_tokens_max, or set data.overlong_prompts to drop or truncate_left",
-    )

@@ -28,7 +28,7 @@ class RowSchema(Generic[AnyRow]):
     """Columns of a kind of file. `problems` receives a record and its place, `row` a good record and its number."""
 
     required: tuple[str, ...]
-    optional: tuple[str, ...]
+    optional: tuple[str, ...] | None  # None: all others
     problems: Callable[[Record, str], list[Problem]]
     row: Callable[[Record, int], AnyRow]
     documentation: str
@@ -63,27 +63,24 @@ def _check(path: Path, schema: RowSchema[AnyRow], limit: int | None) -> tuple[Fi
         if missing:
             return findings, rows
     seen = 0
-    for number, record in islice(records(path, schema.required + schema.optional), limit):
+    wanted = None if schema.optional is None else schema.required + schema.optional
+    for number, record in islice(records(path, wanted), limit):
         seen += 1
         if isinstance(record, Problem):
             findings.add([record])
             continue
         where = place(path, number)
-        problems = _missing(record, schema, where) or schema.problems(record, where)
+        problems = [
+            Problem(f"{where}: no {name!r}", given=f"keys {', '.join(record)}", needed=name)
+            for name in schema.required
+            if name not in record
+        ] or schema.problems(record, where)
         findings.add(problems)
         if not problems:
             rows.append(schema.row(record, number))
     if not seen:
         findings.add([Problem(f"{path}: the file has no rows", needed="at least one row")])
     return findings, rows
-
-
-def _missing(record: Record, schema: RowSchema[AnyRow], where: str) -> list[Problem]:
-    return [
-        Problem(f"{where}: no {name!r}", given=f"keys {', '.join(record)}", needed=name)
-        for name in schema.required
-        if name not in record
-    ]
 
 
 def message_problems(messages: object, where: str) -> list[Problem]:
@@ -121,16 +118,6 @@ class Row:
     ground_truth: str
     ability: str
     extra_info: Mapping[str, Any]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """All rows of a prompt file. Raises DataError as `read` does."""
-    return read(path, PROMPT_ROWS)
-
-
-def file_problems(path: Path) -> list[Problem]:
-    """A quick look at a prompt file."""
-    return quick_look(path, PROMPT_ROWS)
 
 
 def _row(record: Record, number: int) -> Row:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megagrpo.algorithm.advantages import OwnAdvantageConfig
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.data.files import near_file, records
 from megagrpo.data.mixture import epoch_rows
-from megagrpo.data.rows import file_problems
+from megagrpo.data.rows import PROMPT_ROWS, RowSchema, quick_look
 from megagrpo.errors import MegagrpoError, PreflightError, Problem
 from megagrpo.plan.advice import disk_problems, runs_here
 from megagrpo.plan.parameters import known_models
@@ -122,18 +122,18 @@ def _absent_data(recipe: AnyRecipe) -> list[str]:
 def _data_problems(loaded: LoadedRecipe[AnyRecipe], absent: Collection[str]) -> Iterator[Problem]:
     """What is wrong with the data files that are here."""
     recipe = loaded.recipe
-    look = file_problems
+    schema: RowSchema[Any] = PROMPT_ROWS
     if isinstance(recipe, SftRecipe):
-        from megagrpo.data import messages  # imports transformers, which takes seconds
+        from megagrpo.data.messages import CONVERSATION_ROWS  # imports transformers, which takes seconds
 
-        look = messages.file_problems
+        schema = CONVERSATION_ROWS
     sections = {"data.train": recipe.data.train, "eval.files": recipe.eval.files}
     for section, files in sections.items():
         for index, file in enumerate(files):
             if file.path in absent:
                 continue
             written = loaded.places.where(f"{section}.{index}.path")
-            for problem in look(Path(file.path)):
+            for problem in quick_look(Path(file.path), schema):
                 yield replace(problem, where=f"{written}: {problem.where}")
 
 
@@ -149,7 +149,7 @@ def _metric_problems(recipe: Recipe) -> Iterator[Problem]:
     }
     named = {field: str(metric).rpartition("/")[0] for field, metric in asked.items() if "/" in str(metric)}
     paths = [Path(file.path) for file in recipe.eval.files]
-    if not named or any(file_problems(path) for path in paths):
+    if not named or any(quick_look(path, PROMPT_ROWS) for path in paths):
         return
     found = [record for path in paths for _, record in records(path, ("data_source",))]
     sources = sorted({str(record.get("data_source")) for record in found if isinstance(record, dict)})

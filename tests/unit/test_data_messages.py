@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from megagrpo.data.messages import Example, file_problems, load_examples
+from megagrpo.data.messages import CONVERSATION_ROWS, Example, load_examples
 from megagrpo.data.mixture import Mixture
+from megagrpo.data.rows import quick_look
 from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError, ModelError
 from megagrpo.recipe.schema import ConversationFileConfig
@@ -177,12 +178,12 @@ def test_a_bad_row_is_named(tmp_path: Path, messages: Any, words: list[str]) -> 
     path = write(tmp_path / "a.jsonl", chat("1+1=", "2"), messages)
     told = problems(path)
     assert [word for word in (*words, str(path), "2") if word not in told] == []
-    assert [problem.where for problem in file_problems(path) if problem.where not in told] == []
+    assert [problem.where for problem in quick_look(path, CONVERSATION_ROWS) if problem.where not in told] == []
 
 
 def test_a_file_of_prompts_is_told_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": chat("1+1="), "data_source": "sums"}) + "\n")
-    (problem,) = file_problems(tmp_path / "a.jsonl")
+    (problem,) = quick_look(tmp_path / "a.jsonl", CONVERSATION_ROWS)
     assert "no column 'messages'" in problem.where
     assert "docs/sft.md" in problem.fix
 

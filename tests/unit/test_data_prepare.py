@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.data.prepare import final_answer, prepare_gsm8k, prepare_jsonl
-from megagrpo.data.rows import read_rows
+from megagrpo.data.rows import PROMPT_ROWS, read
 from megagrpo.errors import DataError
 
 GSM8K = [
@@ -51,7 +51,7 @@ def test_gsm8k_is_prepared_from_its_published_files(write, pattern, tmp_path):
     write(source / pattern.format("test"), GSM8K[:1])
     prepared = prepare_gsm8k(source, tmp_path / "out")
     assert (prepared.train_rows, prepared.test_rows) == (3, 1)
-    rows = read_rows(prepared.train)
+    rows = read(prepared.train, PROMPT_ROWS)
     assert [row.ground_truth for row in rows] == ["18", "1234567", "-2.50"]
     assert rows[0].messages == (
         {
@@ -61,7 +61,7 @@ def test_gsm8k_is_prepared_from_its_published_files(write, pattern, tmp_path):
     )
     assert rows[1].extra_info == {"split": "train", "index": 1, **GSM8K[1]}
     assert (rows[0].data_source, rows[0].ability) == ("openai/gsm8k", "math")
-    assert read_rows(prepared.test)[0].extra_info["split"] == "test"
+    assert read(prepared.test, PROMPT_ROWS)[0].extra_info["split"] == "test"
     assert sorted(os.listdir(tmp_path / "out")) == ["test.parquet", "train.parquet"]
 
 
@@ -120,11 +120,11 @@ def test_own_columns_are_prepared(tmp_path):
         instruction="Be brief.",
         system_prompt="You add.",
     )
-    read = read_rows(prepared.train)
+    rows = read(prepared.train, PROMPT_ROWS)
     assert (prepared.test, prepared.test_rows, prepared.train_rows) == (None, 0, 3)
-    assert [row.ground_truth for row in read] == ["5", "0.5", "y"]
-    assert read[0].messages == ({"role": "system", "content": "You add."}, {"role": "user", "content": "2+3 Be brief."})
-    assert (read[0].data_source, read[1].extra_info) == ("sums", {"level": "hard", "index": 1})
+    assert [row.ground_truth for row in rows] == ["5", "0.5", "y"]
+    assert rows[0].messages == ({"role": "system", "content": "You add."}, {"role": "user", "content": "2+3 Be brief."})
+    assert (rows[0].data_source, rows[1].extra_info) == ("sums", {"level": "hard", "index": 1})
 
 
 def test_the_held_out_share_is_seeded_and_shares_no_prompt(tmp_path):
@@ -134,7 +134,9 @@ def test_the_held_out_share_is_seeded_and_shares_no_prompt(tmp_path):
         prepared = prepare_jsonl(source, tmp_path / name, test_share=0.25, seed=seed)
         assert prepared.test is not None
         assert prepared.train_rows + prepared.test_rows == 40
-        train, test = ({row.messages[0]["content"] for row in read_rows(p)} for p in (prepared.train, prepared.test))
+        train, test = (
+            {row.messages[0]["content"] for row in read(p, PROMPT_ROWS)} for p in (prepared.train, prepared.test)
+        )
         return train, test
 
     train, test = questions(0, "a")

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megagrpo.data.rows import file_problems, read_rows
+from megagrpo.data.rows import PROMPT_ROWS, quick_look, read
 from megagrpo.errors import DataError
 
 
@@ -36,14 +36,16 @@ def write_parquet(path: Path, *rows: Any) -> Path:
 
 @pytest.mark.parametrize(("write", "name", "first"), [(write_parquet, "a.parquet", 0), (write_jsonl, "a.jsonl", 1)])
 def test_a_good_file_is_read_whole(write, name, first, tmp_path):
-    read = read_rows(write(tmp_path / name, row(), row(ability=None, extra_info=None), row(data_source="other")))
-    assert [r.number for r in read] == [first, first + 1, first + 2]
-    assert read[0].messages == (
+    rows = read(
+        write(tmp_path / name, row(), row(ability=None, extra_info=None), row(data_source="other")), PROMPT_ROWS
+    )
+    assert [r.number for r in rows] == [first, first + 1, first + 2]
+    assert rows[0].messages == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is 2 + 3?"},
     )
-    assert (read[0].ground_truth, read[0].ability, read[0].extra_info) == ("5", "math", {"index": 0})
-    assert (read[1].ability, read[1].extra_info, read[2].data_source) == ("", {}, "other")
+    assert (rows[0].ground_truth, rows[0].ability, rows[0].extra_info) == ("5", "math", {"index": 0})
+    assert (rows[1].ability, rows[1].extra_info, rows[2].data_source) == ("", {}, "other")
 
 
 def test_optional_columns_may_be_absent_and_blank_lines_are_skipped(tmp_path):
@@ -51,7 +53,7 @@ def test_optional_columns_may_be_absent_and_blank_lines_are_skipped(tmp_path):
     path.write_text(
         "\ufeff" + json.dumps(row(ability=..., extra_info=...)) + "\n\n" + json.dumps(row()), encoding="utf-8"
     )
-    assert [(r.number, r.extra_info) for r in read_rows(path)] == [(1, {}), (3, {"index": 0})]
+    assert [(r.number, r.extra_info) for r in read(path, PROMPT_ROWS)] == [(1, {}), (3, {"index": 0})]
 
 
 BAD_SECOND_LINES = {
@@ -84,16 +86,16 @@ def test_a_bad_line_is_named(line, needle, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(json.dumps(row()).encode() + b"\n" + line + b"\n")
     with pytest.raises(DataError) as raised:
-        read_rows(path)
+        read(path, PROMPT_ROWS)
     assert f"{path} line 2" in str(raised.value)
     assert needle in str(raised.value)
-    assert file_problems(path) == list(raised.value.problems)
+    assert quick_look(path, PROMPT_ROWS) == list(raised.value.problems)
 
 
 def test_a_bad_parquet_row_is_named(tmp_path):
     path = write_parquet(tmp_path / "bad.parquet", row(), row(prompt=[]), row(reward_model={"ground_truth": None}))
     with pytest.raises(DataError) as raised:
-        read_rows(path)
+        read(path, PROMPT_ROWS)
     assert [p.where for p in raised.value.problems] == [
         f"{path} row 1 (counting from 0), prompt",
         f"{path} row 2 (counting from 0), reward_model.ground_truth",
@@ -106,14 +108,14 @@ def test_a_parquet_string_that_is_not_utf8_is_named(tmp_path):
     path = tmp_path / "bad.parquet"
     pq.write_table(table.set_column(0, "data_source", latin1), path)
     with pytest.raises(DataError, match=r"row 1 \(counting from 0\): not UTF-8\n\s+given: byte 0xe9 at position 3"):
-        read_rows(path)
+        read(path, PROMPT_ROWS)
 
 
 @pytest.mark.parametrize(("write", "name"), [(write_parquet, "a.parquet"), (write_jsonl, "a.jsonl")])
 def test_a_missing_column_is_said_once_with_those_present_and_the_nearest(write, name, tmp_path):
     path = write(tmp_path / name, *[{("promt" if k == "prompt" else k): v for k, v in row().items()}] * 50)
     with pytest.raises(DataError) as raised:
-        read_rows(path)
+        read(path, PROMPT_ROWS)
     (problem,) = raised.value.problems
     assert problem.where == f"{path}: no column 'prompt'"
     assert "data_source, promt, ability" in problem.given
@@ -123,7 +125,7 @@ def test_a_missing_column_is_said_once_with_those_present_and_the_nearest(write,
 def test_ten_problems_are_shown_and_the_rest_counted(tmp_path):
     path = write_jsonl(tmp_path / "bad.jsonl", row(), *[row(prompt=[])] * 25)
     with pytest.raises(DataError) as raised:
-        read_rows(path)
+        read(path, PROMPT_ROWS)
     assert len(raised.value.problems) == 11
     assert raised.value.problems[-1].where == f"{path}: and 15 more"
 
@@ -159,22 +161,22 @@ def test_a_bad_file_is_named(name, make, needle, tmp_path):
     path = tmp_path / name
     make(path)
     with pytest.raises(DataError) as raised:
-        read_rows(path)
+        read(path, PROMPT_ROWS)
     assert str(path) in str(raised.value)
     assert needle in str(raised.value)
-    assert file_problems(path) == list(raised.value.problems)
+    assert quick_look(path, PROMPT_ROWS) == list(raised.value.problems)
 
 
 def test_a_missing_file_suggests_its_neighbour(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", row())
-    assert "train.jsonl?" in file_problems(tmp_path / "trian.jsonl")[0].fix
+    assert "train.jsonl?" in quick_look(tmp_path / "trian.jsonl", PROMPT_ROWS)[0].fix
 
 
 def test_the_quick_check_reads_only_the_first_rows(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", *[row()] * 100, row(prompt=[]))
-    assert file_problems(path) == []
+    assert quick_look(path, PROMPT_ROWS) == []
     with pytest.raises(DataError, match="line 101"):
-        read_rows(path)
+        read(path, PROMPT_ROWS)
 
 
 def test_the_example_of_the_docs_is_a_valid_row(tmp_path):
@@ -182,5 +184,5 @@ def test_the_example_of_the_docs_is_a_valid_row(tmp_path):
     example = re.search(r"<!-- example: line.jsonl -->\n```json\n(.*?)```", page, re.DOTALL)
     assert example is not None
     (tmp_path / "line.jsonl").write_text(example.group(1))
-    (read,) = read_rows(tmp_path / "line.jsonl")
-    assert (read.data_source, read.ground_truth, read.extra_info) == ("sums", "5", {"index": 0})
+    (line,) = read(tmp_path / "line.jsonl", PROMPT_ROWS)
+    assert (line.data_source, line.ground_truth, line.extra_info) == ("sums", "5", {"index": 0})

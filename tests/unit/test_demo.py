@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from megagrpo.data.rows import read_rows
+from megagrpo.data.rows import PROMPT_ROWS, read
 from megagrpo.demo import prepare as demo
 from megagrpo.demo.model import make_tokenizer
 from megagrpo.demo.prepare import Sum, make_splits
@@ -56,7 +56,7 @@ def test_no_sum_in_either_order_is_in_two_splits() -> None:
 
 def test_the_reward_gives_the_expected_response_full_marks(prepared: demo.AdderFiles) -> None:
     reward = gsm8k.make()
-    rows = read_rows(prepared.test)
+    rows = read(prepared.test, PROMPT_ROWS)
     assert len(rows) == len(make_splits().test)
     for row in rows:
         assert row.data_source == "adder"
