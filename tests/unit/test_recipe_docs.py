@@ -1,41 +1,106 @@
-"""docs/recipes.md shows what the commands really print."""
+"""The JSON schema is current, and the recipes and commands that the pages of docs/ show are right."""
+
+from __future__ import annotations
 
 import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 
 from megagrpo.cli import main
-from tests.tiny_run import ROW, make_model
+from megagrpo.recipe.json_schema import DIRECTORY, FILES, first_line, json_schema
+from megagrpo.recipe.load import load_any
+from megagrpo.recipe.schema import (
+    AdvantageConfig,
+    AggregationConfig,
+    AnyRecipe,
+    PolicyLossConfig,
+    Recipe,
+    SftRecipe,
+)
+from megagrpo.recipe.yaml12 import parse
+from megagrpo.section import broken_rules
+from tests.methods import names
+from tests.tiny_run import ROW, make_model, recipe
+from tests.unit.test_recipe_rules import BROKEN
 
-TEXT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
-RECIPE = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)[0]
-COMMANDS = re.findall(r"```console\n\$ megagrpo ([^\n]*)\n(.*?)```", TEXT, re.DOTALL)
+RECIPES, ALGORITHMS, SFT = (
+    (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    for page in ("recipes", "algorithms", "sft")
+)
+COMMANDS = re.findall(r"```console\n\$ megagrpo ([^\n]*)\n(.*?)```", RECIPES, re.DOTALL)
+PRESETS = re.findall(r"```yaml\n# (.*?)\n(.*?)```", ALGORITHMS, re.DOTALL)
+FILES_OF_RECIPES = sorted(DIRECTORY.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe_class", FILES, ids=["grpo", "sft"])
+def test_the_schema_in_the_repository_is_current(recipe_class: type[AnyRecipe]) -> None:
+    written = FILES[recipe_class].read_text(encoding="utf-8")
+    assert written == json_schema(recipe_class), "run: python -m megagrpo.recipe.json_schema"
+
+
+@pytest.mark.parametrize("path", FILES_OF_RECIPES, ids=lambda path: path.name)
+def test_a_recipe_names_the_schema_and_fits_it(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    recipe_class = type(load_any(path).recipe)
+    assert text.splitlines()[0] == first_line(recipe_class)
+    jsonschema.validate(parse(text, str).tree, json.loads(json_schema(recipe_class)))
+
+
+def test_the_schema_refuses_what_the_loader_refuses() -> None:
+    tree = recipe(Path("tiny"))
+    jsonschema.validate(tree, json.loads(json_schema(Recipe)))
+    tree["train"]["layout"]["tensr"] = 2
+    with pytest.raises(jsonschema.ValidationError, match="tensr"):
+        jsonschema.validate(tree, json.loads(json_schema(Recipe)))
 
 
 @pytest.mark.parametrize(("command", "output"), COMMANDS, ids=[command for command, _ in COMMANDS])
-def test_a_command_prints_what_the_page_shows(
-    command: str,
-    output: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_command_of_the_page_names_the_fields_and_files_that_the_page_shows(
+    command: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make_model(Path("models/sums"))
     for directory in ("data", "yaml_recipes"):
         Path(directory).mkdir()
     Path("data/train.jsonl").write_text(f"{json.dumps(ROW)}\n" * 8)
-    Path("yaml_recipes/sums.yaml").write_text(RECIPE)
-    wrong = RECIPE.replace("tensor: 2", "tensr: 4").replace("prompts_per_step: 32", "prompts_per_step: many")
+    (shown, *_) = re.findall(r"```yaml\n(.*?)```", RECIPES, re.DOTALL)
+    Path("yaml_recipes/sums.yaml").write_text(shown)
+    wrong = shown.replace("tensor: 2", "tensr: 4").replace("prompts_per_step: 32", "prompts_per_step: many")
     Path("yaml_recipes/wrong.yaml").write_text(wrong)
-    code = main(shlex.split(command))
+    assert main(shlex.split(command)) == (2 if "problem" in output else 0)
     printed = capsys.readouterr()
-    assert code == (2 if "problem" in output else 0)
-    shown, cut, _ = output.partition("…\n")
-    if cut:
-        assert printed.out.startswith(shown)
-    elif output:
-        assert printed.out + printed.err == output
+    assert set(re.findall(r"[\w/]+\.[\w.]+", output)) <= set(re.findall(r"[\w/]+\.[\w.]+", printed.out + printed.err))
+
+
+@pytest.mark.parametrize("union", [AdvantageConfig, PolicyLossConfig, AggregationConfig], ids=["A", "L", "T"])
+def test_every_method_has_a_row(union: Any) -> None:
+    assert set(names(union)) <= set(re.findall(r"^\| `(\w+)`", ALGORITHMS, re.MULTILINE))
+
+
+def test_every_refusal_of_the_algorithm_has_a_row() -> None:
+    refused = {
+        re.sub(r"\.\d+\.", "[].", field).removeprefix("algorithm.") for field, _ in BROKEN if "algorithm" in field
+    }
+    rows = re.findall(r"^\|(.*?)\|", ALGORITHMS.split("## What is refused, and why")[1], re.MULTILINE)
+    assert refused <= {field for row in rows for field in re.findall(r"`(.*?)`", row)}
+
+
+@pytest.mark.parametrize(("name", "text"), PRESETS, ids=[name for name, _ in PRESETS])
+def test_a_preset_is_a_recipe(name: str, text: str) -> None:
+    values = recipe(Path("tiny"))
+    values["rollout"]["response_tokens_max"] = 4096
+    values["train"] |= {"tokens_per_microbatch": 8192, "total_steps": 20}
+    for section, settings in yaml.safe_load(text).items():
+        values.setdefault(section, {}).update(settings)
+    assert broken_rules(Recipe.model_validate(values)) == []
+
+
+def test_the_recipe_of_fine_tuning_is_one() -> None:
+    (shown,) = re.findall(r"```yaml\n(.*?)```", SFT, re.DOTALL)
+    assert broken_rules(SftRecipe.model_validate(parse(shown, str).tree)) == []

@@ -12,10 +12,20 @@ from megagrpo.types import Group, Prompt, Sample, Score
 from tests.tiny_run import recipe_with
 
 EVAL = "eval.files=[{path: held_out.jsonl}]"
+SGLANG = ["rollout.engine=sglang"]
+EXTERNAL = ["rollout.engine=external", "rollout.urls=[http://a:1]"]
 CRITIC = "algorithm.critic={}"
 GAE = "algorithm.advantage.name=gae"
+GDPO = "algorithm.advantage.name=gdpo"
+PLAIN_GDPO = "algorithm.advantage={name: gdpo, standard_deviation: none, epsilon: 0.5}"
 TWO_FUNCTIONS = "reward.functions=[{function: gsm8k}, {function: format, arguments: {pattern: a}}]"
 WEIGHTS = "algorithm.correction.weights=token"
+AS_OLD = "algorithm.rollout_logprobs_as_old=true"
+REINFORCE = "algorithm.loss.name=reinforce"
+DISCOUNTED = "algorithm.advantage={name: reinforce_plus_plus, discount: 0.9}"
+KL_IN_REWARD = "algorithm.kl={coefficient: 0.1, placement: reward}"
+ODD_LENGTHS = ["rollout.response_tokens_max=15", "data.prompt_tokens_max=18"]
+SPLIT_EXPERTS = "rollout.layout={tensor: 2, expert: 2}"
 
 BROKEN: list[tuple[str, list[str]]] = [
     ("train.total_steps", ["train.total_steps=null"]),
@@ -26,15 +36,7 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("rollout.top_p", ["rollout.top_p=0.9"]),
     ("rollout.top_k", ["rollout.top_k=5"]),
     ("train.tokens_per_microbatch", ["train.tokens_per_microbatch=31"]),
-    (
-        "train.tokens_per_microbatch",
-        [
-            "train.tokens_per_microbatch=16",
-            "train.layout.context=2",
-            "rollout.response_tokens_max=15",
-            "data.prompt_tokens_max=18",
-        ],
-    ),
+    ("train.tokens_per_microbatch", ["train.tokens_per_microbatch=16", "train.layout.context=2", *ODD_LENGTHS]),
     ("train.logprob_tokens_per_microbatch", ["train.logprob_tokens_per_microbatch=96", "algorithm.minibatches=2"]),
     ("train.logprob_tokens_per_microbatch", ["train.logprob_tokens_per_microbatch=128"]),
     ("train.layout.virtual_pipeline", ["train.layout.virtual_pipeline=2"]),
@@ -65,14 +67,8 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("rollout.urls", ["rollout.engine=external", "rollout.urls=[host:30000]"]),
     ("rollout.sglang", ["rollout.sglang={mem_fraction_static: 0.5}"]),
     ("rollout.layout.tensor", ["rollout.layout.tensor=2"]),
-    (
-        "rollout.layout.expert",
-        ["rollout.engine=external", "rollout.urls=[http://a:1]", "rollout.layout={tensor: 2, expert: 3}"],
-    ),
-    (
-        "rollout.layout.expert",
-        ["rollout.engine=sglang", "cluster.device=cpu", "train.layout.data=2", "rollout.layout={tensor: 2, expert: 2}"],
-    ),
+    ("rollout.layout.expert", [*EXTERNAL, "rollout.layout={tensor: 2, expert: 3}"]),
+    ("rollout.layout.expert", [*SGLANG, "cluster.device=cpu", "train.layout.data=2", SPLIT_EXPERTS]),
     ("weights.transfer", ["weights.transfer=disk"]),
     ("weights.directory", ["weights.directory=/tmp"]),
     ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=sums/maen@1"]),
@@ -80,19 +76,16 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("algorithm.advantage.epsilon", ["algorithm.advantage={name: pass_k, standard_deviation: none, epsilon: 0.5}"]),
     (
         "algorithm.advantage.epsilon",
-        ["algorithm.advantage={name: gdpo, standard_deviation: none, epsilon: 0.5}", TWO_FUNCTIONS],
+        [PLAIN_GDPO, TWO_FUNCTIONS],
     ),
     ("rollout.samples_per_prompt", ["rollout.samples_per_prompt=1"]),
     ("algorithm.advantage.epsilon", ["algorithm.advantage.epsilon=0"]),
     ("algorithm.advantage.epsilon", ["algorithm.advantage={epsilon: 0, standard_deviation: population}"]),
     ("rollout.dynamic_sampling", ["algorithm.advantage.name=remax", "rollout.dynamic_sampling={}"]),
-    ("algorithm.advantage.name", ["algorithm.advantage.name=gdpo"]),
-    ("reward.overlong", ["algorithm.advantage.name=gdpo", TWO_FUNCTIONS, "reward.overlong={buffer_tokens: 2}"]),
-    ("reward.non_stop_score", ["algorithm.advantage.name=gdpo", TWO_FUNCTIONS, "reward.non_stop_score=-1"]),
-    (
-        "algorithm.kl.placement",
-        ["algorithm.advantage.name=gdpo", TWO_FUNCTIONS, "algorithm.kl={coefficient: 0.1, placement: reward}"],
-    ),
+    ("algorithm.advantage.name", [GDPO]),
+    ("reward.overlong", [GDPO, TWO_FUNCTIONS, "reward.overlong={buffer_tokens: 2}"]),
+    ("reward.non_stop_score", [GDPO, TWO_FUNCTIONS, "reward.non_stop_score=-1"]),
+    ("algorithm.kl.placement", [GDPO, TWO_FUNCTIONS, KL_IN_REWARD]),
     ("algorithm.critic", [GAE]),
     ("algorithm.critic", [CRITIC]),
     ("algorithm.critic.warmup_steps", [GAE, "algorithm.critic.warmup_steps=2"]),
@@ -101,22 +94,16 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("algorithm.loss.covariance_low", ["algorithm.loss={name: clip_cov, covariance_low: 5.0}"]),
     ("algorithm.loss.name", ["algorithm.loss.name=kl_cov"]),
     ("algorithm.loss.name", [GAE, CRITIC, "algorithm.loss.name=gmpo"]),
-    (
-        "algorithm.loss.name",
-        ["algorithm.advantage={name: reinforce_plus_plus, discount: 0.9}", "algorithm.loss.name=gmpo"],
-    ),
+    ("algorithm.loss.name", [DISCOUNTED, "algorithm.loss.name=gmpo"]),
     ("algorithm.kl.target", ["algorithm.kl.target=0.1"]),
     ("algorithm.kl.horizon", ["algorithm.kl={coefficient: 0.1, horizon: 5}"]),
     ("algorithm.kl.straight_through", ["algorithm.kl={coefficient: 0.1, placement: reward, straight_through: true}"]),
     ("algorithm.kl.estimator", ["algorithm.kl={coefficient: 0.1, estimator: k1}"]),
     ("algorithm.reference.update_every_steps", ["algorithm.reference.update_every_steps=1"]),
     ("algorithm.reference.share", ["algorithm.kl.coefficient=0.1", "algorithm.reference.share=0.5"]),
-    ("algorithm.rollout_logprobs_as_old", ["algorithm.rollout_logprobs_as_old=true", WEIGHTS]),
-    ("algorithm.rollout_logprobs_as_old", ["algorithm.rollout_logprobs_as_old=true", "algorithm.loss.name=reinforce"]),
-    (
-        "algorithm.rollout_logprobs_as_old",
-        ["algorithm.rollout_logprobs_as_old=true", "algorithm.loss.name=reinforce", "algorithm.kl.coefficient=0.1"],
-    ),
+    ("algorithm.rollout_logprobs_as_old", [AS_OLD, WEIGHTS]),
+    ("algorithm.rollout_logprobs_as_old", [AS_OLD, REINFORCE]),
+    ("algorithm.rollout_logprobs_as_old", [AS_OLD, REINFORCE, "algorithm.kl.coefficient=0.1"]),
     ("algorithm.correction.weights.high", ["algorithm.correction.weights.high=0.5"]),
     ("algorithm.correction.weights.low", ["algorithm.correction.weights.low=1.5"]),
     ("algorithm.correction.reject.0.high", ["algorithm.correction.reject=[{level: token}]"]),
@@ -156,14 +143,14 @@ def test_a_broken_rule_names_the_field_and_a_fix(field: str, overrides: list[str
         ["train.optimizer={lr: 1e-5, min_lr: 1e-6, schedule: cosine, warmup_steps: 2}"],
         ["train.total_steps=null", "train.total_episodes=16"],
         ["rollout.engine=sglang", "rollout.sglang={python: /usr/bin/python3, mem_fraction_static: 0.7}"],
-        ["rollout.engine=sglang", "rollout.layout={tensor: 2, expert: 2}", "train.layout.data=2"],
+        ["rollout.engine=sglang", SPLIT_EXPERTS, "train.layout.data=2"],
         ["rollout.engine=external", "rollout.urls=[http://a:1]", "weights={transfer: disk, directory: /shared}"],
         [GAE, CRITIC, "rollout.samples_per_prompt=1", "algorithm.critic.warmup_steps=1", "train.offload=[critic]"],
         ["algorithm.advantage={name: gae, trace: 0.0}", CRITIC],  # TD(0)
         ["algorithm.advantage.name=remax", "rollout.samples_per_prompt=1"],
-        ["algorithm.advantage={name: reinforce_plus_plus, discount: 0.9}", "algorithm.loss.name=gspo"],
+        [DISCOUNTED, "algorithm.loss.name=gspo"],
         ["algorithm.advantage.name=reinforce_plus_plus", "algorithm.loss.name=gmpo"],
-        ["algorithm.advantage.name=gdpo", TWO_FUNCTIONS, "algorithm.kl.coefficient=0.1"],
+        [GDPO, TWO_FUNCTIONS, "algorithm.kl.coefficient=0.1"],
         ["algorithm.loss={name: gmpo, clip_low: 1.5, clip_high: 1.5}"],
         ["algorithm.loss={name: cispo, clip_low: 1.0}"],
         ["algorithm.loss={name: kl_cov, covariance_kl: 2.0}", "algorithm.minibatches=2"],
@@ -176,12 +163,8 @@ def test_a_broken_rule_names_the_field_and_a_fix(field: str, overrides: list[str
         ["algorithm.correction={weights: {low: 0.5, outside: zero}, veto: 1e-4}"],
         ["algorithm.correction.reject=[{level: sequence, over: max, statistic: k2, high: 0.1}]"],
         ["algorithm.correction.weights.outside=zero"],  # only large weights are masked
-        ["algorithm.rollout_logprobs_as_old=true", "algorithm.minibatches=2"],
-        [
-            "algorithm.rollout_logprobs_as_old=true",
-            "algorithm.loss.name=reinforce",
-            "algorithm.kl={coefficient: 0.1, placement: reward}",  # reads the old logprobs
-        ],
+        [AS_OLD, "algorithm.minibatches=2"],
+        [AS_OLD, REINFORCE, KL_IN_REWARD],  # reads the old logprobs
         ["rollout.dynamic_sampling={}", "data.no_resampling_pass_rate=0.9", "reward.overlong={buffer_tokens: 16}"],
     ],
 )
@@ -190,13 +173,9 @@ def test_a_sensible_recipe_breaks_no_rule(overrides: list[str]) -> None:
 
 
 def test_all_broken_rules_are_found_at_once_in_every_section() -> None:
-    found = broken_rules(
-        recipe_with(
-            "rollout.top_p=0.5", "rollout.top_k=1", "train.total_steps=null", "train.layout.last_stage_layers=2"
-        )
-    )
-    wheres = ["rollout.top_p", "rollout.top_k", "train.layout.last_stage_layers", "train.total_steps"]
-    assert [problem.where for problem in found] == wheres
+    broken = recipe_with("rollout.top_p=0.5", "train.total_steps=null", "train.layout.last_stage_layers=2")
+    wheres = ["rollout.top_p", "train.layout.last_stage_layers", "train.total_steps"]
+    assert [problem.where for problem in broken_rules(broken)] == wheres
 
 
 def test_metric_names_are_those_that_an_evaluation_gives() -> None:
@@ -209,7 +188,5 @@ def test_metric_names_are_those_that_an_evaluation_gives() -> None:
 
 
 def test_only_these_give_the_tokens_of_a_response_advantages_of_their_own() -> None:
-    assert recipe_with(GAE).algorithm.advantages_by_token
-    assert not recipe_with("algorithm.advantage=reinforce_plus_plus").algorithm.advantages_by_token
-    assert recipe_with("algorithm.advantage={name: reinforce_plus_plus, discount: 0.9}").algorithm.advantages_by_token
-    assert not recipe_with().algorithm.advantages_by_token
+    overrides = {GAE: True, "algorithm.advantage=reinforce_plus_plus": False, DISCOUNTED: True, "seed=1": False}
+    assert {each: recipe_with(each).algorithm.advantages_by_token for each in overrides} == overrides

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from megagrpo.recipe.schema import SftRecipe
 from megagrpo.section import broken_rules
 from tests.tiny_run import make_model, make_run
 
+CONTEXT = "train.layout.context=2"
 ROW = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}
 
 
@@ -49,10 +49,7 @@ def path(tmp_path: Path) -> Path:
         ("train.total_episodes", ["train.total_episodes=100"]),
         ("data.examples_per_step", ["train.layout.data=8"]),
         ("train.tokens_per_microbatch", ["data.tokens_max=65"]),
-        (
-            "train.tokens_per_microbatch",
-            ["data.tokens_max=66", "train.tokens_per_microbatch=33", "train.layout.context=2"],
-        ),
+        ("train.tokens_per_microbatch", ["data.tokens_max=66", "train.tokens_per_microbatch=33", CONTEXT]),
         ("train.offload", ["train.offload=[optimizer]"]),
         ("train.logprob_tokens_per_microbatch", ["train.logprob_tokens_per_microbatch=640"]),
         ("cluster.placement", ["cluster.placement=disaggregated"]),
@@ -97,51 +94,26 @@ def test_each_command_sends_the_other_kind_to_the_other(path: Path, capsys: pyte
     assert f"fix: `megagrpo sft {path}`" in told
     path.write_text(path.read_text().replace("kind: sft", "kind: grpo"))
     assert f"fix: `megagrpo train {path}`" in refused(capsys, "sft", str(path))
-
-
-def test_a_recipe_without_its_kind_is_told_to_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "add `kind:`" in refused(capsys, "sft", str(make_run(tmp_path)))
+    assert "add `kind:`" in refused(capsys, "sft", str(make_run(path.parent / "without_kind")))
 
 
 def test_all_mistakes_are_found_at_once(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = path.read_text().replace("kind: sft", "kind: stf").replace("examples_per_step: 4", "example_per_step: 4")
     path.write_text(text.replace("tokens_max: 32", "tokens_max: long"))
     told = refused(capsys, "plan", str(path))
-    for words in (
-        "(3 problems)",
-        f"{path}:1 kind",
-        "did you mean `sft`?",
-        "did you mean `examples_per_step`?",
-        "data.tokens_max\n      given: 'long'",
-    ):
+    for words in ("(3 problems)", f"{path}:1 kind", "`sft`", "`examples_per_step`", "data.tokens_max"):
         assert words in told, told
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"prompt": []}, "no column 'messages'"),
-        ({"messages": ROW["messages"][:1]}, "a last message of the assistant's"),
-    ],
-)
+@pytest.mark.parametrize("row", [{"prompt": []}, {"messages": ROW["messages"][:1]}])
 def test_its_data_is_looked_at_before_it_starts(
-    path: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], words: str
+    path: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any]
 ) -> None:
     (path.parent / "train.jsonl").write_text(json.dumps(row) + "\n")
-    told = refused(capsys, "sft", str(path), "cluster.device=cpu")
-    assert "data.train.0.path" in told
-    assert words in told
+    assert "data.train.0.path" in refused(capsys, "sft", str(path), "cluster.device=cpu")
 
 
 def test_examples_longer_than_the_model_takes_are_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = refused(capsys, "plan", str(path), "data.tokens_max=65", "train.tokens_per_microbatch=65")
     assert "data.tokens_max=65" in told
-    assert "at most 64, the model's max_position_embeddings" in told
-
-
-def test_the_recipe_on_the_page_is_one() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "sft.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    written = yaml.safe_load(shown)
-    written["train"]["optimizer"]["lr"] = float(written["train"]["optimizer"]["lr"])
-    assert broken_rules(SftRecipe.model_validate(written)) == []
+    assert "at most 64" in told
