@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +22,17 @@ from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from megagrpo.weights.transport import rendezvous
-from megagrpo.weights.transport.buckets import BucketReceiver
-from megagrpo.weights.transport.choice import Sender
+from megagrpo.weights.transport.buckets import buckets_between
 from megagrpo.weights.transport.rendezvous import Member, RendezvousHost, Sync
-from megagrpo.weights.views import fill_padding, torch_dtype
-from tests.weights_oracle import Tensors, rank_tensors
+from megagrpo.weights.views import fill_padding, stored_tensors, torch_dtype
+from tests.weights_oracle import Tensors, engine_tensors, held_by_ranks
+
+
+def manifests(
+    arch: Architecture, layout: ParallelLayout, dtype: str = "float32", spec: Any = LOCAL_SPEC
+) -> list[Manifest]:
+    """What each training rank of a layout holds."""
+    return [spec.manifest(arch, layout, where, dtype) for where in rank_grid(layout)]
 
 
 @dataclass(frozen=True)
@@ -37,17 +45,22 @@ class Case:
     engines: int = 1
     expert: int = 1
     dtype: str = "float32"
+    device: str = "cpu"
     one_node: bool = True
+    """Every byte may be passed on from engine to engine; the training ranks are elsewhere."""
+    topology: Topology | None = None
+    """Where all are, in place of one_node."""
 
     def plan(self) -> WeightPlan:
-        """On one node every byte may be passed on from engine to engine; the training ranks are elsewhere."""
-        sources = [LOCAL_SPEC.manifest(self.arch, self.layout, where, "float32") for where in rank_grid(self.layout)]
+        sources = manifests(self.arch, self.layout)
         sizes = SimpleNamespace(tensor=self.tensor, expert=self.expert)
         destinations = [
-            sglang.manifest(self.arch, sizes, rank, self.dtype, "cpu", engine)
+            sglang.manifest(self.arch, sizes, rank, self.dtype, self.device, engine)
             for engine in range(self.engines)
             for rank in range(self.tensor)
         ]
+        if self.topology is not None:
+            return make_plan(sources, destinations, self.topology)
         if not self.one_node:
             return make_plan(sources, destinations)
         trainers, engines = (Place("trainers"),) * len(sources), (Place("engines"),) * len(destinations)
@@ -55,7 +68,11 @@ class Case:
 
     def held(self, checkpoint: Tensors) -> list[Tensors]:
         """What each training rank holds of a checkpoint."""
-        return [rank_tensors(self.arch, self.layout, where, checkpoint) for where in rank_grid(self.layout)]
+        return held_by_ranks(self.arch, self.layout, checkpoint)
+
+    def served(self, checkpoint: Tensors, rank: int) -> Tensors:
+        """What this rank of each engine must hold of it."""
+        return engine_tensors(self.arch, self.tensor, self.expert, rank, self.device, checkpoint)
 
 
 def empty(manifest: Manifest, *, padded: bool = False) -> Tensors:
@@ -69,6 +86,26 @@ def empty(manifest: Manifest, *, padded: bool = False) -> Tensors:
     return tensors
 
 
+def assert_equal(found: Tensors, wanted: Tensors) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def carry_out(plan: WeightPlan, held: Sequence[Tensors], bucket_bytes: int = 1 << 20) -> list[Tensors]:
+    """What the destinations of a plan without relays hold after it has run through buckets."""
+    arrived = [empty(manifest, padded=True) for manifest in plan.destinations]
+    everyone = frozenset(range(len(plan.destinations)))
+    for source, tensors in enumerate(held):
+        for destination in plan.destinations_of(source):
+            for bucket in buckets_between(plan, source, destination, everyone, bucket_bytes):
+                assert bucket.bytes <= max(bucket_bytes, 4)
+                flat = torch.empty(bucket.bytes, dtype=torch.uint8)
+                bucket.pack(stored_tensors(plan.sources[source], tensors), flat)
+                bucket.unpack(arrived[destination], flat)
+    return arrived
+
+
 def all_transfers(plan: WeightPlan) -> tuple[Transfer, ...]:
     return tuple(transfer for index in range(len(plan.destinations)) for transfer in plan.incoming(index))
 
@@ -76,19 +113,15 @@ def all_transfers(plan: WeightPlan) -> tuple[Transfer, ...]:
 def sync(
     host: RendezvousHost,
     version: int,
-    senders: Sequence[Sender],
+    destinations: Iterable[int],
+    senders: Sequence[Any],
     held: Sequence[Tensors],
-    receivers: Sequence[BucketReceiver],
-    destinations: Iterable[int] | None = None,
+    receivers: Iterable[Any],
 ) -> list[MegagrpoError]:
-    """One sync, each end in a thread. The errors, in the order of senders and then receivers."""
-    host.open(version, range(len(receivers)) if destinations is None else destinations)
-    work: list[Callable[[], None]] = [
-        lambda sender=sender, tensors=tensors: sender.send(version, tensors)  # type: ignore[misc]
-        for sender, tensors in zip(senders, held, strict=True)
-    ]
-    taking_part = range(len(receivers)) if destinations is None else destinations
-    work += [lambda receiver=receivers[index]: receiver.receive(version) for index in taking_part]  # type: ignore[misc]
+    """One sync to these destinations, each end in a thread. The errors, in the order of senders and then receivers."""
+    host.open(version, destinations)
+    work = [partial(sender.send, version, tensors) for sender, tensors in zip(senders, held, strict=True)]
+    work += [partial(receiver.receive, version) for receiver in receivers]
     return [error for error in at_once(work) if error is not None]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megagrpo.layout.parallel import ParallelLayout, RankCoordinates
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope, SigmoidRouter
 
@@ -90,6 +90,10 @@ def rank_tensors(
             if not arch.tied_embeddings or layout.pipeline > 1:
                 held[f"chunk{chunk}.output_layer.weight"] = vocabulary(checkpoint[head], layout.tensor, where.tensor)
     return held
+
+
+def held_by_ranks(arch: Architecture, layout: ParallelLayout, checkpoint: Tensors, te: bool = False) -> list[Tensors]:
+    return [rank_tensors(arch, layout, where, checkpoint, te) for where in rank_grid(layout)]
 
 
 def vocabulary(weight: torch.Tensor, tensor: int, index: int) -> torch.Tensor:

@@ -7,18 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights import digest
 from megagrpo.weights.boxes import Box, Placement
 from megagrpo.weights.digest import digests, expected_digests, sent_digests
-from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint as checkpoint_side
-from megagrpo.weights.sides import transformers
-from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
-from tests.unit.test_weights_plan import architectures, layouts, whole_placement
-from tests.weights_oracle import moe_architecture, random_checkpoint, rank_tensors
+from tests.unit.test_weights_plan import architectures, layouts, whole_placements
+from tests.weight_streams import manifests
+from tests.weights_oracle import held_by_ranks, random_checkpoint
 
 MASK = (1 << 64) - 1
 
@@ -63,26 +61,10 @@ def test_the_fast_digest_is_the_definition(dtype: torch.dtype) -> None:
 @given(arch=architectures(), layout=layouts())
 def test_ranks_together_have_the_digests_of_the_checkpoint(arch: Architecture, layout: ParallelLayout) -> None:
     checkpoint = random_checkpoint(arch)
-    expected = digests(checkpoint, [whole_placement(tensor) for tensor in tensors_of(arch)])
-    manifests = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
-    held = [rank_tensors(arch, layout, where, checkpoint) for where in rank_grid(layout)]
-    plan = make_plan(manifests, checkpoint_side.new_files(arch, "float32", 1 << 30))
+    held = held_by_ranks(arch, layout, checkpoint)
+    plan = make_plan(manifests(arch, layout), checkpoint_side.new_files(arch, "float32", 1 << 30))
     parts = [sent_digests(plan, source, tensors) for source, tensors in enumerate(held)]
-    assert expected_digests(parts) == {0: expected}
-
-
-def test_stacked_experts_and_a_cast_have_the_same_digests() -> None:
-    arch = moe_architecture()
-    checkpoint = {name: tensor.bfloat16() for name, tensor in random_checkpoint(arch).items()}
-    stacked = transformers.manifest(arch, "float32")
-    model = {name: torch.zeros(storage.shape) for name, storage in stacked.storages.items()}
-    for placement in stacked.placements:
-        box = placement.box
-        at = tuple(slice(start, start + size) for start, size in zip(placement.at, placement.local_shape, strict=True))
-        model[placement.storage][at] = checkpoint[box.tensor].float().reshape(placement.local_shape)
-    whole = [whole_placement(tensor) for tensor in tensors_of(arch)]
-    assert digests(model, stacked.placements, dtype="bfloat16") == digests(checkpoint, whole)
-    assert digests(model, stacked.placements) != digests(checkpoint, whole)
+    assert expected_digests(parts) == {0: digests(checkpoint, whole_placements(arch))}
 
 
 @settings(max_examples=50)

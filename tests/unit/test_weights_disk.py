@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megagrpo.errors import EngineError, Problem, WeightSyncError
+from megagrpo.errors import EngineError, MegagrpoError, Problem, WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
-from megagrpo.weights.families import read_architecture
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families import architecture_of
 from megagrpo.weights.transport.choice import TransportName, open_sender
 from megagrpo.weights.transport.disk import MARKER, DiskFiles, DiskReceiver, remove_all, remove_older
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from megagrpo.weights.transport.sglang import LOAD_FORMAT, check_verifiable, checked_digests, checksum
-from tests.weight_streams import Case, StandstillClock, at_once, empty
-from tests.weights_oracle import Tensors, architecture, engine_tensors, moe_architecture, random_checkpoint
+from tests.tiny_run import CONFIG, EXPERTS
+from tests.weight_streams import Case, StandstillClock, empty
+from tests.weight_streams import sync as sync_once
+from tests.weights_oracle import Tensors, random_checkpoint
 
-DENSE = Case(architecture(tied_embeddings=True), ParallelLayout(tensor=2, pipeline=2), tensor=2, engines=2)
-MOE = Case(moe_architecture(), ParallelLayout(tensor=2, data=2, expert=2, expert_tensor=2), tensor=2, dtype="bfloat16")
+WITH_EXPERTS = CONFIG | EXPERTS
+SPLIT = ParallelLayout(tensor=2, data=2, expert=2, expert_tensor=2)
+DENSE = Case(architecture_of(CONFIG), ParallelLayout(tensor=2, pipeline=2), tensor=2, engines=2)
+MOE = Case(architecture_of(WITH_EXPERTS), SPLIT, tensor=2, dtype="bfloat16")
 
 
 @pytest.fixture
@@ -79,44 +81,21 @@ class Sync:
     def receiver(self, engine: int) -> DiskReceiver:
         return DiskReceiver(engine, self.host.rendezvous, self.servers[engine].post, f"engine {engine}")
 
-    def run(self, version: int, checkpoint: Tensors, engines: list[int] | None = None) -> list[WeightSyncError]:
+    def run(self, version: int, checkpoint: Tensors, engines: list[int] | None = None) -> list[MegagrpoError]:
         """The errors of all ends."""
         engines = list(range(self.case.engines)) if engines is None else engines
-        ranks = self.case.tensor
-        self.host.open(version, [engine * ranks + rank for engine in engines for rank in range(ranks)])
-        work: list[Callable[[], None]] = [
-            partial(sender.send, version, tensors)
-            for sender, tensors in zip(self.senders, self.case.held(checkpoint), strict=True)
-        ]
-        work += [partial(self.receivers[engine].receive, version) for engine in engines]
-        return [error for error in at_once(work) if isinstance(error, WeightSyncError)]
-
-
-def model_directory(arch: Architecture, directory: Path) -> Path:
-    """A directory with the config.json of this architecture, and no weights."""
-    config = {
-        "model_type": arch.family, "hidden_size": arch.hidden, "intermediate_size": arch.ffn,
-        "num_hidden_layers": arch.layers, "num_attention_heads": arch.heads, "num_key_value_heads": arch.query_groups,
-        "head_dim": arch.head_dim, "vocab_size": arch.vocab, "max_position_embeddings": arch.max_positions,
-        "rms_norm_eps": arch.norm_epsilon, "tie_word_embeddings": arch.tied_embeddings, "rope_theta": arch.rope.theta,
-    }  # fmt: skip
-    if arch.experts is not None:
-        config |= {
-            "num_experts": arch.experts.count, "num_experts_per_tok": arch.experts.per_token,
-            "moe_intermediate_size": arch.experts.ffn, "norm_topk_prob": arch.experts.normalize_top_k,
-        }  # fmt: skip
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    assert read_architecture(directory) == arch
-    return directory
+        ranks = [engine * self.case.tensor + rank for engine in engines for rank in range(self.case.tensor)]
+        receivers = [self.receivers[engine] for engine in engines]
+        return sync_once(self.host, version, ranks, self.senders, self.case.held(checkpoint), receivers)
 
 
 @pytest.fixture
 def sync(request: pytest.FixtureRequest, host: RendezvousHost, tmp_path: Path) -> Sync:
     """DENSE, or the case that the test is parametrized by."""
     case = getattr(request, "param", DENSE)
-    files = DiskFiles(tmp_path / "versions", model_directory(case.arch, tmp_path / "model"), case.dtype)
-    return Sync(case, host, files)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG if case is DENSE else WITH_EXPERTS))
+    return Sync(case, host, DiskFiles(tmp_path / "versions", tmp_path / "model", case.dtype))
 
 
 both = pytest.mark.parametrize("sync", [DENSE, MOE], ids=["dense", "experts"], indirect=True)
@@ -169,9 +148,6 @@ def test_a_full_disk_is_named_and_the_version_before_stays(sync: Sync) -> None:
     assert all(str(files.directory) in str(error) and "File too large" in str(error) for error in errors)
     assert [entry.name for entry in files.directory.iterdir()] == ["version_1"]
     assert sync.run(2, checkpoint) == []
-    assert sorted(entry.name for entry in files.directory.iterdir()) == ["version_1", "version_2"]
-    remove_older(files.directory, 2)
-    assert [entry.name for entry in files.directory.iterdir()] == ["version_2"]
 
 
 def test_only_checkpoints_of_older_weights_are_removed(tmp_path: Path) -> None:
@@ -218,7 +194,7 @@ def test_checksums_prove_digests_and_name_what_differs(sync: Sync) -> None:
     checkpoint = random_checkpoint(case.arch, dtype=getattr(torch, case.dtype))
     save_file(checkpoint, directory / "model.safetensors")
     for rank, parameters in enumerate(server.parameters):
-        wanted = engine_tensors(case.arch, case.tensor, case.expert, rank, "cpu", checkpoint)
+        wanted = case.served(checkpoint, rank)
         for name, tensor in parameters.items():
             tensor.copy_(wanted[name])
     found = checked_digests(server.post, directory, manifests, 4000)

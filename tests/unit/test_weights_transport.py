@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +43,7 @@ from tests.weights_oracle import Tensors, architecture, moe_architecture, random
 
 TRANSPORTS = [TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP]
 SMALL = Case(architecture(heads=4, query_groups=2), ParallelLayout(tensor=2, pipeline=2), tensor=2, engines=2)
+CAST = Case(moe_architecture(heads=4, query_groups=2), ParallelLayout(tensor=2, data=2, expert=2), 2, 1, 2, "bfloat16")
 
 
 @pytest.fixture
@@ -103,17 +106,6 @@ def test_both_ends_see_the_same_buckets_and_every_element_travels_once(
         assert written == sum(placement.box.elements for placement in plan.destinations[index].placements)
 
 
-def test_a_relay_that_takes_no_part_is_bypassed() -> None:
-    plan = SMALL.plan()
-    via = next(index for index in range(4) if plan.passed_on(index))
-    other = plan.passed_on(via)[0].destination
-    relay = destination_peer(plan, via)
-    everyone = incoming(plan, other, frozenset(range(4)), 1000)
-    assert relay in {bucket.sender for bucket in everyone}
-    alone = list(incoming(plan, other, frozenset({other}), 1000))
-    assert all(bucket.sender < len(plan.sources) for bucket in alone)
-
-
 # --- the rendezvous ---------------------------------------------------------------------------------------------------
 
 
@@ -136,26 +128,14 @@ def test_an_abort_ends_every_wait_with_its_reason(host: RendezvousHost) -> None:
     assert "its disk is full" in str(failed)
 
 
-class SleepingClock:
-    """Time passes only in sleeps, and then at once."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_a_deadline_says_what_was_awaited_and_is_kept(host: RendezvousHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SleepingClock()
-    monkeypatch.setattr(rendezvous, "time", clock)
+    slept: list[float] = []
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
     host.open(1, [0])
     member = host.rendezvous.join("one")
     with pytest.raises(WeightSyncError, match="nothing came"), member.attend(1):
         member.wait(lambda: member.pop("1"), lambda: Problem("nothing came"))
-    assert clock.now == pytest.approx(200.0)
+    assert sum(slept) == pytest.approx(200.0)
 
 
 def test_messages_of_a_failed_attempt_are_not_seen_in_the_next(host: RendezvousHost) -> None:
@@ -217,8 +197,12 @@ class Ends:
         )
 
     def sync(self, version: int, checkpoint: Tensors, destinations: list[int] | None = None) -> list[Any]:
-        held = self.case.held(checkpoint)
-        return sync(self.host, version, self.senders, held, self.receivers, destinations)
+        return self.sync_held(version, self.case.held(checkpoint), destinations)
+
+    def sync_held(self, version: int, held: list[Tensors], destinations: list[int] | None = None) -> list[Any]:
+        taking_part = list(range(len(self.receivers))) if destinations is None else destinations
+        receivers = [self.receivers[index] for index in taking_part]
+        return sync(self.host, version, taking_part, self.senders, held, receivers)
 
     def wrong(self, checkpoint: Tensors) -> list[Problem]:
         """What verification says of every engine rank."""
@@ -239,15 +223,28 @@ class Ends:
 
 @pytest.fixture
 def ends(request: pytest.FixtureRequest, host: RendezvousHost) -> Iterator[Ends]:
-    made = Ends(SMALL, request.param, host)
+    """Parametrized by (transport, case)."""
+    transport, case = request.param
+    made = Ends(case, transport, host)
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("ends", TRANSPORTS, indirect=True)
-def test_ten_syncs_with_relays_leave_what_each_rank_must_hold(ends: Ends) -> None:
-    assert any(ends.plan.passed_on(index) for index in range(4))
-    for version in range(10):
+each_transport = pytest.mark.parametrize("ends", [(name, SMALL) for name in TRANSPORTS], ids=TRANSPORTS, indirect=True)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param((transport, case), id=f"{transport}-{name}")
+        for transport in TRANSPORTS
+        for name, case in (("relays", SMALL), ("experts_cast", CAST))
+    ],
+    indirect=True,
+)
+def test_sync_after_sync_leaves_what_each_rank_must_hold(ends: Ends) -> None:
+    assert ends.case is CAST or any(ends.plan.passed_on(index) for index in range(4))
+    for version in range(4):
         checkpoint = random_checkpoint(ends.case.arch, seed=version)
         assert not ends.sync(version, checkpoint)
         assert not ends.wrong(checkpoint)
@@ -255,17 +252,7 @@ def test_ten_syncs_with_relays_leave_what_each_rank_must_hold(ends: Ends) -> Non
     assert not any(tensor.isnan().any() for tensors in ends.arrived for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_experts_and_a_cast_arrive(transport: TransportName, host: RendezvousHost) -> None:
-    arch = moe_architecture(heads=4, query_groups=2)
-    ends = Ends(Case(arch, ParallelLayout(tensor=2, data=2, expert=2), 2, 1, 2, "bfloat16"), transport, host)
-    checkpoint = random_checkpoint(arch)
-    assert not ends.sync(1, checkpoint)
-    assert not ends.wrong(checkpoint)
-    ends.close()
-
-
-@pytest.mark.parametrize("ends", TRANSPORTS, indirect=True)
+@each_transport
 def test_a_replaced_engine_rank_is_brought_up_to_date_alone_and_then_takes_part(ends: Ends) -> None:
     arch = ends.case.arch
     checkpoint = random_checkpoint(arch, seed=1)
@@ -280,12 +267,12 @@ def test_a_replaced_engine_rank_is_brought_up_to_date_alone_and_then_takes_part(
     assert not ends.wrong(random_checkpoint(arch, seed=2))
 
 
-@pytest.mark.parametrize("ends", TRANSPORTS, indirect=True)
+@each_transport
 def test_after_an_aborted_sync_the_same_ends_go_on(ends: Ends) -> None:
     checkpoint = random_checkpoint(ends.case.arch)
     held = ends.case.held(checkpoint)
     held[1] = {**held[1], "chunk0.embedding.word_embeddings.weight": torch.zeros(1, 1)}
-    errors = sync(ends.host, 1, ends.senders, held, ends.receivers)
+    errors = ends.sync_held(1, held)
     assert len(errors) == 8  # one raised, all others hear of it
     assert all("train rank 1: chunk0.embedding.word_embeddings.weight" in str(error) for error in errors)
     assert not ends.sync(1, checkpoint)
@@ -313,21 +300,26 @@ def test_a_missing_peer_is_named_with_the_bucket(
         assert "train rank 1 did not join within 200 s" in str(without_receiver)
         assert "train rank 1 did not join within 200 s" in str(without_sender)
     else:
-        assert "no acknowledgement by engine 0 rank 0 within 200 s" in str(without_receiver)
-        assert "bucket 1 of " in str(without_receiver)
-        assert "(lm_head.weight)" in str(without_receiver)
-        assert "from train rank 1 to engine 0 rank 0" in str(without_sender)
-        assert "nothing came from train rank 1" in str(without_sender)
+        for words in ("no acknowledgement by engine 0 rank 0 within 200 s", "bucket 1 of ", "(lm_head.weight)"):
+            assert words in str(without_receiver)
+        for words in ("from train rank 1 to engine 0 rank 0", "nothing came from train rank 1"):
+            assert words in str(without_sender)
+
+
+@pytest.fixture
+def alone(host: RendezvousHost) -> Iterator[Callable[[], None]]:
+    """Sends to an engine rank that answered the roll call of a process group and has ended since."""
+    case = Case(architecture(), ParallelLayout())
+    sender = open_sender(TransportName.PROCESS_GROUP, case.plan(), 0, host.rendezvous, 1500)
+    opened = host.open(1, [0])
+    host.rendezvous.join("engine 0 rank 0").write(f"group/{opened.generation}/1", True)
+    yield partial(sender.send, 1, case.held(random_checkpoint(case.arch))[0])
+    sender.close()
 
 
 def test_a_peer_that_ends_between_the_roll_call_and_connecting_keeps_no_process_past_an_abort(
-    host: RendezvousHost, monkeypatch: pytest.MonkeyPatch
+    host: RendezvousHost, alone: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(architecture(), ParallelLayout(), tensor=1)
-    sender = open_sender(TransportName.PROCESS_GROUP, case.plan(), 0, host.rendezvous, 1500)
-    opened = host.open(1, [0])
-    gone = host.rendezvous.join("engine 0 rank 0")
-    gone.write(f"group/{opened.generation}/1", True)
     connects, own_address = threading.Event(), process_group._own_address
     monkeypatch.setattr(process_group, "_own_address", lambda peer: connects.set() or own_address(peer))
 
@@ -335,24 +327,20 @@ def test_a_peer_that_ends_between_the_roll_call_and_connecting_keeps_no_process_
         connects.wait()
         host.abort([Problem("engine 0 was killed")])
 
-    error, _ = at_once([lambda: sender.send(1, case.held(random_checkpoint(case.arch))[0]), notice])
+    error, _ = at_once([alone, notice])
     assert "engine 0 was killed" in str(error)
-    sender.close()
 
 
 @pytest.mark.parametrize("raised", [OSError("no such network"), ValueError("no such device")])
 def test_an_error_while_a_group_is_made_ends_the_sync(
-    raised: Exception, host: RendezvousHost, monkeypatch: pytest.MonkeyPatch
+    raised: Exception, alone: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(peer: str) -> str:
         raise raised
 
-    case = Case(architecture(), ParallelLayout(), tensor=1)
-    sender = open_sender(TransportName.PROCESS_GROUP, case.plan(), 0, host.rendezvous, 1500)
-    host.rendezvous.join("engine 0 rank 0").write(f"group/{host.open(1, [0]).generation}/1", True)
     monkeypatch.setattr(process_group, "_own_address", fail)
     with pytest.raises((WeightSyncError, ValueError), match=str(raised)):
-        sender.send(1, case.held(random_checkpoint(case.arch))[0])
+        alone()
 
 
 def test_a_wrong_shape_or_name_is_refused_before_anything_moves(host: RendezvousHost) -> None:
@@ -495,10 +483,3 @@ def test_a_bucket_that_comes_twice_is_refused(host: RendezvousHost) -> None:
     area.close()
     assert "bucket 1 from train rank 0" in str(errors[1])
     assert "it came twice" in str(errors[1])
-
-
-def test_the_plan_is_the_same_for_parts_and_whole() -> None:
-    plan = SMALL.plan()
-    part = plan.part_for_destination(0)
-    active = frozenset(range(4))
-    assert list(incoming(part, 0, active, 999)) == list(incoming(plan, 0, active, 999))
