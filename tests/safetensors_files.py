@@ -52,3 +52,38 @@ def stack_experts(tensors: Mapping[str, torch.Tensor], layers: int = 4, experts:
         )
         stacked |= {f"{prefix}gate_up_proj": torch.cat([gates, ups], 1), f"{prefix}down_proj": downs}
     return stacked
+
+
+def in_fp8(directory: Path, source: Path) -> dict[str, torch.Tensor]:
+    """Writes `source` as DeepSeek publishes its models, scales in a file of their own; returns what it stands for."""
+    stands_for, stored, scales = {}, {}, {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if not name.endswith("proj.weight") and "kv_a_proj" not in name:
+            stands_for[name] = stored[name] = weight if name.endswith("bias") else weight.bfloat16()
+            continue
+        quantized, real = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight).bfloat16()
+        scale = torch.empty(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
+        for i in range(scale.shape[0]):
+            for j in range(scale.shape[1]):
+                block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+                scale[i, j] = weight[block].abs().max() / 448
+                quantized[block] = (weight[block] / scale[i, j]).to(torch.float8_e4m3fn)
+                real[block] = (quantized[block].float() * scale[i, j]).bfloat16()
+        stands_for[name], stored[name], scales[name + "_scale_inv"] = real, quantized, scale
+    # A layer that predicts further tokens, with the name of the one after the last.
+    stored["model.layers.4.eh_proj.weight"] = torch.zeros(2, 2).to(torch.float8_e4m3fn)
+    scales["model.layers.4.eh_proj.weight_scale_inv"] = torch.zeros(1, 1)
+    directory.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    weight_map = {}
+    for file, tensors in (("a.safetensors", stored), ("b.safetensors", scales)):
+        save_file(tensors, directory / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return stands_for
+
+
+LARGE = {"hidden_size": 160, "intermediate_size": 300, "kv_lora_rank": 132, "moe_intermediate_size": 136}
+"""Changes of a tiny deepseek_v3 by which its matrices have several blocks of scales."""

@@ -8,16 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megagrpo.errors import MegagrpoError, Problem
+from megagrpo.errors import MegagrpoError, ModelError, Problem
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights.boxes import Manifest, Place, Topology, Transfer
+from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.files.export import begin_export, finish_export, write_part
+from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
@@ -104,6 +108,40 @@ def carry_out(plan: WeightPlan, held: Sequence[Tensors], bucket_bytes: int = 1 <
                 bucket.pack(stored_tensors(plan.sources[source], tensors), flat)
                 bucket.unpack(arrived[destination], flat)
     return arrived
+
+
+def loaded(model: Path, held: Sequence[Manifest]) -> list[Tensors]:
+    """What ranks read of a model's files. Nothing is written into a rank whose loading fails."""
+    ranks = [empty(manifest) for manifest in held]
+    for manifest, tensors in zip(held, ranks, strict=True):
+        try:
+            load_files(model, manifest, tensors)
+        except ModelError:
+            assert all(tensor.isnan().all() for tensor in tensors.values())
+            raise
+    return ranks
+
+
+def through_ranks(
+    model: Path,
+    target: Path,
+    layout: ParallelLayout,
+    dtype_of_ranks: str = "float32",
+    dtype: str = "float32",
+    spec: Any = LOCAL_SPEC,
+    **options: int,
+) -> list[Tensors]:
+    """Loads a model into the ranks of a layout, which export it in `dtype` to `target`. Returns what the ranks hold."""
+    arch = read_architecture(model)
+    held = manifests(arch, layout, dtype_of_ranks, spec)
+    ranks = loaded(model, held)
+    export = begin_export(target, model, arch, dtype, **options)
+    plan = make_plan(held, export.files)
+    for rank, tensors in enumerate(ranks):
+        assert not target.exists()
+        write_part(export, plan, rank, tensors)
+    finish_export(export)
+    return ranks
 
 
 def all_transfers(plan: WeightPlan) -> tuple[Transfer, ...]:

@@ -22,9 +22,8 @@ from megagrpo.convert.source import open_source, whole
 from megagrpo.convert.torch_checkpoint import TorchCheckpoint, TorchFile, write_metadata
 from megagrpo.errors import CheckpointError, ModelError
 from megagrpo.weights.boxes import Box, Storage
-from tests.safetensors_files import assert_same_files, saved, stack_experts, with_tensors
+from tests.safetensors_files import LARGE, assert_same_files, in_fp8, saved, stack_experts, with_tensors
 from tests.tiny_models import FAMILIES, make_model, reference_logits
-from tests.unit.test_weights_load import LARGE, in_fp8
 
 SEQUENCES = [[1, 17, 40, 3], [130, 0, 5]]
 BFLOAT16 = torch.bfloat16

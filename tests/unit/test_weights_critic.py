@@ -12,15 +12,15 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from megagrpo.errors import ModelError, PreflightError
-from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import critic_of
 from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from tests import tiny_run
 from tests.tiny_run import make_run
+from tests.weight_streams import empty, manifests
 
 GAE = ["algorithm.advantage.name=gae", "algorithm.critic={path: PATH}", "algorithm.kl.coefficient=0"]
 
@@ -40,11 +40,8 @@ def with_head(directory: Path, **tensors: np.ndarray) -> Path:
 
 def load_last_stage(directory: Path, layout: ParallelLayout) -> dict[str, torch.Tensor]:
     arch = critic_of(read_architecture(directory))
-    manifest = LOCAL_SPEC.manifest(arch, layout, rank_grid(layout)[-1], "bfloat16")
-    tensors = {
-        name: torch.full(storage.shape, 7.0, dtype=getattr(torch, storage.dtype))
-        for name, storage in manifest.storages.items()
-    }
+    manifest = manifests(arch, layout, "bfloat16")[-1]
+    tensors = empty(manifest)
     load_files(directory, manifest, tensors, arch)
     return tensors
 

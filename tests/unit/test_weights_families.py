@@ -11,105 +11,50 @@ from safetensors import safe_open
 
 from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.plan.parameters import known_models, total_parameters
 from megagrpo.weights.families import architecture_of, read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Experts, LatentAttention, Rope, SigmoidRouter, Yarn
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from tests.tiny_models import FAMILIES, make_model
 from tests.weights_oracle import architecture, latent_architecture, moe_architecture
 
-# config.json of published models, as far as it matters here
-LLAMA_3_2_1B: dict[str, Any] = {
-    "model_type": "llama", "attention_bias": False, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
-    "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
-    "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
-    "vocab_size": 128256,
-    "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-    "tie_word_embeddings": True,
-}  # fmt: skip
-QWEN2_5_7B: dict[str, Any] = {
-    "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,
-    "max_position_embeddings": 32768, "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
-    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072,
-    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 152064,
-}  # fmt: skip
-QWEN3_30B_A3B: dict[str, Any] = {
-    "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
-    "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
-    "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
-    "vocab_size": 151936,
-}  # fmt: skip
 
+def published(name: str) -> dict[str, Any]:
+    return json.loads((known_models()[name] / "config.json").read_text())
+
+
+LLAMA, QWEN2 = published("meta-llama/Llama-3.1-8B-Instruct"), published("Qwen/Qwen2.5-0.5B-Instruct")
+QWEN3_MOE, DEEPSEEK_V3 = published("Qwen/Qwen3-30B-A3B"), published("deepseek-ai/DeepSeek-V3")
 MIXTRAL_8X7B: dict[str, Any] = {
     "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
     "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
     "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
     "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
 }  # fmt: skip
-
-DEEPSEEK_V3: dict[str, Any] = {
-    "model_type": "deepseek_v3", "attention_bias": False, "first_k_dense_replace": 3, "hidden_act": "silu",
-    "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
-    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
-    "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
-    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
-                            "weight_block_size": [128, 128]},
-    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-                     "original_max_position_embeddings": 4096, "type": "yarn"},
-    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
-    "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
-}  # fmt: skip
 YARN = DEEPSEEK_V3["rope_scaling"]
 
 
-def parameters(config: dict[str, Any]) -> float:
-    """Billions of elements in the checkpoint."""
-    total = 0
-    for tensor in tensors_of(architecture_of(config)):
-        elements = 1
-        for size in tensor.shape:
-            elements *= size
-        total += elements
-    return total / 1e9
-
-
-def test_published_models_have_as_many_parameters_as_they_say() -> None:
-    assert parameters(LLAMA_3_2_1B) == pytest.approx(1.2358, abs=1e-4)
-    assert parameters(QWEN2_5_7B) == pytest.approx(7.6156, abs=1e-4)
-    assert parameters(QWEN3_30B_A3B) == pytest.approx(30.532, abs=1e-3)
-    assert parameters(DEEPSEEK_V3) == pytest.approx(671.026, abs=1e-3)
-    assert parameters(MIXTRAL_8X7B) == pytest.approx(46.703, abs=1e-3)
-
-
 def test_rotary_embedding_reads_the_same_from_both_versions_of_transformers() -> None:
-    scaled = Rope(500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
-    version_5 = {key: value for key, value in LLAMA_3_2_1B.items() if key not in ("rope_theta", "rope_scaling")}
-    version_5["rope_parameters"] = LLAMA_3_2_1B["rope_scaling"] | {"rope_theta": 500000.0}
-    assert architecture_of(LLAMA_3_2_1B) == architecture_of(version_5)
+    scaled = Rope(500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+    parameters = LLAMA["rope_scaling"] | {"rope_theta": 500000.0}
+    version_5 = without(LLAMA, "rope_theta", "rope_scaling") | {"rope_parameters": parameters}
+    assert architecture_of(LLAMA) == architecture_of(version_5)
     assert architecture_of(version_5).rope == scaled
-    assert architecture_of(QWEN2_5_7B).rope == Rope(1000000.0)
-    for config, default in ((QWEN2_5_7B, 10000.0), (MIXTRAL_8X7B, 1000000.0)):
-        without = {key: value for key, value in config.items() if key != "rope_theta"}
-        assert architecture_of(without).rope == Rope(default)
+    assert architecture_of(QWEN2).rope == Rope(1000000.0)
+    for config, default in ((QWEN2, 10000.0), (MIXTRAL_8X7B, 1000000.0)):
+        assert architecture_of(without(config, "rope_theta")).rope == Rope(default)
+
+
+def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in names}
 
 
 def test_defaults_that_transformers_leaves_out() -> None:
-    short = {
-        key: value
-        for key, value in QWEN2_5_7B.items()
-        if key not in ("hidden_act", "tie_word_embeddings", "num_key_value_heads")
-    }
-    arch = architecture_of(short)
-    assert (arch.query_groups, arch.head_dim, arch.tied_embeddings, arch.qkv_bias) == (28, 128, False, True)
-    dense = {key: value for key, value in QWEN3_30B_A3B.items() if key != "head_dim"} | {"model_type": "qwen3"}
-    assert architecture_of(dense).head_dim == 128
-    assert architecture_of(QWEN3_30B_A3B).experts == Experts(128, 8, 768, True)
+    arch = architecture_of(without(QWEN2, "hidden_act", "tie_word_embeddings", "num_key_value_heads"))
+    assert (arch.query_groups, arch.head_dim, arch.tied_embeddings, arch.qkv_bias) == (14, 64, False, True)
+    assert architecture_of(without(QWEN3_MOE, "head_dim") | {"model_type": "qwen3"}).head_dim == 128
+    assert architecture_of(QWEN3_MOE).experts == Experts(128, 8, 768, True)
+    assert total_parameters(architecture_of(MIXTRAL_8X7B)) == pytest.approx(46.703e9, rel=1e-4)
 
 
 def test_deepseek_v3_is_read_as_it_is() -> None:
@@ -118,8 +63,8 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
     assert arch.latent == LatentAttention(1536, 512, 128, 64, 128)
     assert arch.experts == Experts(256, 8, 2048, True, SigmoidRouter(8, 4, 2.5), shared_ffn=2048, dense_layers=3)
     assert (arch.head_dim, arch.query_groups, arch.ffn) == (192, 128, 18432)
-    without = {key: value for key, value in DEEPSEEK_V3.items() if key != "quantization_config"}
-    assert architecture_of(without | {"q_lora_rank": None}).latent == LatentAttention(None, 512, 128, 64, 128)
+    plain = without(DEEPSEEK_V3, "quantization_config") | {"q_lora_rank": None}
+    assert architecture_of(plain).latent == LatentAttention(None, 512, 128, 64, 128)
     names = {tensor.name for tensor in tensors_of(arch)}
     assert not any(name.startswith("model.layers.61.") for name in names), "prediction of further tokens"
     assert sum(name.endswith("e_score_correction_bias") for name in names) == 58
@@ -128,28 +73,28 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("config", "change", "named"),
     [
-        (LLAMA_3_2_1B, {"model_type": "gemma3"}, "one of deepseek_v3, llama, mixtral, qwen2, qwen3, qwen3_moe"),
-        (LLAMA_3_2_1B, {"model_type": "llama4"}, "did you mean llama?"),
-        (LLAMA_3_2_1B, {"model_type": None}, "model_type"),
-        (LLAMA_3_2_1B, {"attention_bias": True}, "attention_bias (llama)"),
-        (LLAMA_3_2_1B, {"mlp_bias": True}, "mlp_bias"),
-        (LLAMA_3_2_1B, {"hidden_act": "gelu"}, "hidden_act"),
-        (LLAMA_3_2_1B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type"),
+        (LLAMA, {"model_type": "gemma3"}, "one of deepseek_v3, llama, mixtral, qwen2, qwen3, qwen3_moe"),
+        (LLAMA, {"model_type": "llama4"}, "did you mean llama?"),
+        (LLAMA, {"model_type": None}, "model_type"),
+        (LLAMA, {"attention_bias": True}, "attention_bias (llama)"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias"),
+        (LLAMA, {"hidden_act": "gelu"}, "hidden_act"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type"),
         (
-            LLAMA_3_2_1B,
+            LLAMA,
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
             "rope_parameters.rope_type",
         ),
-        (LLAMA_3_2_1B, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of rotary parameters"),
-        (LLAMA_3_2_1B, {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor"),
-        (LLAMA_3_2_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (LLAMA_3_2_1B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        (LLAMA_3_2_1B, {"num_key_value_heads": 5}, "a divisor of num_attention_heads = 32"),
-        (LLAMA_3_2_1B, {"vocab_size": "many"}, "vocab_size"),
-        (LLAMA_3_2_1B, {"num_hidden_layers": 0}, "num_hidden_layers"),
-        (LLAMA_3_2_1B, {"head_dim": None, "hidden_size": 2050}, "head_dim"),
-        (QWEN2_5_7B, {"use_sliding_window": True}, "use_sliding_window (qwen2)"),
-        (QWEN2_5_7B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of rotary parameters"),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (LLAMA, {"num_key_value_heads": 5}, "a divisor of num_attention_heads = 32"),
+        (LLAMA, {"vocab_size": "many"}, "vocab_size"),
+        (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers"),
+        (LLAMA, {"head_dim": None, "hidden_size": 2050}, "head_dim"),
+        (QWEN2, {"use_sliding_window": True}, "use_sliding_window (qwen2)"),
+        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps (deepseek_v3)"),
         (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave"),
         (DEEPSEEK_V3, {"num_key_value_heads": 64}, "num_key_value_heads"),
@@ -174,11 +119,11 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
         ),
         (MIXTRAL_8X7B, {"sliding_window": 4096}, "sliding_window (mixtral)"),
         (MIXTRAL_8X7B, {"num_local_experts": 1}, "at most the number of experts, 1"),
-        (QWEN3_30B_A3B, {"mlp_only_layers": [0]}, "mlp_only_layers"),
-        (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step"),
-        (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias"),
-        (QWEN3_30B_A3B, {"num_experts": None}, "num_local_experts or num_experts"),
-        (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "at most the number of experts, 128"),
+        (QWEN3_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        (QWEN3_MOE, {"attention_bias": True}, "attention_bias"),
+        (QWEN3_MOE, {"num_experts": None}, "num_local_experts or num_experts"),
+        (QWEN3_MOE, {"num_experts_per_tok": 129}, "at most the number of experts, 128"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) and len(value) < 3 else "",
 )
@@ -190,7 +135,7 @@ def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], change
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(ModelError) as caught:
-        architecture_of(LLAMA_3_2_1B | {"mlp_bias": True, "hidden_act": "gelu", "vocab_size": -1})
+        architecture_of(LLAMA | {"mlp_bias": True, "hidden_act": "gelu", "vocab_size": -1})
     assert len(caught.value.problems) == 3
 
 

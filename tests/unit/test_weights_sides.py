@@ -1,0 +1,251 @@
+"""What SGLang's ranks and Megatron's with transformer-engine hold, and docs/families.md: a new family is one function.
+
+Against whole tensors padded, cut and fused, and what Megatron's own code said (tests/golden/te_manifest.json).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from megagrpo import cli
+from megagrpo.convert.hugging_face import to_hugging_face
+from megagrpo.convert.megatron import to_megatron
+from megagrpo.errors import ModelError
+from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.weights.boxes import Box, Placement
+from megagrpo.weights.coverage import Region, storage_problems, tiling_error
+from megagrpo.weights.families import FAMILIES, Family, read_architecture, tensors_of
+from megagrpo.weights.families.architecture import (
+    Architecture,
+    Experts,
+    LatentAttention,
+    SigmoidRouter,
+    Tensor,
+    critic_of,
+)
+from megagrpo.weights.families.decoder import decoder_tensors
+from megagrpo.weights.families.reading import ConfigReader
+from megagrpo.weights.plan import make_plan
+from megagrpo.weights.sides import sglang, transformers
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
+from tests.safetensors_files import assert_same_files
+from tests.tiny_run import make_run
+from tests.weight_streams import Case, assert_equal, carry_out, manifests, through_ranks
+from tests.weights_oracle import (
+    ARCHITECTURES,
+    architecture,
+    engine_tensors,
+    held_by_ranks,
+    latent_architecture,
+    moe_architecture,
+    random_checkpoint,
+)
+
+# --- SGLang -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> Case:
+    """A model and an engine that can hold it. Sizes that need padding, and sizes that do not."""
+    tensor, device = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from(["cpu", "cuda"]))
+    per_rank = draw(st.integers(1, 2))
+    groups = tensor * per_rank if device == "cpu" or tensor == 3 else draw(st.sampled_from([1, 2, 4, 8]))
+    heads = max(groups, tensor) * draw(st.integers(1, 2))
+    changes: dict[str, Any] = {
+        "layers": draw(st.integers(1, 2)),
+        "heads": heads,
+        "query_groups": groups,
+        "head_dim": draw(st.sampled_from([3, 6])),
+        "vocab": draw(st.sampled_from([31, 64, 65, 129, 192])),
+        # Only the CPU pads MLPs that do not divide.
+        "ffn": 12 * draw(st.integers(1, 9)) - (draw(st.integers(0, 1)) if device == "cpu" else 0),
+    }
+    kind = draw(st.sampled_from(["dense", "experts", "mixtral", "latent"]))
+    if kind == "dense":
+        arch = architecture(**changes, tied_embeddings=draw(st.booleans()))
+        return Case(arch, ParallelLayout(), tensor, device=device)
+    expert = draw(st.sampled_from([size for size in (1, 2, 3, 4) if tensor % size == 0]))
+    experts = Experts(12, 2, 12 * draw(st.integers(1, 9)), True)
+    if kind == "mixtral":
+        hidden = heads * changes["head_dim"]  # SGLang's mixtral derives head_dim from it
+        changes |= {"family": "mixtral", "hidden": hidden, "qk_norm": False}
+    if kind == "latent":
+        shared, dense = experts.ffn * draw(st.integers(1, 2)), draw(st.integers(0, 1))
+        experts = replace(experts, router=SigmoidRouter(2, 1, 2.5), shared_ffn=shared, dense_layers=dense)
+        latent = LatentAttention(draw(st.sampled_from([None, 12])), 10, changes["head_dim"] - 2, 2, 5)
+        changes |= {"latent": latent, "query_groups": heads}
+    make = latent_architecture if kind == "latent" else moe_architecture
+    return Case(make(**changes, experts=experts), ParallelLayout(), tensor, expert=expert, device=device)
+
+
+@settings(max_examples=40)
+@given(case=engines())
+def test_engine_ranks_get_what_the_oracle_says(case: Case) -> None:
+    checkpoint = random_checkpoint(case.arch)
+    plan = replace(case, one_node=False).plan()
+    assert not [problem for manifest in plan.destinations for problem in storage_problems(manifest)]
+    for rank, tensors in enumerate(carry_out(plan, case.held(checkpoint))):
+        assert plan.destinations[rank].holder == f"engine 0 rank {rank}"
+        assert_equal(tensors, case.served(checkpoint, rank))
+
+
+NINE_ROWS = moe_architecture(experts=Experts(4, 2, 9, True))
+
+
+@pytest.mark.parametrize(
+    ("arch", "layout", "device", "named"),
+    [
+        (architecture(), {"tensor": 3}, "cuda", ["attention heads: 4", "ffn: 28", "a multiple or a divisor of 3"]),
+        (architecture(), {"tensor": 4}, "cpu", ["key-value heads: 2", "a multiple of 4, on the CPU"]),
+        (architecture(heads=12, query_groups=4), {"tensor": 6}, "cuda", ["key-value heads: 4"]),
+        (moe_architecture(), {"tensor": 4, "expert": 3}, "cuda", ["a divisor of tensor = 4", "experts: 4"]),
+        (NINE_ROWS, {"tensor": 2}, "cuda", ["expert ffn: 9"]),
+        (NINE_ROWS, {"tensor": 2}, "cpu", ["expert ffn: 9"]),  # SGLang would leave the last row out
+        (critic_of(architecture()), {"tensor": 1}, "cuda", ["qwen2 on SGLang", "value_head"]),
+        (latent_architecture(), {"tensor": 3}, "cpu", ["deepseek_v3", "attention heads: 4"]),
+        (moe_architecture(family="mixtral", tied_embeddings=True), {"tensor": 1}, "cuda", ["tied", "head_dim"]),
+    ],
+)
+def test_what_an_engine_cannot_hold_is_refused(
+    arch: Architecture, layout: dict[str, int], device: str, named: list[str]
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        sglang.manifest(arch, EngineLayoutConfig(**layout), 0, "float32", device)
+    assert all(text in str(caught.value) for text in named), caught.value
+
+
+def test_a_model_with_latent_attention_has_the_parameters_that_servers_have() -> None:
+    """Names and shapes as 0.5.23 reports them on the CPU for tests/tiny_models.py's deepseek_v3, tensor 2."""
+    latent = LatentAttention(query_rank=36, key_value_rank=28, plain_dim=14, rotary_dim=8, value_dim=10)
+    experts = Experts(8, 4, 20, True, SigmoidRouter(4, 2, 2.5), shared_ffn=40, dense_layers=1)
+    sizes = {"layers": 2, "hidden": 48, "ffn": 80, "vocab": 131, "head_dim": 22}
+    arch = latent_architecture(**sizes, latent=latent, experts=experts)
+    manifest = sglang.manifest(arch, EngineLayoutConfig(tensor=2), 1, "bfloat16", "cpu")
+    attention = {
+        "input_layernorm.weight": (48,),
+        "post_attention_layernorm.weight": (48,),
+        "self_attn.q_a_layernorm.weight": (36,),
+        "self_attn.kv_a_layernorm.weight": (28,),
+        "self_attn.fused_qkv_a_proj_with_mqa.weight": (72, 48),
+        "self_attn.q_b_proj.weight": (44, 36),
+        "self_attn.kv_b_proj.weight": (48, 28),
+        "self_attn.o_proj.weight": (48, 20),
+    }
+    dense = {"mlp.gate_up_proj.weight": (128, 48), "mlp.down_proj.weight": (48, 64)}  # 80 -> 128
+    sparse = {
+        "mlp.gate.weight": (8, 48),
+        "mlp.gate.e_score_correction_bias": (8,),
+        "mlp.experts.w13_weight": (8, 64, 48),  # 20 -> 64
+        "mlp.experts.w2_weight": (8, 48, 32),
+        "mlp.shared_experts.gate_up_proj.weight": (128, 48),  # 2 x 20 -> 2 x 64
+        "mlp.shared_experts.down_proj.weight": (48, 64),
+    }
+    outside = {"model.embed_tokens.weight": (96, 48), "model.norm.weight": (48,), "lm_head.weight": (96, 48)}
+    layers = [attention | dense, attention | sparse]
+    expected = {f"model.layers.{i}.{name}": shape for i, layer in enumerate(layers) for name, shape in layer.items()}
+    assert {name: storage.shape for name, storage in manifest.storages.items()} == outside | expected
+    wide = [name for name, storage in manifest.storages.items() if storage.dtype != "bfloat16"]
+    assert wide == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+
+
+# --- Megatron with transformer-engine ---------------------------------------------------------------------------------
+
+CASES = json.loads((Path(__file__).parents[1] / "golden" / "te_manifest.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_names_shapes_and_sharding_are_megatrons(case: dict[str, Any]) -> None:
+    arch, layout = ARCHITECTURES[case["kind"]](**case["architecture"]), ParallelLayout(**case["layout"])
+    unsharded: dict[Box, Placement] = {}
+    for placement in manifests(arch, ParallelLayout(), spec=TE_SPEC)[0].placements:
+        unsharded.setdefault(placement.box, placement)
+    for manifest, recorded in zip(manifests(arch, layout, spec=TE_SPEC), case["ranks"], strict=True):
+        assert {name: list(storage.shape) for name, storage in manifest.storages.items()} == {
+            name: parameter["shape"] for name, parameter in recorded.items()
+        }
+        regions: dict[str, list[Region]] = {name: [] for name in recorded}
+        for placement in manifest.placements:
+            whole = next(around for box, around in unsharded.items() if box.intersect(placement.box) == placement.box)
+            regions[placement.storage].append((whole.part(placement.box).at, placement.local_shape))
+            numbers = [int(word) for word in placement.box.tensor.split(".") if word.isdigit()]
+            assert numbers == recorded[placement.storage]["index"]
+        for name, parameter in recorded.items():
+            inside = [tuple(map(tuple, part)) for part in parameter["parts"]]
+            assert sum(len(by_part(part, regions[name])) for part in inside) == len(regions[name]), name
+            for part in inside:
+                assert not tiling_error(part, by_part(part, regions[name])), (manifest.holder, name)
+
+
+def by_part(part: Region, regions: list[Region]) -> list[Region]:
+    """The regions that lie inside a part."""
+    return [
+        region
+        for region in regions
+        if all(low <= at and at + size <= low + all_ for low, all_, at, size in zip(*part, *region, strict=True))
+    ]
+
+
+# --- a new family -----------------------------------------------------------------------------------------------------
+
+
+def toy(config: Mapping[str, Any]) -> Architecture:
+    """The whole of a family's file: biases and norms of queries and keys together, which no other family has."""
+    read = ConfigReader(config)
+    read.refuse_if_set("mlp_bias")
+    return read.architecture(qkv_bias=True, qk_norm=True)
+
+
+def toy_with_sinks(arch: Architecture) -> tuple[Tensor, ...]:
+    """With a kind of tensor that no side has been taught."""
+    sinks = Tensor("model.layers.0.self_attn.sinks", (arch.heads,), "sinks", 0)  # type: ignore[arg-type]
+    return (*decoder_tensors(arch), sinks)
+
+
+def test_a_dense_family_is_one_function_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(FAMILIES, "toy", Family(toy))
+    recipe = make_run(tmp_path, model_type="toy", head_dim=6, tie_word_embeddings=False)
+    model = tmp_path / "model"
+    arch, layout = read_architecture(model), ParallelLayout(tensor=2, pipeline=2)
+    checkpoint = random_checkpoint(arch)
+    save_file(checkpoint, model / "model.safetensors", {"format": "pt"})
+    engines = [sglang.manifest(arch, EngineLayoutConfig(tensor=2), rank, "float32", "cpu") for rank in range(2)]
+    for spec in (LOCAL_SPEC, TE_SPEC):
+        out = tmp_path / ("te" if spec is TE_SPEC else "local")
+        held, ranks = manifests(arch, layout, spec=spec), through_ranks(model, out, layout, spec=spec)
+        assert_same_files(model, out)
+        for tensors, expected in zip(ranks, held_by_ranks(arch, layout, checkpoint, spec is TE_SPEC), strict=True):
+            assert_equal(tensors, expected)
+        for rank, tensors in enumerate(carry_out(make_plan(held, engines), ranks)):
+            assert_equal(tensors, engine_tensors(arch, 2, 1, rank, "cpu", checkpoint))
+        (whole,) = carry_out(make_plan(held, [transformers.manifest(arch, "float32")]), ranks)
+        assert_equal(whole, checkpoint)
+    to_megatron(model, tmp_path / "megatron")
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    assert_same_files(model, tmp_path / "back")
+    assert cli.main(["plan", str(recipe), "rollout.engine=sglang", "cluster.device=cuda"]) == 0
+    assert "toy of" in capsys.readouterr().out
+
+
+def test_a_tensor_that_a_side_was_not_taught_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "toy", Family(toy, toy_with_sinks))
+    make_run(tmp_path, model_type="toy")
+    arch = read_architecture(tmp_path / "model")
+    assert tensors_of(arch)[-1].role == "sinks"
+    one = ParallelLayout()
+    for spec in (LOCAL_SPEC, TE_SPEC):
+        with pytest.raises(ModelError, match=r"toy on Megatron\n.*the role sinks"):
+            spec.manifest(arch, one, rank_grid(one)[0], "float32")
+    with pytest.raises(ModelError, match=r"toy on SGLang\n.*the role sinks"):
+        sglang.manifest(arch, EngineLayoutConfig(), 0, "float32", "cuda")
