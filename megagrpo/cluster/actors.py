@@ -167,9 +167,11 @@ class RankActor(RankProcess):
         self, plan: WeightPlan, source: int, transport: TransportName, rendezvous: Rendezvous, ranks_per_engine: int
     ) -> None:
         """Opens this rank's end of the weight sync: it is the plan's `source`-th."""
+        from megagrpo.weights.plan import require_own
         from megagrpo.weights.transport.choice import WeightSender
         from megagrpo.weights.transport.disk import DiskFiles
 
+        require_own(plan.sources[source], self.rank.manifest())
         directory = sync_directory(self.recipe).absolute()
         self.sender = WeightSender(
             transport,

@@ -26,7 +26,7 @@ from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.export import Export, write_part
-from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.plan import WeightPlan, require_own
 
 
 class ModelRank:
@@ -114,10 +114,12 @@ class ModelRank:
 
     def write_export(self, export: Export, plan: WeightPlan, source: int) -> None:
         """Writes this rank's part of a Hugging Face export. It is the plan's `source`-th. Raises CheckpointError."""
+        require_own(plan.sources[source], self.manifest())
         write_part(export, plan, source, self.tensors())
 
     def write_adapter_export(self, export: Export, plan: WeightPlan, source: int) -> None:
         """The same for a PEFT directory; the plan's sources are the ranks' adapter_manifest."""
+        require_own(plan.sources[source], self.adapter_manifest())
         self.offload.require(["parameters"])
         write_part(export, plan, source, self.policy.trained_adapters.tensors())
 

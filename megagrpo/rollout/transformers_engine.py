@@ -17,7 +17,7 @@ from megagrpo.types import FinishReason, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
 from megagrpo.weights.families import read_architecture
-from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.plan import WeightPlan, require_own
 from megagrpo.weights.sides import transformers as transformers_side
 from megagrpo.weights.transport.buckets import BucketReceiver
 from megagrpo.weights.transport.choice import TransportName, open_receiver
@@ -66,6 +66,7 @@ class TransformersEngine:
     ) -> None:
         self._disconnect()
         (destination,) = destinations
+        require_own(plan.destinations[destination], self._manifest)
         self._receiver = open_receiver(transport, plan, destination, self._tensors(), rendezvous, bucket_bytes)
 
     def begin_update(self, version: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from megagrpo.errors import Problem, WeightPlanError
+from megagrpo.errors import Problem, WeightPlanError, WeightSyncError
 from megagrpo.weights.boxes import (
     ITEM_BYTES,
     Box,
@@ -147,6 +147,17 @@ def make_plan(
     if problems := plan_problems(plan, _to_check(classes[1])):
         raise WeightPlanError(problems)
     return plan
+
+
+def require_own(planned: Manifest, own: Manifest) -> None:
+    """Raises WeightSyncError unless a plan's manifest of this rank is its own.
+
+    No digest can show that a plan was made from manifests in another order than the ranks take part in: both ends then
+    agree about the wrong bytes.
+    """
+    if planned != own:
+        given = f"the manifest of {planned.holder}" + (", with other boxes" if planned.holder == own.holder else "")
+        raise WeightSyncError(Problem(f"{own.holder}: its place in the plan", given, f"the manifest of {own.holder}"))
 
 
 def _to_check(destinations: Sequence[HolderClass]) -> Iterator[int]:

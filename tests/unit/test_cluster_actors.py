@@ -1,12 +1,25 @@
-"""Actors on the CPU of a machine that may have GPUs."""
+"""Actors on the CPU of a machine that may have GPUs, and ends of a plan made from manifests in another order."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from megagrpo.cluster.actors import RankActor
+from megagrpo.errors import WeightSyncError
+from megagrpo.megatron.model_rank import ModelRank
+from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.plan import make_plan, require_own
+from megagrpo.weights.transport.choice import TransportName
+from megagrpo.weights.transport.sglang import ServerWeights
+from tests.rollout_engines import model_directory, start_engine
 
 # What an actor's process does: import the actor's module, receive a recipe, start. The start ends at the first use of
 # the recipe, which is None here, or of the spec, which has hardly anything; by then torch is imported.
@@ -37,3 +50,39 @@ def test_an_actor_for_the_cpu_hides_the_gpus_from_torch(actor: str, arguments: s
         text=True,
     )
     assert done.stdout == "'' False\n", done.stderr
+
+
+class RankOf(ModelRank):
+    """A rank that holds one manifest, and no tensors."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.policy: Any = SimpleNamespace(
+            manifest=lambda: manifest, trained_adapters=SimpleNamespace(manifest=manifest)
+        )
+
+
+def test_every_end_refuses_a_plan_made_from_manifests_in_another_order(tmp_path: Path) -> None:
+    engine = start_engine(model_directory("qwen2", tmp_path))
+    (held,) = engine.manifests()
+    elsewhere = replace(held, holder="engine 1 rank 0")
+    own, other = replace(held, holder="train rank 0"), replace(held, holder="train rank 1")
+    plan = make_plan([other, own], [elsewhere, held])
+    rank, actor = RankOf(own), RankActor.__ray_metadata__.modified_class()
+    actor.rank = rank
+    server = ServerWeights(lambda *_: None, "engine 0", [held], {})
+    export: Any = None  # these are not reached
+    sync: Any = (TransportName.SHARED_MEMORY, None, 1)
+
+    for open_end, end in (
+        (lambda: actor.connect(plan, 0, *sync), own),
+        (lambda: rank.write_export(export, plan, 0), own),
+        (lambda: rank.write_adapter_export(export, plan, 0), own),
+        (lambda: engine.connect(plan, [0], *sync), held),
+        (lambda: server.connect(plan, [0], *sync), held),
+    ):
+        planned = other if end is own else elsewhere
+        with pytest.raises(WeightSyncError, match=f"{end.holder}: (.|\n)*the manifest of {planned.holder}\n"):
+            open_end()
+    with pytest.raises(WeightSyncError, match="with other boxes"):
+        require_own(replace(own, placements=own.placements[1:]), own)
+    require_own(plan.sources[1], own)

@@ -28,7 +28,7 @@ from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem, Wei
 from megagrpo.weights.boxes import ITEM_BYTES, Manifest
 from megagrpo.weights.digest import combine, digests
 from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.plan import WeightPlan, require_own
 from megagrpo.weights.transport.buckets import BucketReceiver
 from megagrpo.weights.transport.choice import TransportName, open_receiver
 from megagrpo.weights.transport.disk import DiskReceiver, Post, server_errors
@@ -71,6 +71,8 @@ class ServerWeights:
         Refused, naming the parameters, if the served model has not the names, shapes and dtypes of the manifests.
         """
         self.close()
+        for destination, manifest in zip(destinations, self._manifests, strict=True):
+            require_own(plan.destinations[destination], manifest)
         self._bucket_bytes = bucket_bytes
         check_verifiable(self._info, self._name, transport)
         self._member = rendezvous.join(f"driver of {self._manifests[0].holder}")
