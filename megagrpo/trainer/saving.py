@@ -92,7 +92,7 @@ def _export_adapter(ranks: TrainRanks, checked: Preflight[AnyRecipe], lora: Lora
     matrices = adapted_matrices(checked.architecture, lora.targets)
     config = peft_config(matrices, lora.rank, lora.alpha, checked.recipe.model.path)
     begun = begin_adapter_export(adapter_directory(checked.recipe), adapter_tensors(matrices, lora.rank), config, dtype)
-    ranks.write_adapter_export(begun, make_plan(ranks.adapter_manifests(), begun.files))
+    ranks.write_export(begun, make_plan(ranks.adapter_manifests(), begun.files), adapters=True)
     finish_export(begun)
 
 
