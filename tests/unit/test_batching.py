@@ -137,11 +137,6 @@ def test_many_short_sequences_are_batched_without_the_slower_way(monkeypatch):
     assert abs(tokens[0] - tokens[1]) <= 20
 
 
-def test_more_ranks_than_sequences_gives_idle_microbatches():
-    batches = batches_of([5, 9], ParallelLayout(data=4))
-    assert sorted(micro.rows for b in batches for micro in b.minibatches[0]) == [(), (), (0,), (1,)]
-
-
 def test_a_pipeline_gets_microbatches_enough_to_keep_its_stages_busy():
     def counts(sequences, **sizes):
         return [len(b.minibatches[0]) for b in batches_of([9] * sequences, ParallelLayout(**sizes), capacity=8192)]
@@ -165,12 +160,6 @@ def test_sequences_that_fit_only_when_packed_tightly_still_fit():
     assert max(lengths[filled].sum() for filled in spread_evenly(work.of(lengths), 2)) > 10
     batches = batches_of(lengths, ParallelLayout(), capacity=10, work=work)
     assert [micro.tokens for micro in batches[0].minibatches[0]] == [10, 10]
-
-
-def test_ranks_get_alike_microbatches_in_the_same_place():
-    shares = share_over_ranks([1.0, 9.0, 8.0, 2.0], 2)
-    assert sorted(map(sorted, shares)) == [[0, 1], [2, 3]]
-    assert {share[0] for share in shares} == {1, 2}
 
 
 COSTS = st.lists(st.integers(1, 1000), min_size=1, max_size=40)

