@@ -1,13 +1,17 @@
-"""Hugging Face directories written, and compared by the bits of their tensors, with the safetensors library alone."""
+"""Models and PEFT adapters written, and compared by the bits of their tensors, with the safetensors library alone."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+PEFT_CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+ADAPTED = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")
 
 
 def saved(directory: Path) -> dict[str, torch.Tensor]:
@@ -87,3 +91,17 @@ def in_fp8(directory: Path, source: Path) -> dict[str, torch.Tensor]:
 
 LARGE = {"hidden_size": 160, "intermediate_size": 300, "kv_lora_rank": 132, "moe_intermediate_size": 136}
 """Changes of a tiny deepseek_v3 by which its matrices have several blocks of scales."""
+
+
+def write_peft(directory: Path, model: Path, modules: tuple[str, ...] = ADAPTED, **config: Any) -> Path:
+    """Random low-rank adapters as PEFT's save_pretrained writes them."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for module in modules:
+        out, inputs = saved(model)[module + ".weight"].shape
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(4, inputs, generator=generator)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(out, 4, generator=generator)
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps(PEFT_CONFIG | config))
+    return directory

@@ -1,4 +1,4 @@
-"""A run whose engines, rewards and training ranks are a few lines each; what the driver does with them is real.
+"""A run with fake engines, rewards and training ranks; what the driver does with them is real.
 
 Prompts are p0, p1, ...; a test says what the samples of each score.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,14 +17,12 @@ from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.batching.work import TOKENS
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.data.cursor import Cursor
-from megagrpo.recipe.load import Places, apply_overrides
-from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.run import PhaseClock, Run
 from megagrpo.trainer.run_loop import Progress, first_progress, run_steps
 from megagrpo.trainer.stopping import Stopping
 from megagrpo.trainer.train import GrpoTraining
 from megagrpo.types import Group, Prompt, Sample, Score
-from tests.tiny_run import recipe
+from tests.tiny_run import recipe_with
 
 Scores = Callable[[int], Sequence[float | None]]
 
@@ -147,7 +144,7 @@ class FakeWeights:
     version = 0
 
     def sync(self, version: int) -> None:
-        """Samples say that version 0 made them; the driver's own check of it is tested elsewhere."""
+        """Nothing: samples say that version 0 made them."""
 
     def check_replicas(self) -> None:
         pass
@@ -165,9 +162,7 @@ def make_run(
     shuffle: bool = True,
 ) -> Any:
     """A Run of tests.tiny_run's recipe: 4 prompts of 4 samples in a step."""
-    tree, _, problems = apply_overrides(recipe(Path("tiny")), Places("recipe.yaml"), overrides)
-    assert not problems
-    settings = Recipe.model_validate(tree)
+    settings = recipe_with(*overrides)
     data = [Prompt(f"p{i}", (i + 1, i + 2), "sums", "2") for i in range(prompts)]
     return Run(
         settings,

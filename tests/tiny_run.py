@@ -73,10 +73,25 @@ def recipe(directory: Path) -> dict[str, Any]:
 
 
 def recipe_with(*overrides: str) -> Recipe:
-    """The same, changed. Its rules may be broken."""
+    """The same with overrides. It may break rules."""
     tree, _, problems = apply_overrides(recipe(Path("tiny")), Places("recipe.yaml"), overrides)
     assert not problems
     return Recipe.model_validate(tree)
+
+
+def tracked_recipe(directory: Path, **track: Any) -> Recipe:
+    """A recipe of a run in directory/runs/adder, with fields of its track section. Nothing in it has to exist."""
+    return Recipe.model_validate(
+        {
+            "name": "adder",
+            "model": {"path": "model"},
+            "data": {"train": [{"path": "train.parquet"}]},
+            "rollout": {"prompts_per_step": 2},
+            "reward": {"functions": [{"function": "gsm8k"}]},
+            "train": {"total_steps": 10},
+            "track": {"directory": str(directory / "runs"), "console": "off", "mlflow": None} | track,
+        }
+    )
 
 
 def make_model(directory: Path, **config: Any) -> None:

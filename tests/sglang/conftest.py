@@ -1,5 +1,3 @@
-"""Servers shared by all tests of a session."""
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,4 +1,4 @@
-"""Real SGLang servers for tests, few and shared: starting one takes as long as a hundred tests on it."""
+"""Real SGLang servers that tests share: starting one takes as long as a hundred tests on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAIT_SECONDS = 240.0
 AT_ONCE = 16
 CONTEXT = 4096
 TOKENS = 4000
-# Greedily, this prompt is continued without an end by the model of tied_server.
+# tied_server's model continues this prompt without an end when it samples greedily.
 ENDLESS = SamplingParams(TOKENS, temperature=0.0)
 ENDLESS_PROMPT = (5, 6, 9, 11)
 BUCKET_BYTES = 1 << 16
@@ -80,30 +80,30 @@ class Served:
         return load
 
     def wait_for_requests(self, count: int) -> None:
-        """Until as many run or wait in the server."""
+        """Until `count` requests run or wait in the server."""
         deadline = time.monotonic() + WAIT_SECONDS
         while (load := self.loads())["num_running_reqs"] + load["num_waiting_reqs"] != count:
             assert time.monotonic() < deadline, load
             time.sleep(0.02)
 
     def batches(self) -> int:
-        """How many the server has computed so far: it logs every one."""
+        """How many batches the server has computed: it logs each."""
         return sum(" batch, " in line for line in self.server.log.read_text().splitlines())
 
     def wait_for_batches(self, more: int) -> None:
-        """Until so many more were computed than now."""
+        """Until the server has computed `more` batches."""
         enough, deadline = self.batches() + more, time.monotonic() + WAIT_SECONDS
         while self.batches() < enough:
             assert time.monotonic() < deadline, self.server.log_end()
             time.sleep(0.01)
 
     def pause_in_place(self) -> None:
-        """Pauses without telling the engine: what it sends from now on waits in the server."""
+        """Pauses the server, not the engine: requests that the engine sends from now on wait in the server."""
         with self.client() as client:
             client.post("/pause_generation", {"mode": "in_place"})
 
     def abort_all(self) -> None:
-        """Ends the requests in the server, which are answered with the tokens that they have."""
+        """Ends the requests in the server with the tokens that they have."""
         with self.client() as client:
             client.post("/abort_request", {"abort_all": True})
 
@@ -181,7 +181,7 @@ def serve_directory(directory: Path, tensor: int, log: Path) -> Iterator[Served]
 
 
 class Trainer:
-    """One training rank's part: sends the weights of a checkpoint to one engine, and says what must have arrived."""
+    """A training rank that sends the weights of a checkpoint to one engine, and compares digests of what arrived."""
 
     def __init__(self, engine: SglangEngine, directory: Path) -> None:
         transport = TransportName.SHARED_MEMORY

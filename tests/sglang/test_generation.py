@@ -37,14 +37,12 @@ def test_logprobs_are_those_of_transformers_over_the_whole_vocabulary(
     for one, sample in zip(asked, served.engine.generate(asked), strict=True):
         assert difference(served.directory, one, sample) < 1e-5
         assert (sample.prompt_id, sample.index) == (one.prompt_id, one.index)
+        assert sample.versions.tolist() == [0] * len(sample.tokens)
         assert (sample.finish == "stop") == (sample.tokens[-1] == END)
         assert sample.finish == "stop" or len(sample.tokens) == 24
-
-
-def test_greedy_tokens_are_the_likeliest(tied_server: Served) -> None:
-    (sample,) = tied_server.engine.generate([ask(PROMPTS[0], SAMPLINGS["greedy"])])
-    logits = logits_of(tied_server.directory, PROMPTS[0], sample.tokens.tolist())
-    assert logits.argmax(-1).tolist() == sample.tokens.tolist()
+        if not sampling.temperature:
+            logits = logits_of(served.directory, one.tokens, sample.tokens.tolist())
+            assert logits.argmax(-1).tolist() == sample.tokens.tolist()
 
 
 @pytest.mark.parametrize("which", ["tied_server", "split_server"])
@@ -90,9 +88,9 @@ def test_the_models_own_end_token_ends_a_response(tied_server: Served) -> None:
     samples = tied_server.engine.generate([ask(PROMPTS[0], SamplingParams(120), seed=seed) for seed in range(24)])
     ended = [sample for sample in samples if END in sample.tokens]
     assert len(ended) > 3
-    assert all(
-        sample.finish == "stop" and sample.tokens.tolist().index(END) == len(sample.tokens) - 1 for sample in ended
-    )
+    for sample in ended:
+        assert sample.finish == "stop"
+        assert sample.tokens.tolist().index(END) == len(sample.tokens) - 1
 
 
 def test_more_requests_than_run_at_once_are_all_answered(tied_server: Served) -> None:
@@ -115,7 +113,7 @@ def test_a_request_past_its_time_limit_is_aborted_with_what_it_has(tied_server: 
 def test_the_time_limit_counts_from_when_samples_were_asked_for(tied_server: Served) -> None:
     with tied_server.trained(timeout_seconds=1.0, requests_at_once=1) as (engine, _):
         samples = engine.generate([ask(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(4)])
-    # One by one: those that had no turn in time are given up, not granted the whole limit anew.
+    # They run one by one: those that had no turn in time are aborted, and get no new limit.
     assert [(sample.finish, len(sample.tokens)) for sample in samples[1:]] == [("abort", 0)] * 3
 
 
@@ -128,8 +126,3 @@ def test_a_prompt_that_does_not_fit_is_refused_with_what_the_server_says_and_end
     with pytest.raises(EngineError, match="no tokens"):
         tied_server.engine.generate([ask([], SamplingParams(4))])
     assert tied_server.engine.generate([]) == []
-
-
-def test_every_token_carries_the_servers_weight_version(tied_server: Served) -> None:
-    (sample,) = tied_server.engine.generate([ask(PROMPTS[0], SamplingParams(5))])
-    assert sample.versions.tolist() == [0] * len(sample.tokens)

@@ -30,10 +30,10 @@ GPUS_PER_NODE = 8
 """Counted, not there: scripts ask for them, and Ray finds none."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "ip", "unshare", "mount", "hostname")
 START_SECONDS = 300.0
-"""For daemons, and a command of Slurm's, on a machine that is busy with something else."""
+"""For daemons, and for one command of Slurm, on a busy machine."""
 KILL_WAIT_SECONDS = 10
 NODE_TIMEOUT_SECONDS = 300
-"""As on most clusters: Slurm is the last to hear of a lost node."""
+"""As on most clusters: Slurm notices a lost node late."""
 
 REACH_SECONDS = 60
 LISTEN = """
@@ -124,7 +124,7 @@ class Slurm:
         return int(self.command("sbatch", "--parsable", *words, cwd=cwd))
 
     def job(self, job: int) -> dict[str, str]:
-        """What `scontrol show job` says: JobState, ExitCode, Restarts, ..."""
+        """Fields of `scontrol show job`: JobState, ExitCode, Restarts, ..."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "--oneliner", "show", "job", str(job))))
 
     def wait(self, moment: Callable[[], bool], what: str, seconds: float = START_SECONDS) -> None:
@@ -138,21 +138,10 @@ class Slurm:
         self.wait(lambda: self.job(job)["JobState"] in states, f"job {job} {' or '.join(states)}", seconds)
         return self.job(job)
 
-    def node(self, name: str) -> str:
-        """The state of a node, such as IDLE or DOWN*."""
-        return dict(re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "--oneliner", "show", "node", name)))["State"]
-
     def pids(self, node: str) -> list[int]:
-        """Every process in a node's namespace, its slurmd among them. What ended but was not reaped is not there."""
+        """Every process in a node's namespace, its slurmd among them, without zombies."""
         listed = subprocess.run(["ip", "netns", "pids", self._namespace(node)], capture_output=True, check=True)
         return [int(pid) for pid in listed.stdout.split()]
-
-    def cut(self, node: str) -> None:
-        """Cuts a node's network; nothing on it ends."""
-        self._ip("link", "set", self._link(node), "down")
-
-    def mend(self, node: str) -> None:
-        self._ip("link", "set", self._link(node), "up")
 
     def kill(self, node: str) -> None:
         """As when a node loses power."""

@@ -19,8 +19,7 @@ from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.convert.megatron import to_megatron
 from megagrpo.convert.torch_checkpoint import TorchFile, write_metadata
 from megagrpo.weights.boxes import Storage
-from tests.peft_files import write_peft
-from tests.safetensors_files import assert_same_files, saved
+from tests.safetensors_files import assert_same_files, saved, write_peft
 from tests.tiny_models import make_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from megagrpo.convert import hugging_face
 from megagrpo.convert.merge_lora import merge_lora, open_adapter
 from megagrpo.errors import CheckpointError, ModelError
-from tests.peft_files import ADAPTED, write_peft
-from tests.safetensors_files import saved
+from tests.safetensors_files import ADAPTED, saved, write_peft
 from tests.tiny_models import make_model
 
 Merged = dict[str, tuple[torch.Tensor, torch.Tensor]]

@@ -22,7 +22,7 @@ from megagrpo.track.sink import RunStart
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.step_metrics import excess_mismatch, mismatch_record, report_mismatch
 from megagrpo.types import Group, Prompt, Sample
-from tests.track_recipe import make_recipe
+from tests.tiny_run import tracked_recipe
 
 TOKEN = WorstToken("sums/3", 2, 5, 11, "12+34=", "4", "6#", -0.25, -2.5, 6)
 RECORD = MismatchRecord(7, 640, 0.001, 0.02, 2.25, 0.003, 0.0004, 1.01, 0.98, (TOKEN, replace(TOKEN, position=6)))
@@ -32,7 +32,7 @@ FOUND = Mismatch(tokens=9, worst=(), **{name: number / 10 for number, name in en
 
 def write(directory: Path, *records: MismatchRecord, resumed_step: int = 0) -> None:
     directory.mkdir(exist_ok=True)
-    traces = MismatchTraces(RunStart(make_recipe(directory), directory, 10, resumed_step))
+    traces = MismatchTraces(RunStart(tracked_recipe(directory), directory, 10, resumed_step))
     for record in records:
         traces.write(record)
     traces.close()
@@ -178,7 +178,7 @@ def test_the_threshold_is_of_the_recipes_metric(metric: str, value: float) -> No
 def test_past_the_threshold_a_run_is_warned_or_ended_and_otherwise_nothing_is_said(
     settings: dict[str, Any], ends: bool, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values = make_recipe(tmp_path, console="lines").model_dump()
+    values = tracked_recipe(tmp_path, console="lines").model_dump()
     values["rollout"]["mismatch"] |= {"metric": "max"} | settings
     recipe = Recipe.model_validate(values)
     sample = Sample("a", 0, np.array([4]), np.array([-2.0]), np.array([4]), "stop", "")

@@ -17,7 +17,7 @@ from megagrpo.track.metrics import METRICS, UndocumentedMetric, as_markdown, und
 from megagrpo.track.sink import RunStart
 from megagrpo.track.tracker import Tracker
 from megagrpo.types import Group, Prompt, Sample, Score
-from tests.track_recipe import make_recipe
+from tests.tiny_run import tracked_recipe
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def write_metrics(directory: Path, resumed_step: int, steps: range) -> list[int]:
     """The steps in metrics.jsonl after a run, continued after `resumed_step`, logged these; it is still open."""
     sink = JsonlMetrics()
-    sink.start(RunStart(make_recipe(directory), directory, 10, resumed_step))
+    sink.start(RunStart(tracked_recipe(directory), directory, 10, resumed_step))
     for step in steps:
         sink.log(step, {"reward/mean": step / 10})
     return [line["step"] for line in lines(directory / "metrics.jsonl")]
@@ -45,7 +45,7 @@ def test_a_run_has_one_line_per_step_whenever_it_is_killed_or_starts_anew(tmp_pa
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_json_cannot_say_is_null(tmp_path: Path, value: float) -> None:
     sink = JsonlMetrics()
-    sink.start(RunStart(make_recipe(tmp_path), tmp_path, 10))
+    sink.start(RunStart(tracked_recipe(tmp_path), tmp_path, 10))
     sink.log(1, {"grad_norm": value, "lr": 1.0})
     (line,) = lines(tmp_path / "metrics.jsonl")
     assert (line["grad_norm"], line["lr"]) == (None, 1.0)
@@ -56,7 +56,7 @@ def test_traces_hold_the_first_groups_of_a_step(tmp_path: Path) -> None:
     sample = Sample("p", 0, tokens, logprobs, np.zeros(2), "stop", "é 82")
     scores = (Score(1.0, {"gsm8k": 1.0}), Score(None, error="x"))
     group = Group(Prompt("p", (3, 4), "adder", "82", "sums"), (sample, sample), scores)
-    traces = RolloutTraces(RunStart(make_recipe(tmp_path, rollouts_per_step=1), tmp_path, 10))
+    traces = RolloutTraces(RunStart(tracked_recipe(tmp_path, rollouts_per_step=1), tmp_path, 10))
     traces.write(7, [group, group])
     (line,) = lines(tmp_path / "rollouts.jsonl")
     assert (line["step"], line["prompt_id"], line["ground_truth"], line["prompt_tokens"]) == (7, "p", "82", [3, 4])
@@ -69,7 +69,7 @@ def test_traces_hold_the_first_groups_of_a_step(tmp_path: Path) -> None:
 def test_a_run_directory_tells_what_was_run_and_the_last_lines_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = make_recipe(tmp_path, console="lines", mlflow={})
+    recipe = tracked_recipe(tmp_path, console="lines", mlflow={})
     with Tracker(recipe, 10) as tracker:
         tracker.start()
         tracker.log(1, {"reward/mean": 0.5})
@@ -90,7 +90,7 @@ def test_a_run_directory_tells_what_was_run_and_the_last_lines_how_to_go_on(
 
 
 def test_a_tracker_that_was_not_started_ends_quietly(tmp_path: Path) -> None:
-    with Tracker(make_recipe(tmp_path), 10):
+    with Tracker(tracked_recipe(tmp_path), 10):
         pass
     assert not (tmp_path / "runs").exists()
 
@@ -103,7 +103,7 @@ def test_leaving_tells_every_tracker_how_the_run_ended(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(module.JsonlMetrics, "finish", lambda self, status: told.append(status))
-    tracker = Tracker(make_recipe(tmp_path), 10)
+    tracker = Tracker(tracked_recipe(tmp_path), 10)
     tracker.start()
     tracker.__exit__(raised, raised and raised(), None)
     assert told == [status]
@@ -125,7 +125,7 @@ def test_names_that_are_not_in_the_table_are_found() -> None:
 
 
 def test_a_metric_without_an_entry_is_an_error_in_tests_and_logged_elsewhere(tmp_path: Path) -> None:
-    tracker = Tracker(make_recipe(tmp_path), 10)
+    tracker = Tracker(tracked_recipe(tmp_path), 10)
     tracker.start()
     with pytest.raises(UndocumentedMetric, match="rewards/mean"):
         tracker.log(1, {"rewards/mean": 0.5})

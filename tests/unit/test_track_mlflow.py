@@ -11,7 +11,7 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.track import mlflow
 from megagrpo.track.mlflow import MLflowTracker, flat, mlflow_name, tracking_uri
 from megagrpo.track.sink import RunStart
-from tests.track_recipe import make_recipe
+from tests.tiny_run import tracked_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def run_once(recipe: Recipe, directory: Path, steps: range, said: list[str], **s
 
 
 def test_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path) -> None:
-    recipe, said = make_recipe(tmp_path, mlflow={"experiment": "sums"}), list[str]()
+    recipe, said = tracked_recipe(tmp_path, mlflow={"experiment": "sums"}), list[str]()
     directory = tmp_path / "runs" / "adder"
     first = run_once(recipe, directory, range(1, 5), said)
     assert first.run_id
@@ -54,7 +54,7 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path) -> None:
 
 def test_a_server_that_fails_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
     said: list[str] = []
-    recipe = make_recipe(tmp_path, mlflow={"uri": "unknown-scheme://nowhere"})
+    recipe = tracked_recipe(tmp_path, mlflow={"uri": "unknown-scheme://nowhere"})
     tracker = run_once(recipe, tmp_path, range(1, 4), said)
     assert tracker.errors == 1
     assert tracker.run_id is None
@@ -62,7 +62,7 @@ def test_a_server_that_fails_is_said_once_and_ends_nothing(tmp_path: Path) -> No
 
 
 def test_the_run_is_known_to_a_checkpoint_right_after_the_start(tmp_path: Path) -> None:
-    recipe, said = make_recipe(tmp_path, mlflow={}), list[str]()
+    recipe, said = tracked_recipe(tmp_path, mlflow={}), list[str]()
     assert recipe.track.mlflow
     (tmp_path / "recipe.yaml").write_text("name: adder\n")
     tracker = MLflowTracker(recipe.track.mlflow, said.append)
@@ -75,7 +75,7 @@ def test_the_run_is_known_to_a_checkpoint_right_after_the_start(tmp_path: Path) 
 
 def test_an_error_that_is_not_mlflows_ends_nothing_either(tmp_path: Path) -> None:
     said: list[str] = []
-    recipe = make_recipe(tmp_path, mlflow={})
+    recipe = tracked_recipe(tmp_path, mlflow={})
     assert recipe.track.mlflow
     tracker = MLflowTracker(recipe.track.mlflow, said.append)
     tracker.start(RunStart(recipe, tmp_path / "missing", 10))  # no recipe.yaml there: an OSError in the thread
