@@ -74,7 +74,7 @@ def make_model(directory: Path, config: Mapping[str, Any]) -> None:
         for tensor in tensors_of(arch)
     }
     export = begin_export(directory, given, arch, DTYPE)
-    source = checkpoint.new_files(arch, DTYPE, 1 << 62)[0]
+    source = checkpoint.new_file(checkpoint.SINGLE, tensors_of(arch), DTYPE)
     write_part(export, make_plan([source], export.files), 0, values)
     finish_export(export)
 

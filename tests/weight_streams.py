@@ -129,13 +129,12 @@ def through_ranks(
     dtype_of_ranks: str = "float32",
     dtype: str = "float32",
     spec: Any = LOCAL_SPEC,
-    **options: int,
 ) -> list[Tensors]:
     """Loads a model into the ranks of a layout, which export it in `dtype` to `target`. Returns what the ranks hold."""
     arch = read_architecture(model)
     held = manifests(arch, layout, dtype_of_ranks, spec)
     ranks = loaded(model, held)
-    export = begin_export(target, model, arch, dtype, **options)
+    export = begin_export(target, model, arch, dtype)
     plan = make_plan(held, export.files)
     for rank, tensors in enumerate(ranks):
         assert not target.exists()

@@ -87,13 +87,14 @@ class RankActor:
     ) -> None:
         """Opens this rank's end of the weight sync: it is the plan's `source`-th."""
         from megagrpo.weights.plan import require_own
-        from megagrpo.weights.transport.choice import WeightSender
+        from megagrpo.weights.transport.choice import open_sender
         from megagrpo.weights.transport.disk import DiskFiles
 
         require_own(plan.sources[source], self.rank.manifest())
         recipe: Recipe = self.rank.recipe
         dtype = dtype_name(recipe, self.rank.device.type)
-        self.sender = WeightSender(
+        self.source, self.part = source, plan.part_for_source(source)
+        self.sender = open_sender(
             transport,
             plan,
             source,
@@ -105,10 +106,14 @@ class RankActor:
 
     def send_weights(self, version: int, destinations: Sequence[int]) -> Mapping[int, Mapping[str, int]]:
         """Sends this rank's part of the open sync. Returns its part of the digests expected at each destination."""
-        return self.sender.send(version, self.rank.tensors(), destinations)
+        from megagrpo.weights.digest import sent_digests
+
+        tensors = self.rank.tensors()
+        self.sender.send(version, tensors)
+        return sent_digests(self.part, self.source, tensors, destinations)
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> Mapping[str, int]:
-        return self.sender.bucket_digests(self.rank.tensors(), tensor, destinations)
+        return self.sender.bucket_digests(self.rank.tensors(), tensor, frozenset(destinations))
 
     def disconnect(self) -> None:
         self.sender.close()

@@ -156,9 +156,8 @@ class Rollouts:
                 doing="rollout",
                 timeout_seconds=longest,
                 error=EngineError,
-                at_first_failure=lambda text: None,
-                grace_seconds=longest,
                 watch=self._runtime.watch,
+                grace_seconds=longest,
             )
             for name, answer in answers.items():
                 samples |= zip(left[name], answer, strict=True)

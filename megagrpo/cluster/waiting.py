@@ -108,9 +108,9 @@ def settle(
     doing: str,
     timeout_seconds: float,
     error: type[MegagrpoError],
-    at_first_failure: Callable[[str], None],
-    grace_seconds: float,
     watch: NodeWatch | None,
+    at_first_failure: Callable[[str], None] = lambda text: None,
+    grace_seconds: float = 0.0,
 ) -> tuple[dict[str, Any], dict[str, MegagrpoError]]:
     """The answers of all actors: results, and errors, by name. Raises only what `watch` raises.
 

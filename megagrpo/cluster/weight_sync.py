@@ -64,10 +64,8 @@ class WeightSync:
 
         An engine that fails is restarted and brought up to date, `weights.attempts` times. No engine generates before
         its update is committed. All parts in train.offload but the parameters are moved to host memory and stay there:
-        engines on the same devices take their weights back before the cache.
-
-        Raises RankError if a training rank fails; WeightSyncError, naming tensors, buckets and engines, if an engine
-        cannot be brought to this version.
+        engines on the same devices take their weights back before the cache. Raises RankError if a training rank fails;
+        WeightSyncError, naming tensors, buckets and engines, if an engine cannot be brought to this version.
         """
         self._policy.release(keep=["parameters"])
         with self._policy.needed(["parameters"]):
@@ -100,8 +98,6 @@ class WeightSync:
             doing="closing weight sync",
             timeout_seconds=CLOSE_SECONDS,
             error=RankError,
-            at_first_failure=lambda text: None,
-            grace_seconds=0.0,
             watch=None,
         )
         remove_left_over(self._host.rendezvous.run)
@@ -174,9 +170,8 @@ class WeightSync:
             doing=f"weight sync: commit of version {version}",
             timeout_seconds=self._recipe.weights.timeout_seconds,
             error=EngineError,
-            at_first_failure=lambda text: None,
-            grace_seconds=GRACE_SECONDS,
             watch=self._policy.watch,
+            grace_seconds=GRACE_SECONDS,
         )
         failed |= uncommitted
         return failed, list(failed)
@@ -210,8 +205,6 @@ class WeightSync:
             doing=f"looking for the bucket of {tensor}",
             timeout_seconds=self._recipe.weights.timeout_seconds,
             error=WeightSyncError,
-            at_first_failure=lambda text: None,
-            grace_seconds=0.0,
             watch=self._policy.watch,
         )
         if failed:  # the tensor is named already; the next attempt finds the process that failed

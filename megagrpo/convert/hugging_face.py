@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from megagrpo.convert.job import Advance, Converted, Unit, convert
+from megagrpo.convert.job import Advance, Converted, by_layer, convert
 from megagrpo.convert.source import Source, open_source, pieces, whole
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Tensor
-from megagrpo.weights.files.export import FILE_BYTES, lay_out, write_all
+from megagrpo.weights.files.export import lay_out, write_all
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import torch_dtype
 
@@ -30,43 +30,39 @@ def to_hugging_face(
     model: Path | None = None,
     dtype: str | None = None,
     overwrite: bool = False,
-    file_bytes: int = FILE_BYTES,
 ) -> Converted:
     """A model directory for transformers and SGLang from the checkpoint at `path`.
 
     `model`: a Hugging Face directory with the config, if the checkpoint has none. `dtype`: a Storage's; None keeps
-    that of each tensor. Raises: ModelError or CheckpointError; `output` is as it was then.
+    that of each tensor. Raises ModelError or CheckpointError; `output` is as it was then.
     """
-    options = ["hugging face", dtype, file_bytes]
-    target_of = partial(HuggingFaceTarget, dtype=dtype, file_bytes=file_bytes)
-    return convert(open_source(path, model), output, overwrite, options, target_of)
+    target_of = partial(HuggingFaceTarget, dtype=dtype)
+    return convert(open_source(path, model), output, overwrite, ["hugging face", dtype], target_of)
 
 
 class HuggingFaceTarget:
     """safetensors files with their index, the model's config with the dtype, its tokenizer and generation config."""
 
-    def __init__(self, source: Source, dtype: str | None, file_bytes: int) -> None:
+    def __init__(self, source: Source, dtype: str | None) -> None:
         """`dtype` is that of the model; None keeps each tensor's own."""
         self._source = source
         self._dtypes = source.dtypes_as(dtype)
-        self._files = checkpoint.new_files(source.architecture, self._dtypes, file_bytes)
+        self._files = checkpoint.new_files(source.architecture, self._dtypes)
         self._entries = {
             name: (file.holder, entry) for file in self._files for name, entry in checkpoint.header_of(file)[1].items()
         }
-        self._units = _by_layer(source.tensors)
-        self.units: Sequence[Unit] = [
-            Unit(name, sum(self._bytes(tensor) for tensor in tensors)) for name, tensors in self._units
-        ]
+        self._units = by_layer(source.tensors, lambda tensor: tensor.name)
+        sizes = {t.name: math.prod(t.shape) * ITEM_BYTES[self._dtypes[t.name]] for t in source.tensors}
+        self.unit_bytes: Sequence[int] = [sum(sizes[tensor.name] for tensor in unit) for unit in self._units]
 
     def begin(self, directory: Path) -> None:
         lay_out(directory, self._files, self._source.model_directory, self._source.main_dtype(self._dtypes))
 
     def write(self, index: int, directory: Path, advance: Advance) -> Any:
-        _, tensors = self._units[index]
         expert = None
         opened: dict[str, int] = {}
         try:
-            for tensor in tensors:
+            for tensor in self._units[index]:
                 if tensor.expert != expert:
                     self._source.forget()
                     expert = tensor.expert
@@ -94,14 +90,3 @@ class HuggingFaceTarget:
             data = values.view(-1).view(torch.uint8).numpy().data
             write_all(descriptor, data, entry.begin + (box.start[0] * row_bytes if box.start else 0))
             advance(len(data))
-
-    def _bytes(self, tensor: Tensor) -> int:
-        return math.prod(tensor.shape) * ITEM_BYTES[self._dtypes[tensor.name]]
-
-
-def _by_layer(tensors: Sequence[Tensor]) -> list[tuple[str, list[Tensor]]]:
-    """The tensors of each layer together, experts in order; those outside layers one by one."""
-    units: dict[str, list[Tensor]] = {}
-    for tensor in tensors:
-        units.setdefault(tensor.name if tensor.layer is None else f"layer {tensor.layer}", []).append(tensor)
-    return list(units.items())

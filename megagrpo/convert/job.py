@@ -11,11 +11,11 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -23,12 +23,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megagrpo.convert.source import CONFIG, Source
 from megagrpo.errors import CheckpointError, Problem
+from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.files import publish, sync_directories
+from megagrpo.weights.sides.torch_dist import Chunk
 
 FORMAT = 1
 """The format of a conversion under way. A conversion that another version has begun is not continued."""
 CONTINUES = "what is done is kept: the same command again continues from there"
 
+Part = TypeVar("Part", Tensor, Chunk)
 Advance = Callable[[int], None]
 """Adds so many bytes to those that are done."""
 
@@ -45,19 +48,11 @@ class Converted:
     """Units (layers, mostly) that an earlier attempt had already done."""
 
 
-@dataclass(frozen=True)
-class Unit:
-    """A part of the work that is done again if it was not finished: a layer, or a tensor outside of layers."""
-
-    name: str
-    bytes: int
-
-
 class Target(Protocol):
     """What a conversion makes in a directory. Its functions raise OSError if the disk does not take it."""
 
-    @property
-    def units(self) -> Sequence[Unit]: ...
+    unit_bytes: Sequence[int]
+    """Of each unit: a part of the work that is done again if it was not finished, such as a layer."""
 
     def begin(self, directory: Path) -> None:
         """Makes what must be there before the first unit, in an empty directory."""
@@ -79,16 +74,54 @@ def convert(
 ) -> Converted:
     """Makes `output` from all of `source`. `options` are what else decides its bytes.
 
-    Raises: ModelError or CheckpointError; `output` is as it was then.
+    An earlier attempt at the same output from the same source is continued, any other is removed. With `overwrite`,
+    what `output` held before is replaced at the very end. Raises ModelError or CheckpointError; `output` is as it was
+    then.
     """
     target, output = target_of(source), output.absolute()
     config = (source.model_directory / CONFIG).read_text(encoding="utf-8")
     # Sizes and times tell whether a file of the source has changed since an earlier attempt.
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
     identity = json.dumps([FORMAT, options, str(source.directory), files, config])
-    continued = _run(target, output, identity, overwrite, f"{source.directory.name} to {output.name}")
-    total = sum(unit.bytes for unit in target.units)
-    return Converted(output, len(source.tensors), total, source.left_out, continued)
+    if output.exists() and not overwrite:
+        fix = "choose another place, or --overwrite to replace it"
+        raise CheckpointError(Problem(f"output {output}", "it exists", "a directory that does not", fix))
+    partial = output.with_name(f".{output.name}.partial")
+    sizes = target.unit_bytes
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        with _locked(partial / "journal", output) as journal:
+            making = partial / "output"
+            written = _entries(journal, identity) if making.is_dir() else []
+            if not written:
+                shutil.rmtree(making, ignore_errors=True)
+                making.mkdir()
+                target.begin(making)
+                journal.truncate(0)
+                _append(journal, identity)
+            earlier = len(written)
+            title = f"{source.directory.name} to {output.name}"
+            with bar(title, sum(sizes), sum(sizes[:earlier])) as advance:
+                for index in range(earlier, len(sizes)):
+                    written.append(target.write(index, making, advance))
+                    _append(journal, written[-1])
+            target.finish(making, written)
+            _sync_files(making)
+            publish(making, output)
+        shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        given = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+        problem = Problem(f"output {output}", given, "a place that can be written", CONTINUES)
+        raise CheckpointError(problem) from error
+    return Converted(output, len(source.tensors), sum(sizes), source.left_out, earlier)
+
+
+def by_layer(parts: Iterable[Part], name_of: Callable[[Part], str]) -> list[list[Part]]:
+    """The parts of each layer together, in their order; those outside of layers one by one, by their names."""
+    units: dict[int | str, list[Part]] = {}
+    for part in parts:
+        units.setdefault(name_of(part) if part.layer is None else part.layer, []).append(part)
+    return list(units.values())
 
 
 @contextmanager
@@ -99,48 +132,6 @@ def bar(title: str, total_bytes: int, done_bytes: int = 0) -> Iterator[Advance]:
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=total_bytes, completed=done_bytes)
         yield lambda count: progress.advance(task, count)
-
-
-def _run(target: Target, directory: Path, identity: str, overwrite: bool, title: str) -> int:
-    """Makes `directory`, and returns the number of units that an earlier attempt had done already.
-
-    An earlier attempt with the same `identity` is continued, any other is removed. With `overwrite`, what `directory`
-    held before is replaced at the very end.
-
-    Raises: CheckpointError if it exists, if another process is making it, or if it cannot be written.
-    """
-    if directory.exists() and not overwrite:
-        fix = "choose another place, or --overwrite to replace it"
-        raise CheckpointError(Problem(f"output {directory}", "it exists", "a directory that does not", fix))
-    partial = directory.with_name(f".{directory.name}.partial")
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial / "journal", directory) as journal:
-            output = partial / "output"
-            written = _entries(journal, identity) if output.is_dir() else []
-            if not written:
-                shutil.rmtree(output, ignore_errors=True)
-                output.mkdir()
-                target.begin(output)
-                journal.truncate(0)
-                _append(journal, identity)
-            earlier = len(written)
-            units = target.units
-            done_bytes = sum(unit.bytes for unit in units[:earlier])
-            with bar(title, sum(unit.bytes for unit in units), done_bytes) as advance:
-                for index in range(earlier, len(units)):
-                    written.append(target.write(index, output, advance))
-                    _append(journal, written[-1])
-            target.finish(output, written)
-            _sync_files(output)
-            publish(output, directory)
-        shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        given = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-        raise CheckpointError(
-            Problem(f"output {directory}", given, "a place that can be written", CONTINUES)
-        ) from error
-    return earlier
 
 
 @contextmanager

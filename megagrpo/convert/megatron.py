@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from megagrpo.convert.job import Advance, Converted, Unit, convert
+from megagrpo.convert.job import Advance, Converted, by_layer, convert
 from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source, pieces
 from megagrpo.convert.torch_checkpoint import TorchFile, Written, write_metadata
 from megagrpo.weights.boxes import ITEM_BYTES
-from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention
+from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.export import lay_out
 from megagrpo.weights.sides import torch_dist
 from megagrpo.weights.sides.torch_dist import Chunk
@@ -57,9 +57,9 @@ class MegatronTarget:
         self._source = source
         self._dtypes = source.dtypes_as(dtype)
         self._manifest = torch_dist.manifest(source.architecture, self._dtypes)
-        self._units = _by_layer(torch_dist.chunks(self._manifest))
-        self.units: Sequence[Unit] = [
-            Unit(name, sum(self._bytes(chunk) for chunk in chunks)) for name, chunks in self._units
+        self._units = by_layer(torch_dist.chunks(self._manifest), lambda chunk: chunk.key)
+        self.unit_bytes: Sequence[int] = [
+            sum(math.prod(chunk.shape) * self._item_bytes(chunk) for chunk in unit) for unit in self._units
         ]
 
     def begin(self, directory: Path) -> None:
@@ -70,7 +70,7 @@ class MegatronTarget:
     def write(self, index: int, directory: Path, advance: Advance) -> Any:
         written = []
         with TorchFile(directory / ITERATION / f"__{index}_0.distcp") as file:
-            for chunk in self._units[index][1]:
+            for chunk in self._units[index]:
                 for part in _parts(chunk, self._item_bytes(chunk)):
                     values = self._assemble(part)
                     written.append(asdict(file.add(part.key, part.start, values)))
@@ -109,16 +109,6 @@ class MegatronTarget:
     def _item_bytes(self, chunk: Chunk) -> int:
         return ITEM_BYTES[self._manifest.storages[chunk.key].dtype]
 
-    def _bytes(self, chunk: Chunk) -> int:
-        return math.prod(chunk.shape) * self._item_bytes(chunk)
-
-
-def _by_layer(chunks: Sequence[Chunk]) -> list[tuple[str, list[Chunk]]]:
-    units: dict[str, list[Chunk]] = {}
-    for chunk in chunks:
-        units.setdefault(chunk.key if chunk.layer is None else f"layer {chunk.layer}", []).append(chunk)
-    return list(units.items())
-
 
 def _parts(chunk: Chunk, item_bytes: int) -> Iterator[Chunk]:
     """The chunk as runs of rows of at most CHUNK_BYTES."""
@@ -137,16 +127,8 @@ def _arguments(arch: Architecture) -> dict[str, Any]:
 
     The number of rows of the embedding is left out: Megatron-LM pads it to its own layout and loads either size.
     """
-    arguments = _dense(arch) | _rope(arch)
-    if arch.latent is not None:
-        arguments |= _latent(arch.latent)
-    if arch.experts is not None:
-        arguments |= _experts(arch.experts, arch.layers)
-    return arguments
-
-
-def _dense(arch: Architecture) -> dict[str, Any]:
-    return {
+    rope, yarn, experts, latent = arch.rope, arch.rope.yarn, arch.experts, arch.latent
+    arguments: dict[str, Any] = {
         "num_layers": arch.layers,
         "hidden_size": arch.hidden,
         "ffn_hidden_size": arch.ffn,
@@ -163,7 +145,7 @@ def _dense(arch: Architecture) -> dict[str, Any]:
         "squared_relu": False,
         "add_bias_linear": False,
         "add_qkv_bias": arch.qkv_bias,
-        "qk_layernorm": arch.qk_norm or arch.latent is not None,
+        "qk_layernorm": arch.qk_norm or latent is not None,
         "untie_embeddings_and_output_weights": not arch.tied_embeddings,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -174,12 +156,6 @@ def _dense(arch: Architecture) -> dict[str, Any]:
         "ckpt_format": "torch_dist",
         "no_save_optim": True,
         "no_save_rng": True,
-    }
-
-
-def _rope(arch: Architecture) -> dict[str, Any]:
-    rope, yarn = arch.rope, arch.rope.yarn
-    arguments: dict[str, Any] = {
         "position_embedding_type": "rope",
         "use_rotary_position_embeddings": True,
         "rotary_base": int(rope.theta),
@@ -199,38 +175,33 @@ def _rope(arch: Architecture) -> dict[str, Any]:
             "mscale": yarn.mscale,
             "mscale_all_dim": yarn.mscale_all_dim,
         }
-    return arguments
-
-
-def _latent(latent: LatentAttention) -> dict[str, Any]:
-    return {
-        "multi_latent_attention": True,
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.key_value_rank,
-        "qk_head_dim": latent.plain_dim,
-        "qk_pos_emb_head_dim": latent.rotary_dim,
-        "v_head_dim": latent.value_dim,
-    }
-
-
-def _experts(experts: Experts, layers: int) -> dict[str, Any]:
-    dense = experts.dense_layers
-    arguments: dict[str, Any] = {
-        "num_experts": experts.count,
-        "moe_ffn_hidden_size": experts.ffn,
-        "moe_router_topk": experts.per_token,
-        "moe_router_pre_softmax": not experts.normalize_top_k,
-        # With a list Megatron expects keys of its own for each layer, which the checkpoint has if layers differ.
-        "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
-    }
-    if experts.shared_ffn:
-        arguments["moe_shared_expert_intermediate_size"] = experts.shared_ffn
-    if (router := experts.router) is not None:
+    if latent is not None:
         arguments |= {
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_topk_scaling_factor": router.scale,
-            "moe_router_num_groups": router.groups,
-            "moe_router_group_topk": router.groups_per_token,
+            "multi_latent_attention": True,
+            "q_lora_rank": latent.query_rank,
+            "kv_lora_rank": latent.key_value_rank,
+            "qk_head_dim": latent.plain_dim,
+            "qk_pos_emb_head_dim": latent.rotary_dim,
+            "v_head_dim": latent.value_dim,
         }
+    if experts is not None:
+        dense = experts.dense_layers
+        arguments |= {
+            "num_experts": experts.count,
+            "moe_ffn_hidden_size": experts.ffn,
+            "moe_router_topk": experts.per_token,
+            "moe_router_pre_softmax": not experts.normalize_top_k,
+            # With a list Megatron expects keys of its own for each layer, which the checkpoint has if layers differ.
+            "moe_layer_freq": [0] * dense + [1] * (arch.layers - dense) if dense else 1,
+        }
+        if experts.shared_ffn:
+            arguments["moe_shared_expert_intermediate_size"] = experts.shared_ffn
+        if (router := experts.router) is not None:
+            arguments |= {
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_topk_scaling_factor": router.scale,
+                "moe_router_num_groups": router.groups,
+                "moe_router_group_topk": router.groups_per_token,
+            }
     return arguments

@@ -34,7 +34,7 @@ from megagrpo.errors import CheckpointError, ModelError, Problem
 from megagrpo.weights.boxes import Box, Placement
 from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.files.adapters import PREFIX, SUFFIX_A, SUFFIX_B, key_a, key_b, merged
-from megagrpo.weights.files.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FILE_BYTES
+from megagrpo.weights.files.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from megagrpo.weights.files.loading import read_region
 from megagrpo.weights.sides.checkpoint import DTYPES, read_header
 from megagrpo.weights.views import torch_dtype
@@ -85,24 +85,22 @@ def merge_lora(
     model: Path | None = None,
     dtype: str | None = None,
     overwrite: bool = False,
-    file_bytes: int = FILE_BYTES,
 ) -> Converted:
     """A Hugging Face model from the checkpoint at `path` and a PEFT adapter or training checkpoint of adapters.
 
     Sums are computed in float32 and rounded once, to `dtype` (None: that of each tensor). `model` as in
-    to_hugging_face. Raises: ModelError or CheckpointError; `output` is as it was then.
+    to_hugging_face. Raises ModelError or CheckpointError; `output` is as it was then.
     """
     adapter = open_adapter(adapter_path)
     source = _merged_source(open_source(path, model), adapter, dtype)
-    options = ["merged", dtype, file_bytes, str(adapter.path), json.dumps(dict(adapter.scales), sort_keys=True)]
-    return convert(source, output, overwrite, options, partial(HuggingFaceTarget, dtype=dtype, file_bytes=file_bytes))
+    options = ["merged", dtype, str(adapter.path), json.dumps(dict(adapter.scales), sort_keys=True)]
+    return convert(source, output, overwrite, options, partial(HuggingFaceTarget, dtype=dtype))
 
 
 def _merged_source(source: Source, adapter: Adapter, dtype: str | None) -> Source:
-    """The same checkpoint with the adapter added to every matrix that is read.
+    """The same checkpoint with the adapter added to every matrix that is read. Raises ModelError for a wrong adapter.
 
     Only the result is rounded: a matrix is read in a dtype no narrower than what is stored or wanted.
-    Raises ModelError if the adapter is of another model.
     """
     adapter.check(source.tensors)
     dtypes = dict(source.dtypes)
@@ -123,10 +121,7 @@ def _merged_source(source: Source, adapter: Adapter, dtype: str | None) -> Sourc
 
 
 def open_adapter(path: Path) -> Adapter:
-    """The adapters at `path`: a PEFT directory, a training checkpoint, or a run's checkpoints (the newest whole one).
-
-    Raises: CheckpointError or ModelError.
-    """
+    """The adapters at `path`: a PEFT directory, a training checkpoint, or a run's newest whole checkpoint."""
     path = path.absolute()
     if (path / ADAPTER_CONFIG).is_file():
         return _of_peft(path)

@@ -67,10 +67,7 @@ class Source:
         return sizes.most_common(1)[0][0]
 
     def read(self, box: Box) -> torch.Tensor:
-        """The values of `box`, in its shape and the dtype that dtypes[box.tensor] says.
-
-        Raises CheckpointError if they cannot be read.
-        """
+        """The values of `box`, in its shape and the dtype dtypes[box.tensor]. Raises CheckpointError."""
         values = torch.empty(box.shape, dtype=torch_dtype(self.dtypes[box.tensor]))
         for placement, region in self.held[box.tensor]:
             common = placement.box.intersect(box)
@@ -89,9 +86,8 @@ def open_source(path: Path, model: Path | None = None, *, otherwise: Path | None
     """The checkpoint at `path`, of any kind.
 
     `model` is the Hugging Face directory with the config, for kinds that have none. By default it is the model that the
-    checkpoint was converted or trained from; if that is not there either, `otherwise`.
-
-    Raises: ModelError or CheckpointError if it is not a checkpoint, is not whole, or is of another model.
+    checkpoint was converted or trained from; if that is not there either, `otherwise`. Raises ModelError or
+    CheckpointError.
     """
     path = path.absolute()
     if (path / METADATA).is_file():

@@ -50,8 +50,7 @@ class Comparison:
 def verify(first: Path, second: Path, *, model: Path | None = None, dtype: str | None = None) -> Comparison:
     """Compares every tensor of the model bit by bit; `dtype`: after a cast of both to it.
 
-    A checkpoint without a config is read with that of `model`, or else of the other one. Raises: ModelError or
-    CheckpointError if one of them is not whole.
+    A checkpoint without a config is read with that of `model`, or else of the other one.
     """
     left, right = (_open(first, second, model), _open(second, first, model))
     shapes = {tensor.name: tensor for tensor in right.tensors}

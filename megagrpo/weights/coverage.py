@@ -98,17 +98,13 @@ def storage_problems(manifest: Manifest) -> list[Problem]:
     return problems
 
 
-@lru_cache(maxsize=4096)
-def _storage_error(whole: Region, pieces: tuple[Region, ...]) -> str:
-    """tiling_error; kept, because the storages of all layers and of all ranks are cut in the same few ways."""
-    return tiling_error(whole, pieces)
+_storage_error = lru_cache(maxsize=4096)(tiling_error)
+"""Kept, because the storages of all layers and of all ranks are cut in the same few ways."""
 
 
 def check_sources(tensors: Iterable[Tensor], sources: Sequence[Manifest]) -> None:
-    """Every element of these checkpoint tensors lies in at least one source, and no source has anything outside them.
-
-    Raises: WeightPlanError naming each tensor for which this is not so, and the holders of the rest of it.
-    """
+    """Raises WeightPlanError for each of these checkpoint tensors with an element that no source holds, naming the
+    holders of the others, and for anything in a source that is not in them."""
     boxes: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for manifest in sources:
         for placement in manifest.placements:

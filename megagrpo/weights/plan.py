@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 from megagrpo.errors import Problem, WeightPlanError, WeightSyncError
 from megagrpo.weights.boxes import (
@@ -22,24 +21,14 @@ from megagrpo.weights.boxes import (
     classes_of,
 )
 from megagrpo.weights.coverage import Located, Region, describe, storage_problems, tiling_error
-from megagrpo.weights.planning import routes_between
+from megagrpo.weights.planning.routes import Routes, routes_between
 
 CHECKED_PLACEMENTS = 100_000
 """Placements that are checked when a plan is made, which takes about five seconds."""
 
 
-class Transfers(Protocol):
-    """All transfers of a plan, found by their ends. Between two ends their order is always the same."""
-
-    def outgoing(self, source: int, destination: int | None = None) -> tuple[Transfer, ...]: ...
-
-    def incoming(self, destination: int) -> tuple[Transfer, ...]: ...
-
-    def passed_on(self, via: int) -> tuple[Transfer, ...]: ...
-
-
 class ListedTransfers:
-    """Implements Transfers as a list: one rank's part of a plan."""
+    """As Routes, in a list: one rank's part of a plan."""
 
     def __init__(self, transfers: Iterable[Transfer]) -> None:
         self._all = tuple(transfers)
@@ -65,7 +54,7 @@ class WeightPlan:
     sources: tuple[Manifest, ...]
     destinations: tuple[Manifest, ...]
     topology: Topology
-    transfers: Transfers
+    transfers: Routes | ListedTransfers
 
     def incoming(self, destination: int) -> tuple[Transfer, ...]:
         """All that a destination receives: first what sources send to it, then what destinations pass on to it."""
@@ -124,9 +113,8 @@ def make_plan(
     once for each node that needs it, and the sources that hold a box share it evenly, by bytes. Without a topology each
     holder is on a node of its own.
 
-    Holders that differ only in their names should share one `placements` object: they are then compared at once.
-
-    Raises: WeightPlanError naming each tensor that no source holds, and each storage that is not covered exactly once.
+    Holders that differ only in their names should share one `placements` object: they are then compared at once. Raises
+    WeightPlanError, naming each tensor that no source holds and each storage that is not covered exactly once.
     """
     if topology is None:
         apart = (

@@ -45,23 +45,16 @@ def model_tensors(model: torch.nn.Module, manifest: Manifest) -> dict[str, torch
 
 
 def stored_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of all the manifest's storages, detached, once each has the shape and dtype that the manifest says.
-
-    Raises: ModelError naming every storage that is missing, is not in the manifest, or has another shape or dtype.
-    """
-    problems = [_mismatch(manifest, tensors, name) for name in manifest.storages]
-    problems += [
-        Problem(f"{manifest.holder}: {name}", "a tensor", "nothing: no storage has this name")
-        for name in tensors.keys() - manifest.storages.keys()
-    ]
-    if found := [problem for problem in problems if problem is not None]:
-        raise ModelError(sorted(found, key=str))
+    """The tensors of all the manifest's storages, detached. Raises ModelError, naming every storage that is missing, is
+    not in the manifest, or has another shape or dtype than the manifest says."""
+    wanted = {name: f"{list(storage.shape)} {storage.dtype}" for name, storage in manifest.storages.items()}
+    given = {name: f"{list(its.shape)} {str(its.dtype).removeprefix('torch.')}" for name, its in tensors.items()}
+    if wanted != given:
+        raise ModelError(
+            Problem(
+                f"{manifest.holder}: {name}", given.get(name, "no such tensor"), wanted.get(name, "no such storage")
+            )
+            for name in sorted(wanted.keys() | given.keys())
+            if wanted.get(name) != given.get(name)
+        )
     return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def _mismatch(manifest: Manifest, tensors: Mapping[str, torch.Tensor], name: str) -> Problem | None:
-    storage, tensor = manifest.storages[name], tensors.get(name)
-    if tensor is not None and tuple(tensor.shape) == storage.shape and tensor.dtype == torch_dtype(storage.dtype):
-        return None
-    given = "no such tensor" if tensor is None else f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    return Problem(f"{manifest.holder}: {name}", given, f"{list(storage.shape)} {storage.dtype}")

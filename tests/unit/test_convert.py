@@ -22,6 +22,7 @@ from megagrpo.convert.source import open_source, whole
 from megagrpo.convert.torch_checkpoint import TorchCheckpoint, TorchFile, write_metadata
 from megagrpo.errors import CheckpointError, ModelError
 from megagrpo.weights.boxes import Box, Storage
+from megagrpo.weights.sides import checkpoint
 from tests.safetensors_files import LARGE, assert_same_files, in_fp8, saved, stack_experts, with_tensors
 from tests.tiny_models import FAMILIES, make_model, reference_logits
 
@@ -35,13 +36,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back_gives_the_same_bits_which_transformers_loads(family: str, models: Path, tmp_path: Path) -> None:
+def test_there_and_back_gives_the_same_bits_which_transformers_loads(
+    family: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_model(family, models / family)
     (model / "tokenizer_config.json").write_text("{}")
     (model / "generation_config.json").write_text('{"eos_token_id": 3}')
     done = to_megatron(model, tmp_path / "megatron")
     assert not done.left_out
-    to_hugging_face(tmp_path / "megatron", tmp_path / "back", file_bytes=150_000)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 150_000)
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
     assert_same_files(model, tmp_path / "back")
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 1
     assert (tmp_path / "back" / "tokenizer_config.json").exists()

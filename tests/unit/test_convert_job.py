@@ -212,7 +212,7 @@ def large_model(directory: Path) -> tuple[Path, int]:
         "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "dtype": "bfloat16",
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
-    (file,) = checkpoint.new_files(read_architecture(directory), "bfloat16", 1 << 40)
+    (file,) = checkpoint.new_files(read_architecture(directory), "bfloat16")
     header, entries = checkpoint.header_of(file)
     random = np.random.default_rng(0)
     with (directory / file.holder).open("wb") as stream:

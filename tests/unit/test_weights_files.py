@@ -17,6 +17,7 @@ from megagrpo.errors import CheckpointError, ModelError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.export import begin_export, finish_export
+from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.sides.checkpoint import extra_tensors
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 from tests.safetensors_files import LARGE, assert_same_files, in_fp8, saved, stack_experts, with_tensors
@@ -161,10 +162,11 @@ def test_only_the_bytes_that_a_rank_owns_are_read(model: Path, monkeypatch: pyte
 # --- exporting --------------------------------------------------------------------------------------------------------
 
 
-def test_transformers_loads_a_sharded_export(models: Path, tmp_path: Path) -> None:
+def test_transformers_loads_a_sharded_export(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 40_000)
     model, out = make_model("qwen2_tied", models / "qwen2_tied"), tmp_path / "out"
     (model / "tokenizer_config.json").write_text("{}")
-    through_ranks(model, out, ParallelLayout(tensor=2, pipeline=2), file_bytes=40_000)
+    through_ranks(model, out, ParallelLayout(tensor=2, pipeline=2))
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
     assert (out / "tokenizer_config.json").exists()
     before, after = (

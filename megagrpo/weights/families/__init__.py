@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.families import deepseek_v3, llama, mixtral, qwen
+from megagrpo.weights.families import deepseek_v3, plain
 from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.families.decoder import decoder_tensors
 
@@ -29,20 +29,17 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(deepseek_v3.architecture_of, deepseek_v3.tensors_of),
-    "llama": Family(llama.architecture_of),
-    "mixtral": Family(mixtral.architecture_of, mixtral.tensors_of),
-    "qwen2": Family(qwen.qwen2),
-    "qwen3": Family(qwen.qwen3),
-    "qwen3_moe": Family(qwen.qwen3_moe, qwen.qwen3_moe_tensors),
+    "llama": Family(plain.llama),
+    "mixtral": Family(plain.mixtral, plain.mixtral_tensors),
+    "qwen2": Family(plain.qwen2),
+    "qwen3": Family(plain.qwen3),
+    "qwen3_moe": Family(plain.qwen3_moe, plain.qwen3_moe_tensors),
 }
 """By model_type in config.json."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a config.json (as a dict) describes.
-
-    Raises: ModelError naming the family or every feature of it that is not supported.
-    """
+    """The architecture that a config.json (as a dict) describes. Raises ModelError, naming what is not supported."""
     family = config.get("model_type")
     if family not in FAMILIES:
         near = get_close_matches(str(family), FAMILIES, n=1)
@@ -57,10 +54,7 @@ def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
 
 
 def read_architecture(directory: str | Path) -> Architecture:
-    """The architecture of the model in `directory`, from its config.json.
-
-    Raises: ModelError if the file is missing, is not a JSON object, or describes an unsupported model.
-    """
+    """The architecture of the model in `directory`, from its config.json. Raises ModelError."""
     path = Path(directory) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

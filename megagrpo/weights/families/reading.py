@@ -118,10 +118,8 @@ class ConfigReader:
         experts: Experts | None = None,
         latent: LatentAttention | None = None,
     ) -> Architecture:
-        """Reads the numbers that all families share, and joins them with the parts that the family gives.
-
-        Raises: ModelError with every problem found so far.
-        """
+        """Reads the numbers that all families share, and joins them with the parts that the family gives. Raises
+        ModelError with every problem found so far."""
         hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
         groups = self.integer("num_key_value_heads", default=heads)
         if heads % groups:

@@ -29,7 +29,6 @@ from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import box_view, stored_tensors, torch_dtype
 
-FILE_BYTES = 5 * 1000**3
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMPANIONS = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -47,26 +46,20 @@ class Export:
     files: tuple[Manifest, ...]
 
 
-def begin_export(
-    directory: str | Path, model_directory: str | Path, arch: Architecture, dtype: str, file_bytes: int = FILE_BYTES
-) -> Export:
+def begin_export(directory: str | Path, model_directory: str | Path, arch: Architecture, dtype: str) -> Export:
     """Makes the files at their full size, and copies the model's config, tokenizer and generation config beside them.
 
-    Removes what an interrupted export to the same place left behind. `dtype` is a Storage's, such as bfloat16.
-
-    Raises: CheckpointError if the directory cannot be written.
+    Removes what an interrupted export to the same place left behind. `dtype` is a Storage's, such as bfloat16. Raises
+    CheckpointError.
     """
-    files = checkpoint.new_files(arch, dtype, file_bytes)
+    files = checkpoint.new_files(arch, dtype)
     return _begin(directory, files, lambda partial: lay_out(partial, files, Path(model_directory), dtype))
 
 
 def begin_adapter_export(
     directory: str | Path, tensors: Sequence[Tensor], config: Mapping[str, Any], dtype: str
 ) -> Export:
-    """Makes a PEFT directory with these tensors of adapters and this config (weights/files/adapters.py).
-
-    Raises: CheckpointError if the directory cannot be written.
-    """
+    """Makes a PEFT directory with these tensors of adapters and this config. Raises CheckpointError."""
     file = checkpoint.new_file(ADAPTER_WEIGHTS, tensors, dtype)
 
     def make(partial: Path) -> None:
@@ -90,10 +83,8 @@ def _begin(directory: str | Path, files: tuple[Manifest, ...], make: Callable[[P
 
 
 def lay_out(directory: Path, files: tuple[Manifest, ...], model_directory: Path, dtype: str) -> None:
-    """Makes the files in `directory` at their full size without their values, and the model's other files.
-
-    `dtype` goes into config.json. Raises OSError.
-    """
+    """Makes the files in `directory` at their full size without their values, and the model's other files, with `dtype`
+    in config.json. Raises OSError."""
     for pattern in COMPANIONS:
         for companion in model_directory.glob(pattern):
             shutil.copyfile(companion, directory / companion.name)
@@ -114,10 +105,7 @@ def _write_empty(directory: Path, file: Manifest) -> None:
 
 @torch.no_grad()
 def write_part(export: Export, plan: WeightPlan, source: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes what `source` sends to the files, cast to their dtype. The ranks write disjoint bytes, in any order.
-
-    Raises: CheckpointError if a file cannot be written; ModelError if `tensors` are not what the manifest says.
-    """
+    """Writes what `source` sends to the files, cast to their dtype. The ranks write disjoint bytes, in any order."""
     storages = stored_tensors(plan.sources[source], tensors)
     for index in plan.destinations_of(source):
         file = export.files[index]

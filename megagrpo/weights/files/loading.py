@@ -37,20 +37,14 @@ class ModelFiles:
     """The weights of a model directory: what each file holds, and the values of any part of a tensor."""
 
     def __init__(self, directory: str | Path, arch: Architecture | None = None) -> None:
-        """`arch`: what to look for, by default what config.json describes.
-
-        Raises: ModelError listing everything that is missing, has another shape or cannot be read.
-        """
+        """`arch`: what to look for, by default what config.json describes. Raises ModelError with every problem."""
         directory = Path(directory)
         self.manifests: tuple[Manifest, ...] = manifests(directory, arch)
         self.paths = weight_files(directory)
         self._entries = {name: (path, entry) for path in self.paths for name, entry in read_header(path).items()}
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Elements start[i] .. start[i] + shape[i] of a stored tensor; fp8 as the bfloat16 that it stands for.
-
-        Raises: CheckpointError if the file cannot be read.
-        """
+        """Elements start[i] .. start[i] + shape[i] of a stored tensor; fp8 as the bfloat16 that it stands for."""
         values = read_region(*self._entries[name], start, shape)
         if values.dtype != torch.float8_e4m3fn:
             return values
@@ -74,9 +68,7 @@ def load_files(
 
     `arch` is the architecture of the manifest where config.json describes another one: a critic starts from a language
     model, or from a model with a value head. Optional tensors (Tensor.optional) that the files lack become zeros.
-
-    Raises: ModelError listing everything that is missing or has another shape; nothing has been written then.
-    CheckpointError if a file cannot be read.
+    Raises ModelError with every problem, before anything is written; CheckpointError if a file cannot be read.
     """
     storages = stored_tensors(manifest, tensors)
     files = ModelFiles(directory, arch)

@@ -5,7 +5,3 @@ Ranks that hold the same boxes are one class, and bytes with the same holders an
 numbers for each cut, so that a cluster of thousands of ranks is planned in seconds; a rank's own transfers are written
 out when it asks for them.
 """
-
-from megagrpo.weights.planning.routes import Routes, routes_between
-
-__all__ = ["Routes", "routes_between"]

@@ -103,10 +103,7 @@ class _Cell:
 
 def bundles_of(sources: Sequence[HolderClass], destinations: Sequence[HolderClass]) -> list[Bundle]:
     """All elements that destinations have a box for. An element that is wanted in two dtypes, or twice by one
-    destination, is in two bundles.
-
-    Raises: WeightPlanError naming each tensor with elements that no source holds.
-    """
+    destination, is in two bundles. Raises WeightPlanError, naming each tensor with elements that no source holds."""
     held: dict[str, list[_Held]] = defaultdict(list)
     for index, of_class in enumerate(sources):
         for placement in of_class.manifest.placements:

@@ -29,9 +29,7 @@ def routes_between(sources: Sequence[HolderClass], destinations: Sequence[Holder
     A destination takes from a source on its own device what that source has, then from the sources on its node. The
     rest crosses the network once for all destinations of a node that want the same: each of them receives a part and
     passes it on to the others. Sources share evenly what they all hold, over the network and within nodes separately;
-    destinations share evenly what they all want.
-
-    Raises: WeightPlanError naming each tensor with elements that no source holds.
+    destinations share evenly what they all want. Raises WeightPlanError, as `bundles_of`.
     """
     bundles = bundles_of(sources, destinations)
     return Routes(bundles, _segments(bundles, topology), sources, destinations)
@@ -61,16 +59,10 @@ class Segments:
         bundle, begin, end, source, landing, group = np.array(rows, np.int64).reshape(-1, 6).T
         return cls(bundle, begin, end, source, landing, group, members, first)
 
-    def group_members(self, group: int) -> np.ndarray:
-        return self.members[self.first[group] : self.first[group + 1]]
-
-    def groups_with(self, member: int) -> np.ndarray:
-        return np.searchsorted(self.first, np.flatnonzero(self.members == member), side="right") - 1
-
 
 class Routes:
-    """Implements Transfers (plan.py) as segments of bundles. Transfers are written out for one end at a time, and not
-    kept."""
+    """All transfers of a plan, found by their ends, as segments of bundles. They are written out for one end at a time,
+    and not kept. Between two ends their order is always the same."""
 
     def __init__(
         self,
@@ -83,21 +75,20 @@ class Routes:
         self._sources, self._destinations = _Placements(sources), _Placements(destinations)
 
     def outgoing(self, source: int, destination: int | None = None) -> tuple[Transfer, ...]:
-        """All bytes that come from a source, to one destination or to all, also those that a destination passes on."""
         chosen = self.segments.source == source
         return self._written_out(chosen if destination is None else chosen & self._reaches(destination), destination)
 
     def incoming(self, destination: int) -> tuple[Transfer, ...]:
-        """All that a destination receives: first what sources send to it, then what destinations pass on to it."""
         return self._written_out(self._reaches(destination), destination)
 
     def passed_on(self, via: int) -> tuple[Transfer, ...]:
-        """All that a destination passes on to others."""
         landed = self._written_out(self.segments.landing == via, None)
         return tuple(transfer for transfer in landed if transfer.via is not None)
 
     def _reaches(self, destination: int) -> np.ndarray:
-        return np.isin(self.segments.group, self.segments.groups_with(destination))
+        segments = self.segments
+        groups = np.searchsorted(segments.first, np.flatnonzero(segments.members == destination), side="right") - 1
+        return np.isin(segments.group, groups)
 
     def _written_out(self, chosen: np.ndarray, destination: int | None) -> tuple[Transfer, ...]:
         rows = np.flatnonzero(chosen)
@@ -110,7 +101,8 @@ class Routes:
         segments = self.segments
         bundle = self.bundles[segments.bundle[row]]
         source, landing = int(segments.source[row]), int(segments.landing[row])
-        members = segments.group_members(segments.group[row]).tolist() if destination is None else [destination]
+        first, end = segments.first[segments.group[row] :][:2]
+        members = segments.members[first:end].tolist() if destination is None else [destination]
         boxes = list(bundle.boxes(int(segments.begin[row]), int(segments.end[row])))
         come = [self._sources.around(source, box)[0].part(box) for box in boxes]
         for member in members:

@@ -25,6 +25,7 @@ SCALE_SUFFIX = "_scale_inv"
 FP8_STANDS_FOR = "bfloat16"
 VALUE_BIAS = "score.bias"
 LARGEST_HEADER_BYTES = 100_000_000
+FILE_BYTES = 5 * 1000**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,7 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
 
     `arch` is what to look for in the files: by default what config.json describes. Experts may be stored one by one, or
     stacked as transformers 5 holds them. Weights in fp8 with scales are described as the bfloat16 that they stand for.
-    Tensors that are not of the model are left out: see `extra_tensors`.
-
-    Raises: ModelError listing every missing tensor, wrong shape, unknown dtype and unreadable file.
+    Tensors that are not of the model are left out: see `extra_tensors`. Raises ModelError with every problem.
     """
     directory = Path(directory)
     arch = arch or read_architecture(directory)
@@ -81,10 +80,7 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
 
 
 def extra_tensors(directory: str | Path) -> list[str]:
-    """Names in the model's files that no side holds, for example layers that predict further tokens.
-
-    Raises: ModelError as `manifests` does for the files and the config.
-    """
+    """Names in the model's files that no side holds, for example layers that predict further tokens."""
     directory = Path(directory)
     parts, _ = _known(read_architecture(directory))
     names = {name for path in weight_files(directory) for name in read_header(path)}
@@ -177,21 +173,21 @@ def _json(path: Path, text: bytes) -> dict[str, Any]:
     return value
 
 
-def new_files(arch: Architecture, dtype: str | Mapping[str, str], file_bytes: int) -> tuple[Manifest, ...]:
-    """The files of a checkpoint to be written: the tensors in model order, in files of at most `file_bytes` each.
+def new_files(arch: Architecture, dtype: str | Mapping[str, str]) -> tuple[Manifest, ...]:
+    """The files of a checkpoint to be written: the tensors in model order, in files of at most FILE_BYTES each.
 
-    `dtype` is that of the model, or one for each tensor. A tensor larger than `file_bytes` has a file of its own.
-    One file is called model.safetensors, several are numbered.
+    `dtype` is that of the model, or one for each tensor. A larger tensor has a file of its own. One file is called
+    model.safetensors, several are numbered.
     """
     dtypes = {
         tensor.name: tensor.stored_as(dtype) if isinstance(dtype, str) else dtype[tensor.name]
         for tensor in tensors_of(arch)
     }
     groups: list[list[Tensor]] = []
-    size = file_bytes
+    size = FILE_BYTES
     for tensor in tensors_of(arch):
         tensor_bytes = prod(tensor.shape) * ITEM_BYTES[dtypes[tensor.name]]
-        if size + tensor_bytes > file_bytes:
+        if size + tensor_bytes > FILE_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(tensor)

@@ -54,10 +54,8 @@ class MegatronSpec:
     pre_experts_norm: str = "pre_mlp_layernorm.weight"
 
     def manifest(self, arch: Architecture, layout: ParallelLayout, where: RankCoordinates, dtype: str) -> Manifest:
-        """Storages `chunk{c}.{parameter name}` for each model chunk c of this rank.
-
-        Raises: ModelError if the model cannot be split in this way.
-        """
+        """Storages `chunk{c}.{parameter name}` for each model chunk c of this rank. Raises ModelError if the layout
+        does not divide the model."""
         if problems := self._split_problems(arch, layout):
             raise ModelError(problems)
         rank = _Rank(arch, layout, where, self, ManifestBuilder(f"train rank {where.rank}", dtype))

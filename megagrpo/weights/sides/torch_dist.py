@@ -62,10 +62,7 @@ def manifest(arch: Architecture, dtypes: Mapping[str, str]) -> Manifest:
 
 
 def stored_manifest(arch: Architecture, stored: Mapping[str, Storage], holder: str) -> Manifest:
-    """What a checkpoint with the tensors `stored` holds of the model. Rows of padding are fills.
-
-    Raises: ModelError listing every key that is missing or has another shape.
-    """
+    """What a checkpoint with the tensors `stored` holds of the model. Rows of padding are fills. Raises ModelError."""
     candidates = [
         (parameters, stacked)
         for parameters in _specs(arch)

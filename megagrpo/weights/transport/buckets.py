@@ -228,7 +228,7 @@ def _by_tensor(plan: WeightPlan, destination: int) -> dict[str, list[Placement]]
 
 
 class BucketSender:
-    """Implements Sender (choice.py) with a transport, for the `source`-th training rank of `plan`."""
+    """The end of the `source`-th training rank of `plan`."""
 
     def __init__(
         self, plan: WeightPlan, source: int, rendezvous: Rendezvous, bucket_bytes: int, transport: Transport
@@ -239,6 +239,11 @@ class BucketSender:
         self._member.announce()
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Sends to the destinations of the open sync what the plan says, cast to their dtype. `tensors` are by storage
+        name, on any device, and may be changed once this returns.
+
+        Raises WeightSyncError, naming the missing peer and the bucket, or ModelError.
+        """
         with self._member.attend(version) as sync:
             storages = stored_tensors(self._plan.sources[self._source], tensors)
             buckets = list(outgoing(self._plan, self._source, sync.destinations, self._bucket_bytes))
@@ -252,6 +257,7 @@ class BucketSender:
         return _digests_by_bucket(self._plan, buckets, tensors, tensor, lambda piece: piece.source)
 
     def close(self) -> None:
+        """Frees buffers and connections. May be called twice."""
         self._transport.close()
 
 
@@ -277,10 +283,7 @@ class BucketReceiver:
         self._member.announce()
 
     def receive(self, version: int) -> None:
-        """Writes everything in place. The engine must not generate meanwhile.
-
-        Raises: WeightSyncError naming the missing peer and the bucket.
-        """
+        """Writes everything in place. The engine must not generate meanwhile. Raises WeightSyncError."""
         with self._member.attend(version) as sync:
             plan, active = self._plan, sync.destinations
             if self._destination not in active:
@@ -303,7 +306,6 @@ class BucketReceiver:
         }
 
     def close(self) -> None:
-        """Frees buffers and connections. May be called twice."""
         self._transport.close()
 
 

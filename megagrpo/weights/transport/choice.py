@@ -2,11 +2,11 @@
 
     host = RendezvousHost(host="10.0.0.1", timeout_seconds=600)                            # driver
     transport = choose_transport("auto", plan.topology, external=False)                    # driver
-    sender = WeightSender(transport, plan, source, host.rendezvous, bucket_bytes, ...)     # in every training rank
+    sender = open_sender(transport, plan, source, host.rendezvous, bucket_bytes, ...)      # in every training rank
     receiver = open_receiver(transport, plan, destination, tensors, host.rendezvous, ...)  # in every engine rank
 
     host.open(version, destinations)               # driver, before each sync: which engine ranks take part
-    sender.send(version, tensors, destinations)    # in every training rank, all at the same time as
+    sender.send(version, tensors)                  # in every training rank, all at the same time as
     receiver.receive(version)                      # in every engine rank that takes part
     host.abort(problems)                           # driver, if one of them failed: all others end with WeightSyncError
 
@@ -18,15 +18,13 @@ To add a transport, add its name here and a class that implements Transport (buc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Protocol
 
 import torch
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.weights.boxes import Topology
-from megagrpo.weights.digest import sent_digests
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.transport.buckets import BucketReceiver, BucketSender, Peer, Transport, destination_peer
 from megagrpo.weights.transport.disk import DiskFiles, DiskSender
@@ -48,27 +46,14 @@ class TransportName(StrEnum):
     """A checkpoint on a file system that both ends reach."""
 
 
-class Sender(Protocol):
-    """One training rank's end. It lasts from sync to sync."""
-
-    def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Sends to the destinations of the open sync what the plan says, cast to their dtype. `tensors` are by storage
-        name, on any device, and may be changed once this returns.
-
-        Raises: WeightSyncError naming the missing peer and the bucket; ModelError if `tensors` are not those of the
-        source's manifest.
-        """
-        ...
-
-    def close(self) -> None:
-        """Frees buffers and connections. May be called twice."""
-        ...
+Sender = BucketSender | DiskSender
+"""The end of one training rank. It lasts from sync to sync."""
 
 
 def choose_transport(wanted: str, topology: Topology, *, external: bool) -> TransportName:
-    """The transport for `wanted`, the recipe's weights.transfer. `external`: other people's servers are the engines.
+    """The transport for `wanted`, the recipe's weights.transfer. `external`: the run does not start its servers.
 
-    Raises: RecipeError if the recipe names a transport that cannot work here.
+    Raises RecipeError if the recipe names a transport that cannot work here.
     """
     nodes = {place.node for place in (*topology.sources, *topology.destinations)}
     if wanted == "auto":
@@ -83,49 +68,6 @@ def choose_transport(wanted: str, topology: Topology, *, external: bool) -> Tran
     return transport
 
 
-class WeightSender:
-    """A training rank's end of the weight sync, with any transport: it sends, and says what must have arrived.
-
-    The rank is the `source`-th of `plan`, the plan between all training ranks and all engine ranks; an engine has
-    `ranks_per_engine` of these. `files` is where TransportName.DISK writes.
-    """
-
-    def __init__(
-        self,
-        transport: TransportName,
-        plan: WeightPlan,
-        source: int,
-        rendezvous: Rendezvous,
-        bucket_bytes: int,
-        *,
-        ranks_per_engine: int,
-        files: DiskFiles,
-    ) -> None:
-        self._source, self._part = source, plan.part_for_source(source)
-        self._sender = open_sender(
-            transport, plan, source, rendezvous, bucket_bytes, ranks_per_engine=ranks_per_engine, files=files
-        )
-
-    def send(
-        self, version: int, tensors: Mapping[str, torch.Tensor], destinations: Iterable[int]
-    ) -> dict[int, dict[str, int]]:
-        """Sends this rank's part of the open sync. Returns its part of what each destination must then hold: partial
-        digests by destination and checkpoint tensor. Raises WeightSyncError or ModelError."""
-        self._sender.send(version, tensors)
-        return sent_digests(self._part, self._source, tensors, destinations)
-
-    def bucket_digests(
-        self, tensors: Mapping[str, torch.Tensor], tensor: str, destinations: Iterable[int]
-    ) -> dict[str, int]:
-        """Digests of one checkpoint tensor in each bucket of the last sync, by label; empty without buckets."""
-        if not isinstance(self._sender, BucketSender):
-            return {}
-        return self._sender.bucket_digests(tensors, tensor, frozenset(destinations))
-
-    def close(self) -> None:
-        self._sender.close()
-
-
 def open_sender(
     transport: TransportName,
     plan: WeightPlan,
@@ -136,7 +78,11 @@ def open_sender(
     ranks_per_engine: int = 1,
     files: DiskFiles | None = None,
 ) -> Sender:
-    """A training rank's end. Exact shards need only the rank's part of the plan; DISK needs the whole and `files`."""
+    """The end of the `source`-th training rank.
+
+    Exact shards need only the rank's part of the plan. DISK needs all of it, the number of engine ranks in each engine,
+    and `files`, where it writes.
+    """
     if transport is TransportName.DISK and files is not None:
         return DiskSender(plan, source, rendezvous, files, ranks_per_engine)
     return BucketSender(plan, source, rendezvous, bucket_bytes, _transport(transport, plan, source, rendezvous))
@@ -152,7 +98,7 @@ def open_receiver(
 ) -> BucketReceiver:
     """An engine rank's end, for exact shards, in the process that holds `tensors`, its storages by name.
 
-    `plan` may be the rank's part of the whole. Raises: ModelError if `tensors` are not those of the manifest.
+    `plan` may be the rank's part of the whole. Raises ModelError if `tensors` are not those of the manifest.
     """
     of_peer = _transport(transport, plan, destination_peer(plan, destination), rendezvous)
     return BucketReceiver(plan, destination, tensors, rendezvous, bucket_bytes, of_peer)

@@ -22,7 +22,7 @@ import torch
 from megagrpo.errors import CheckpointError, EngineError, MegagrpoError, Problem, WeightSyncError
 from megagrpo.weights.boxes import Manifest, classes_of
 from megagrpo.weights.families import read_architecture
-from megagrpo.weights.files.export import FILE_BYTES, Export, finish_export, lay_out, write_part
+from megagrpo.weights.files.export import Export, finish_export, lay_out, write_part
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.transport.rendezvous import Rendezvous, Sync
@@ -55,11 +55,11 @@ def plan_for_files(sources: Sequence[Manifest], destinations: Sequence[Manifest]
     for of_class in classes_of(destinations):
         for placement in of_class.manifest.placements:
             dtypes.setdefault(placement.box.tensor, of_class.manifest.storages[placement.storage].dtype)
-    return make_plan(sources, checkpoint.new_files(read_architecture(files.model_directory), dtypes, FILE_BYTES))
+    return make_plan(sources, checkpoint.new_files(read_architecture(files.model_directory), dtypes))
 
 
 class DiskSender:
-    """Implements Sender (choice.py). `plan` leads to the engine ranks, of which each engine has `ranks_per_engine`."""
+    """The end of the `source`-th training rank. In `plan` each engine has `ranks_per_engine` destinations."""
 
     def __init__(
         self, plan: WeightPlan, source: int, rendezvous: Rendezvous, files: DiskFiles, ranks_per_engine: int
@@ -70,6 +70,7 @@ class DiskSender:
         self._member.announce()
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """As BucketSender.send."""
         directory = self._files.version(version)
         partial_directory = directory.with_name(f".{directory.name}.partial")
         export = Export(directory, partial_directory, self._plan.destinations)
@@ -81,6 +82,12 @@ class DiskSender:
                 self._member.next_message(_source_queue(self._source), lambda: missing)
                 write_part(export, self._plan, self._source, tensors)
                 self._member.push(_source_queue(LEADER), ["written", self._source])
+
+    def bucket_digests(
+        self, tensors: Mapping[str, torch.Tensor], tensor: str, active: frozenset[int]
+    ) -> dict[str, int]:
+        """Files have no buckets."""
+        return {}
 
     def close(self) -> None:
         """Nothing is kept between syncs."""

@@ -17,6 +17,7 @@ import pickle
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ import numpy as np
 import torch
 
 from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem, WeightSyncError
+from megagrpo.weights import boxes
 from megagrpo.weights.boxes import ITEM_BYTES, Manifest
 from megagrpo.weights.digest import combine, digests
 from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.plan import WeightPlan, require_own
+from megagrpo.weights.plan import ListedTransfers, WeightPlan, require_own
 from megagrpo.weights.transport.buckets import BucketReceiver
 from megagrpo.weights.transport.choice import TransportName, open_receiver
 from megagrpo.weights.transport.disk import DiskReceiver, Post, server_errors
@@ -131,17 +133,15 @@ class ServerWeights:
         body = {"serialized_named_tensors": [serialize(command) for command in commands]}
         self._post("/update_weights_from_tensor", body | {"load_format": LOAD_FORMAT, "flush_cache": False})
         member.start_clock()
-        answers = [self._answer(member, action, holder, key) for holder, key in ranks]
+        answers = []
+        for holder, key in ranks:
+            where, given = f"{holder}: {action}", "no answer, though its server answered"
+            missing = partial(Problem, where, given, "the same megagrpo in the server as here")
+            answers.append(member.wait(partial(member.read, key), missing))
+            member.delete(key)
         if problems := [Problem(*problem) for answer in answers for problem in answer.get("problems", ())]:
             raise WeightSyncError(problems)
         return [answer["value"] for answer in answers]
-
-    def _answer(self, member: Member, action: str, holder: str, key: str) -> dict[str, Any]:
-        given = "no answer, though its server answered"
-        missing = Problem(f"{holder}: {action}", given, "the same megagrpo in the server as here")
-        answer: dict[str, Any] = member.wait(lambda: member.read(key), lambda: missing)
-        member.delete(key)
-        return answer
 
 
 def serialize(command: Mapping[str, Any]) -> str:
@@ -180,9 +180,8 @@ def checked_digests(
 
     `directory` is the checkpoint that the server has loaded, `manifests` say what its ranks hold of it. The parameters
     that it must have are made anew from the files, about `bucket_bytes` at a time; their checksums are compared with
-    the server's, and they are digested.
-
-    Raises WeightSyncError naming every parameter that is missing, is not planned, or whose checksum differs.
+    the server's, and they are digested. Raises WeightSyncError, naming every parameter that is missing, is not planned,
+    or whose checksum differs.
     """
     where = f"{manifests[0].holder}: /weights_checker"
     with server_errors(manifests[0].holder):
@@ -249,18 +248,11 @@ CAUGHT = (MegagrpoError, OSError, RuntimeError, ValueError, LookupError, TypeErr
 """What a wrong command, model, plan or peer raises. An exception that leaves `load` ends the whole server."""
 
 PLAN_CLASSES = frozenset(
-    {
-        ("megagrpo.weights.boxes", "Box"),
-        ("megagrpo.weights.boxes", "Fill"),
-        ("megagrpo.weights.boxes", "Manifest"),
-        ("megagrpo.weights.boxes", "Place"),
-        ("megagrpo.weights.boxes", "Placement"),
-        ("megagrpo.weights.boxes", "Storage"),
-        ("megagrpo.weights.boxes", "Topology"),
-        ("megagrpo.weights.boxes", "Transfer"),
-        ("megagrpo.weights.plan", "ListedTransfers"),
-        ("megagrpo.weights.plan", "WeightPlan"),
-    }
+    (each.__module__, each.__name__)
+    for each in (
+        boxes.Box, boxes.Fill, boxes.Manifest, boxes.Place, boxes.Placement, boxes.Storage, boxes.Topology,
+        boxes.Transfer, ListedTransfers, WeightPlan,
+    )  # fmt: skip
 )
 
 
@@ -278,7 +270,9 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
             setattr(model, ATTRIBUTE, state)
         answer = {"value": state.do(command)}
     except CAUGHT as error:
-        answer = {"problems": _problems(command, error)}
+        problem = (f"{command['name']}: {command['action']} weights", f"{type(error).__name__}: {error}", "", "")
+        found = [astuple(each) for each in error.problems] if isinstance(error, MegagrpoError) else [problem]
+        answer = {"problems": found}
     if state is None or state.rendezvous != rendezvous:
         logger.error("no rendezvous to answer in: %s", answer)
         return
@@ -391,9 +385,3 @@ def check_derived(model: torch.nn.Module) -> None:
                 problems.append(Problem(f"{name}.{derived}", given, needed, "report it, with the version of SGLang"))
     if problems:
         raise ModelError(problems)
-
-
-def _problems(command: Mapping[str, Any], error: Exception) -> list[tuple[Any, ...]]:
-    if isinstance(error, MegagrpoError):
-        return [astuple(problem) for problem in error.problems]
-    return [(f"{command['name']}: {command['action']} weights", f"{type(error).__name__}: {error}", "", "")]

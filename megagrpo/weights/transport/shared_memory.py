@@ -111,10 +111,8 @@ def remove_abandoned() -> None:
 
 
 class FileArea:
-    """A file in /dev/shm that no other user may read, locked for as long as it is mapped here.
-
-    Raises WeightSyncError if /dev/shm has no room for all of it.
-    """
+    """A file in /dev/shm that no other user may read, locked for as long as it is mapped here. Raises WeightSyncError
+    if there is no room for all of it."""
 
     def __init__(self, name: str, area_bytes: int) -> None:
         remove_abandoned()

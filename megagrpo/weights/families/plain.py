@@ -1,13 +1,25 @@
-"""Qwen2, Qwen2.5 and Qwen3, dense and with a mixture of experts."""
+"""Llama, Qwen and Mixtral: attention by query groups, and in every layer an MLP or the same number of experts.
+
+transformers 5 stacks experts in memory, under names of its own (sides/transformers.py). It splits them again when it
+saves, under the names of published checkpoints, which these are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from megagrpo.weights.families.architecture import Architecture, Experts, Tensor
+from megagrpo.weights.families.architecture import Architecture, Experts
 from megagrpo.weights.families.decoder import decoder_tensors, routed_experts
 from megagrpo.weights.families.reading import ConfigReader
+
+
+def llama(config: Mapping[str, Any]) -> Architecture:
+    """Llama 2 and 3.x (`LlamaForCausalLM`): no biases, rotary embedding with or without llama3 scaling."""
+    read = ConfigReader(config)
+    read.refuse_if_set("attention_bias", "mlp_bias")
+    return read.architecture()
 
 
 def qwen2(config: Mapping[str, Any]) -> Architecture:
@@ -40,9 +52,22 @@ def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
     return read.architecture(qk_norm=True, experts=experts)
 
 
-def qwen3_moe_tensors(arch: Architecture) -> tuple[Tensor, ...]:
-    """The names of published checkpoints, one tensor per expert and projection.
+qwen3_moe_tensors = partial(decoder_tensors, mlp=routed_experts)
 
-    transformers 5 stacks them in memory (sides/transformers.py) and splits them again when it saves.
-    """
-    return decoder_tensors(arch, routed_experts)
+
+def mixtral(config: Mapping[str, Any]) -> Architecture:
+    """Mixtral (`MixtralForCausalLM`): llama's attention, and experts instead of an MLP in every layer."""
+    read = ConfigReader(config, default_theta=1e6)
+    read.refuse_if_set("sliding_window", "router_jitter_noise")
+    experts = Experts(
+        count=read.integer("num_local_experts", "num_experts"),
+        per_token=read.integer("num_experts_per_tok"),
+        ffn=read.integer("intermediate_size"),
+        normalize_top_k=True,
+    )
+    return read.architecture(experts=experts)
+
+
+mixtral_tensors = partial(
+    decoder_tensors, mlp=partial(routed_experts, module="block_sparse_moe", gate="w1", up="w3", down="w2")
+)
