@@ -35,17 +35,11 @@ KNOWN = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.metadata": (
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "_MEM_FORMAT_ENCODING",
-        "StorageMeta",
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-}
+}  # fmt: skip
 """The classes and functions that a list of contents (.metadata) is made of."""
 
 
@@ -141,10 +135,10 @@ class TorchCheckpoint:
         for name, size in sorted(needed.items()):
             path = self.directory / name
             given = path.stat().st_size if path.is_file() else None
-            if given is None or given < size:
-                problems.append(
-                    Problem(str(path), "no such file" if given is None else f"{given} bytes", f"{size} bytes")
-                )
+            if given is None:
+                problems.append(Problem(str(path), "no such file", f"{size} bytes"))
+            elif given < size:
+                problems.append(Problem(str(path), f"{given} bytes", f"{size} bytes"))
         if problems:
             raise CheckpointError(problems)
 

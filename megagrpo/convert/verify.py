@@ -85,7 +85,8 @@ def _compare(left: Source, right: Source, tensor: Tensor, dtype: str | None, adv
     for box in pieces(whole(tensor), ITEM_BYTES[dtypes[0]], PIECE_BYTES):
         values, others = left.read(box), right.read(box)
         advance(values.nbytes)
-        values, others = _cast(values, dtype), _cast(others, dtype)
+        if dtype is not None:
+            values, others = values.to(torch_dtype(dtype)), others.to(torch_dtype(dtype))
         differ = values.view(BITS[values.itemsize]) != others.view(BITS[values.itemsize])
         if not differ.any():
             continue
@@ -101,10 +102,6 @@ def _compare(left: Source, right: Source, tensor: Tensor, dtype: str | None, adv
     right.forget()
     share = f"{count:,} of {math.prod(tensor.shape):,} elements, by at most {largest:.3g}"
     return [Difference(tensor.name, f"{share}; {first}", largest)] if count else []
-
-
-def _cast(values: torch.Tensor, dtype: str | None) -> torch.Tensor:
-    return values if dtype is None else values.to(torch_dtype(dtype))
 
 
 def _bytes(source: Source, tensor: Tensor) -> int:

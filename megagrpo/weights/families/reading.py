@@ -91,24 +91,6 @@ class ConfigReader:
         )
         return Yarn(factor, positions, fast, slow, mscale, all_dim)
 
-    def refuse_quantization(self) -> None:
-        """Refuses all but fp8 weights in blocks of 128 x 128, which are read as bfloat16 (sides/checkpoint.py)."""
-        given = self.config.get("quantization_config")
-        if not given:
-            return
-        names = ("quant_method", "fmt", "weight_block_size")
-        found = [given.get(name) for name in names] if isinstance(given, Mapping) else []
-        if found not in (["fp8", "e4m3", [128, 128]], ["fp8", None, [128, 128]]):
-            self.refuse("quantization_config", given, "absent, or fp8 (e4m3) with weight_block_size [128, 128]")
-
-    def refuse_sliding_window(self) -> None:
-        kinds = set(self.config.get("layer_types") or ["full_attention"])
-        if kinds != {"full_attention"}:
-            needed = "full_attention only: sliding windows are not supported"
-            self.refuse("layer_types", ", ".join(sorted(kinds)), needed)
-        elif self.config.get("use_sliding_window"):
-            self.refuse("use_sliding_window", True, "false: sliding windows are not supported")
-
     def architecture(
         self,
         *,
@@ -134,8 +116,19 @@ class ConfigReader:
             self.refuse("hidden_act", activation, "silu")
         if experts is not None and experts.per_token > experts.count:
             self.refuse("num_experts_per_tok", experts.per_token, f"at most the number of experts, {experts.count}")
-        self.refuse_quantization()
-        self.refuse_sliding_window()
+        quantization = self.config.get("quantization_config")
+        names = ("quant_method", "fmt", "weight_block_size")
+        found = [quantization.get(name) for name in names] if isinstance(quantization, Mapping) else []
+        if quantization and found not in (["fp8", "e4m3", [128, 128]], ["fp8", None, [128, 128]]):
+            # fp8 in these blocks is read as bfloat16 (sides/checkpoint.py).
+            needed = "absent, or fp8 (e4m3) with weight_block_size [128, 128]"
+            self.refuse("quantization_config", quantization, needed)
+        kinds = set(self.config.get("layer_types") or ["full_attention"])
+        if kinds != {"full_attention"}:
+            needed = "full_attention only: sliding windows are not supported"
+            self.refuse("layer_types", ", ".join(sorted(kinds)), needed)
+        elif self.config.get("use_sliding_window"):
+            self.refuse("use_sliding_window", True, "false: sliding windows are not supported")
         architecture = Architecture(
             family=self.family,
             layers=self.integer("num_hidden_layers"),

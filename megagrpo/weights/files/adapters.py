@@ -19,27 +19,15 @@ from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Role, Tensor
 
 FUSED: tuple[tuple[Role, ...], ...] = (
-    ("q", "k", "v"),
-    ("o",),
-    ("gate", "up"),
-    ("down",),
-    ("expert_gate", "expert_up"),
-    ("expert_down",),
-)
+    ("q", "k", "v"), ("o",), ("gate", "up"), ("down",), ("expert_gate", "expert_up"), ("expert_down",),
+)  # fmt: skip
 """The matrices that Megatron fuses into one linear layer, in its order."""
 
 TARGETS: Mapping[Role, str] = {
-    "q": "q_proj",
-    "k": "k_proj",
-    "v": "v_proj",
-    "o": "o_proj",
-    "gate": "gate_proj",
-    "up": "up_proj",
-    "down": "down_proj",
-    "expert_gate": "gate_proj",
-    "expert_up": "up_proj",
-    "expert_down": "down_proj",
-}
+    "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj",
+    "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
+    "expert_gate": "gate_proj", "expert_up": "up_proj", "expert_down": "down_proj",
+}  # fmt: skip
 """The names of these matrices in recipes, for every family."""
 
 PREFIX, SUFFIX_A, SUFFIX_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -61,12 +49,14 @@ def adapted_matrices(arch: Architecture, targets: Collection[str]) -> tuple[Tens
 
 def adapter_tensors(matrices: Sequence[Tensor], rank: int) -> tuple[Tensor, ...]:
     """A [rank, in] and B [out, rank] of each matrix, under PEFT's names."""
-    found = []
-    for matrix in matrices:
-        out, inputs = matrix.shape
-        found.append(replace(matrix, name=key_a(matrix.name), shape=(rank, inputs)))
-        found.append(replace(matrix, name=key_b(matrix.name), shape=(out, rank)))
-    return tuple(found)
+    return tuple(
+        replace(matrix, name=name, shape=shape)
+        for matrix in matrices
+        for name, shape in (
+            (key_a(matrix.name), (rank, matrix.shape[1])),
+            (key_b(matrix.name), (matrix.shape[0], rank)),
+        )
+    )
 
 
 @dataclass(frozen=True)

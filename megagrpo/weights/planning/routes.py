@@ -50,15 +50,6 @@ class Segments:
     members: np.ndarray
     first: np.ndarray
 
-    @classmethod
-    def of(cls, rows: Sequence[tuple[int, ...]], groups: Iterable[tuple[int, ...]]) -> Segments:
-        """From rows of (bundle, begin, end, source, landing, group)."""
-        each = list(groups)
-        members = np.array([member for one in each for member in one], np.int64)
-        first = np.array([0, *accumulate(len(one) for one in each)], np.int64)
-        bundle, begin, end, source, landing, group = np.array(rows, np.int64).reshape(-1, 6).T
-        return cls(bundle, begin, end, source, landing, group, members, first)
-
 
 class Routes:
     """All transfers of a plan, found by their ends, as segments of bundles. They are written out for one end at a time,
@@ -162,7 +153,10 @@ def _segments(bundles: Sequence[Bundle], topology: Topology) -> Segments:
             receivers = landing[delivery.receivers].take(bundle.bytes)
             for begin, end, source, receiver in _cut(bundle, senders, receivers):
                 rows.append((delivery.bundle, begin, end, source, receiver, group))
-    return Segments.of(rows, groups)
+    bundle_of, begins, ends, source_of, landing_of, group_of = np.array(rows, np.int64).reshape(-1, 6).T
+    members = np.array([member for receivers in groups for member in receivers], np.int64)
+    first = np.array([0, *accumulate(map(len, groups))], np.int64)
+    return Segments(bundle_of, begins, ends, source_of, landing_of, group_of, members, first)
 
 
 def _cut(

@@ -62,7 +62,7 @@ class EngineSizes(Protocol):
 def manifest(arch: Architecture, layout: EngineSizes, rank: int, dtype: str, device: str, engine: int = 0) -> Manifest:
     """Storages are the names of the model's `named_parameters()` on tensor rank `rank`; a tied head is not among them.
 
-    `device` is cpu or cuda. Raises: ModelError if SGLang cannot hold the model in this way.
+    `device` is cpu or cuda. Raises ModelError if SGLang cannot hold the model in this way.
     """
     if problems := split_problems(arch, layout, device):
         raise ModelError(problems)

@@ -114,7 +114,7 @@ def destination_peer(plan: WeightPlan, destination: int) -> Peer:
 
 
 def name_of(plan: WeightPlan, peer: Peer) -> str:
-    """The name of its holder, such as "engine 0 rank 1"."""
+    """Such as "engine 0 rank 1"."""
     return (*plan.sources, *plan.destinations)[peer].holder
 
 
