@@ -78,7 +78,7 @@ class Row:
         """The largest part of a step's time, which more of the same GPUs shorten least."""
         time = self.choice.estimate.time
         phase, part, seconds = max(
-            ((phase.phase, name, seconds) for phase in time.phases for name, seconds in phase.parts),
+            ((phase.phase, name, seconds) for phase in time.phases for name, seconds in phase.parts.items()),
             key=lambda found: found[2],
         )
         return f"{phase}: {part}, {seconds / time.seconds:.0%}"

@@ -134,7 +134,7 @@ def estimate(of: AnyRecipe, arch: Architecture | None = None) -> Estimate:
     """With the assumed values, on the machines that the recipe names."""
     machines, assumptions, arch = machines_of(of, Assumptions()), Assumptions(), arch or architecture(of)
     assert machines is not None
-    held = memory(of, arch, machines, "cuda")
+    held = tuple(memory(of, arch, machines, "cuda"))
     return Estimate(held, step_time(of, arch, machines, assumptions), lacking_bytes(held, machines))
 
 

@@ -41,7 +41,7 @@ class WeightSync:
         manifests = rollouts.manifests()
         topology = Topology(policy.places(), rollouts.places())
         self.plan = make_plan(sharing(policy.manifests()), sharing(list(chain(*manifests.values()))), topology)
-        self.transport = choose_transport(recipe.weights.transfer, topology, external=rollouts.external)
+        self.transport = choose_transport(recipe.weights.transfer_to(external=rollouts.external), topology)
         ends = [0]
         for of_engine in manifests.values():
             ends.append(ends[-1] + len(of_engine))

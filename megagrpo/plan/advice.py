@@ -1,15 +1,12 @@
 """What cannot run on a plan's machines, what is unwise there, and whether checkpoints have room on their disk.
 
-The rules of recipe/ refuse what is wrong anywhere. Each rule here is a function that yields problems with where, given,
-needed and fix.
+The rules of recipe/ refuse what is wrong anywhere.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megagrpo.errors import Problem
@@ -40,47 +37,46 @@ SEQUENCES_MIN = 2
 STATE_BYTES = 12  # float32: the main weight and Adam's two moments (megatron/state.py)
 TIMEOUT_SHARE_MAX = 0.8
 
-
-@dataclass(frozen=True)
-class Planned:
-    """What advice is about. `machines` and `time` are None where the kind of GPU is not known."""
-
-    recipe: AnyRecipe
-    architecture: Architecture
-    machines: Machines | None
-    memory: tuple[DeviceMemory, ...]
-    time: StepTime | None
-    assumptions: Assumptions
-
-    @cached_property
-    def layout(self) -> ParallelLayout:
-        return self.recipe.train.layout.parallel()
-
-    @cached_property
-    def engine(self) -> EngineMemory | None:
-        """What a rank of an engine holds on a known card; None for recipes without engines of their own."""
-        if self.machines is None or isinstance(self.recipe, SftRecipe) or self.recipe.rollout.devices_of_engine == 0:
-            return None
-        return engine_memory(self.recipe, self.architecture, self.machines.gpu.memory_bytes, "cuda")
-
-    @property
-    def on_gpus(self) -> bool:
-        return self.recipe.cluster.device != "cpu"
-
-
-def impossible(planned: Planned) -> Iterator[Problem]:
-    """Why the recipe cannot run on its machines."""
-    for rule in (lambda planned: node_problems(planned.recipe), _no_cache, _too_little_memory):
-        yield from rule(planned)
-
-
-def unwise(planned: Planned) -> Iterator[Problem]:
-    """What works and is probably not what the recipe's author wants."""
-    for rule in UNWISE:
-        yield from rule(planned)
-
-
 # --- impossible ------------------------------------------------------------------------------------------------------
+
+
+def impossible(
+    recipe: AnyRecipe, architecture: Architecture, machines: Machines | None, held: Sequence[DeviceMemory]
+) -> Iterator[Problem]:
+    """Why the recipe cannot run on its machines. Too little memory is one problem, since one change moves all kinds of
+    devices."""
+    yield from node_problems(recipe)
+    if machines is None:
+        return
+    gpu, engine = machines.gpu, _engine(recipe, architecture, machines)
+    if engine and engine.sequences == 0:
+        yield Problem(
+            "rollout.layout.tensor",
+            f"weights of {byte_text(engine.weights)} on each GPU of an engine, and a cache of "
+            f"{engine.cache_tokens} tokens beside them on one {gpu.name}",
+            f"{engine.longest} tokens: the longest prompt and response",
+            "more tensor ranks in each engine, or shorter responses",
+        )
+    kind = max(held, key=lambda kind: kind.fullest.bytes)
+    fullest = kind.fullest
+    if fullest.bytes > gpu.memory_bytes:
+        largest = fullest.largest[0]
+        lowered = next((part for part in fullest.largest if part.lowered_by), largest)
+        more = "" if lowered is largest else f" ({lowered.name})"
+        too_much = byte_text(fullest.bytes - gpu.memory_bytes)
+        yield Problem(
+            f"memory of {kind.name}, {fullest.phase}",
+            f"{byte_text(fullest.bytes)}, most of it {largest.name}: {byte_text(largest.bytes)}",
+            f"at most {byte_text(gpu.memory_bytes)} of one {gpu.name}: {too_much} too much",
+            f"change {', '.join(lowered.lowered_by)}{more}, or see what fits with --search",
+        )
+
+
+def _engine(recipe: AnyRecipe, architecture: Architecture, machines: Machines | None) -> EngineMemory | None:
+    """None without a known card, and for recipes without engines of their own."""
+    if machines is None or isinstance(recipe, SftRecipe) or recipe.rollout.devices_of_engine == 0:
+        return None
+    return engine_memory(recipe, architecture, machines.gpu.memory_bytes, "cuda")
 
 
 def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
@@ -95,275 +91,223 @@ def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         if devices[0] // per_node != devices[-1] // per_node:
             yield Problem(
                 "rollout.layout.tensor",
-                given=f"{len(devices)}, which puts engine {engine} on GPUs {devices[0]}-{devices[-1]}, over nodes",
-                needed=f"engines within nodes of {per_node} GPUs (cluster.gpus_per_node)",
-                fix=f"a divisor of {per_node}, and a number of engines and of training ranks that fills nodes",
+                f"{len(devices)}, which puts engine {engine} on GPUs {devices[0]}-{devices[-1]}, over nodes",
+                f"engines within nodes of {per_node} GPUs (cluster.gpus_per_node)",
+                f"a divisor of {per_node}, and a number of engines and of training ranks that fills nodes",
             )
             return
 
 
-def _no_cache(planned: Planned) -> Iterator[Problem]:
-    engine = planned.engine
-    if planned.machines and engine and engine.sequences == 0:
-        yield Problem(
-            "rollout.layout.tensor",
-            given=f"weights of {byte_text(engine.weights)} on each GPU of an engine, and a cache of "
-            f"{engine.cache_tokens} tokens beside them on one {planned.machines.gpu.name}",
-            needed=f"{engine.longest} tokens: the longest prompt and response",
-            fix="more tensor ranks in each engine, or shorter responses",
-        )
+# --- unwise ----------------------------------------------------------------------------------------------------------
 
 
-def _too_little_memory(planned: Planned) -> Iterator[Problem]:
-    """The fullest device, if it needs more than a card has: one problem, since one change moves all of them."""
-    if planned.machines is None:
-        return
-    kind = max(planned.memory, key=lambda kind: kind.fullest.bytes)
-    fullest, gpu = kind.fullest, planned.machines.gpu
-    if fullest.bytes > gpu.memory_bytes:
-        largest = fullest.largest[0]
-        lowered = next((part for part in fullest.largest if part.lowered_by), largest)
-        more = "" if lowered is largest else f" ({lowered.name})"
-        too_much = byte_text(fullest.bytes - gpu.memory_bytes)
-        yield Problem(
-            f"memory of {kind.name}, {fullest.phase}",
-            given=f"{byte_text(fullest.bytes)}, most of it {largest.name}: {byte_text(largest.bytes)}",
-            needed=f"at most {byte_text(gpu.memory_bytes)} of one {gpu.name}: {too_much} too much",
-            fix=f"change {', '.join(lowered.lowered_by)}{more}, or see what fits with --search",
-        )
+def unwise(
+    recipe: AnyRecipe,
+    architecture: Architecture,
+    machines: Machines | None,
+    held: Sequence[DeviceMemory],
+    time: StepTime | None,
+    assumptions: Assumptions,
+) -> Iterator[Problem]:
+    """What works and is probably not what the recipe's author wants. `time` is None where GPUs are not known."""
+    if recipe.cluster.device != "cpu":
+        yield from _unwise_nodes(recipe, architecture)
+    yield from _unwise_layout(recipe, architecture, machines, time, assumptions)
+    yield from _unwise_training(recipe, architecture, machines, held)
+    if isinstance(recipe, Recipe):
+        yield from _unwise_engines(recipe, time, _engine(recipe, architecture, machines))
+    if time is not None:
+        yield from _unwise_seconds(recipe, time)
 
 
-# --- unwise: how ranks and engines are laid out ----------------------------------------------------------------------
-
-
-def _tensor_over_nodes(planned: Planned) -> Iterator[Problem]:
-    per_node = planned.recipe.cluster.gpus_per_node
+def _unwise_nodes(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
+    per_node, devices = recipe.cluster.gpus_per_node, plan_devices(recipe, "cuda").bundles
     fixes = {"tensor": f"a divisor of {per_node}, and pipeline for the rest", "expert_tensor": "expert_tensor: 1"}
-    for axis in axes(planned.recipe, planned.architecture) if planned.on_gpus else ():
+    for axis in axes(recipe, architecture):
         if axis.name in fixes and axis.nodes > 1:
             yield Problem(
                 f"train.layout.{axis.name}",
-                given=f"{axis.size}, whose ranks reach over {axis.nodes} nodes",
-                needed=f"groups within nodes of {per_node} GPUs: they exchange activations several times a layer",
-                fix=fixes[axis.name],
+                f"{axis.size}, whose ranks reach over {axis.nodes} nodes",
+                f"groups within nodes of {per_node} GPUs: they exchange activations several times a layer",
+                fixes[axis.name],
             )
-
-
-def _unfilled_nodes(planned: Planned) -> Iterator[Problem]:
-    per_node, devices = planned.recipe.cluster.gpus_per_node, plan_devices(planned.recipe, "cuda").bundles
-    if planned.on_gpus and devices > per_node and devices % per_node:
+    if devices > per_node and devices % per_node:
         yield Problem(
             "cluster.gpus_per_node",
-            given=f"{devices} GPUs on nodes of {per_node}: {per_node - devices % per_node} of the last are left over",
-            needed="whole nodes",
-            fix=f"sizes that make {-(-devices // per_node) * per_node} GPUs",
+            f"{devices} GPUs on nodes of {per_node}: {per_node - devices % per_node} of the last are left over",
+            "whole nodes",
+            f"sizes that make {-(-devices // per_node) * per_node} GPUs",
         )
 
 
-def _slow_links(planned: Planned) -> Iterator[Problem]:
-    machines, tensor = planned.machines, planned.layout.tensor
+def _unwise_layout(
+    recipe: AnyRecipe,
+    architecture: Architecture,
+    machines: Machines | None,
+    time: StepTime | None,
+    assumptions: Assumptions,
+) -> Iterator[Problem]:
+    layout, experts = recipe.train.layout.parallel(), architecture.experts
+    tensor, data, context = layout.tensor, layout.data, layout.context
     if machines and tensor > 1 and machines.gpu.node_bytes_per_second < NVLINK_BYTES_PER_SECOND_MIN:
         speed = machines.gpu.node_bytes_per_second / 1e9
         yield Problem(
             "train.layout.tensor",
-            given=f"{tensor}, over the {speed:.0f} GB/s between {machines.gpu.name}s of a node",
-            needed="NVLink: tensor ranks exchange activations four times a layer",
-            fix="tensor: 1, with pipeline or more data ranks in its place, where it fits",
+            f"{tensor}, over the {speed:.0f} GB/s between {machines.gpu.name}s of a node",
+            "NVLink: tensor ranks exchange activations four times a layer",
+            "tensor: 1, with pipeline or more data ranks in its place, where it fits",
         )
-
-
-def _whole_experts(planned: Planned) -> Iterator[Problem]:
-    layout, experts = planned.layout, planned.architecture.experts
-    by_default = planned.recipe.train.layout.expert_tensor is None
-    if experts and experts.count >= EXPERTS_MANY and by_default and layout.tensor > 1:
+    if experts and experts.count >= EXPERTS_MANY and tensor > 1 and recipe.train.layout.expert_tensor is None:
         yield Problem(
             "train.layout.expert_tensor",
-            given=f"the default, tensor {layout.tensor}, which cuts experts of {experts.ffn} columns",
-            needed="whole experts: small matrices are slow ones",
-            fix=f"expert_tensor: 1, with expert: {min(experts.count, layout.tensor * layout.expert)}",
+            f"the default, tensor {tensor}, which cuts experts of {experts.ffn} columns",
+            "whole experts: small matrices are slow ones",
+            f"expert_tensor: 1, with expert: {min(experts.count, tensor * layout.expert)}",
         )
-
-
-def _bubble(planned: Planned) -> Iterator[Problem]:
-    layout, share = planned.layout, planned.time.pipeline_bubble if planned.time else 0.0
-    if share > BUBBLE_MAX:
+    if time and time.pipeline_bubble > BUBBLE_MAX:
         interleave = "virtual_pipeline: 2, " if layout.virtual_pipeline == 1 else ""
         yield Problem(
             "train.layout.pipeline",
-            given=f"{layout.pipeline}: stages wait for one another {share:.0%} of the update",
-            needed=f"at most {BUBBLE_MAX:.0%}",
-            fix=f"fewer stages, {interleave}less data, more samples in a minibatch",
+            f"{layout.pipeline}: stages wait for one another {time.pipeline_bubble:.0%} of the update",
+            f"at most {BUBBLE_MAX:.0%}",
+            f"fewer stages, {interleave}less data, more samples in a minibatch",
         )
-
-
-def _few_sequences(planned: Planned) -> Iterator[Problem]:
-    sequences, data = minibatch_sequences(planned.recipe), planned.layout.data
+    sequences = minibatch_sequences(recipe)
     if data > 1 and sequences / data < SEQUENCES_MIN:
-        sft = isinstance(planned.recipe, SftRecipe)
         yield Problem(
             "train.layout.data",
-            given=f"{data} data ranks for the {sequences} sequences of a minibatch",
-            needed=f"at least {SEQUENCES_MIN} for each: the longest one makes all others wait",
-            fix=f"fewer data ranks, or change {'data.examples_per_step' if sft else 'algorithm.minibatches'}",
+            f"{data} data ranks for the {sequences} sequences of a minibatch",
+            f"at least {SEQUENCES_MIN} for each: the longest one makes all others wait",
+            "fewer data ranks, or change "
+            + ("data.examples_per_step" if isinstance(recipe, SftRecipe) else "algorithm.minibatches"),
         )
-
-
-def _short_sequences_over_context(planned: Planned) -> Iterator[Problem]:
-    context, lengths = planned.layout.context, lengths_of(planned.recipe, planned.assumptions)
+    lengths = lengths_of(recipe, assumptions)
     longest = lengths.prompt + lengths.longest
     padding = context / lengths.sequence  # half of a multiple of 2 x context, on the mean
     if context > 1 and (longest / context < CONTEXT_TOKENS_MIN or padding > CONTEXT_PADDING_MAX):
         yield Problem(
             "train.layout.context",
-            given=f"{context}, for sequences of up to {longest:.0f} tokens, {lengths.sequence:.0f} on the mean",
-            needed=f"at least {CONTEXT_TOKENS_MIN} tokens on each rank: keys and values travel for every layer",
-            fix="context: 1, and data in its place",
+            f"{context}, for sequences of up to {longest:.0f} tokens, {lengths.sequence:.0f} on the mean",
+            f"at least {CONTEXT_TOKENS_MIN} tokens on each rank: keys and values travel for every layer",
+            "context: 1, and data in its place",
         )
 
 
-def _engines_idle(planned: Planned) -> Iterator[Problem]:
-    recipe, ranks = planned.recipe, planned.layout.ranks
-    if not isinstance(recipe, Recipe) or (each := recipe.rollout.devices_of_engine) == 0:
+def _unwise_engines(recipe: Recipe, time: StepTime | None, engine: EngineMemory | None) -> Iterator[Problem]:
+    rollout, ranks = recipe.rollout, recipe.train.layout.parallel().ranks
+    engines, each = rollout.engines, rollout.devices_of_engine
+    responses = rollout.prompts_per_step * rollout.samples_per_prompt
+    if each == 0:
         return
-    engines, responses = recipe.rollout.engines, recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
     used = len({device for devices in plan_devices(recipe, "cuda").bundles_of_engine for device in devices})
     if responses < engines:
         yield Problem(
             "rollout.engines",
-            given=f"{engines}, for {responses} responses in a step",
-            needed="something to do for each",
-            fix="fewer engines, or more samples",
+            f"{engines}, for {responses} responses in a step",
+            "something to do for each",
+            "fewer engines, or more samples",
         )
-    colocated = recipe.cluster.placement == "colocated"
-    if colocated and used < ranks and planned.on_gpus:
-        yield Problem(
-            "rollout.engines",
-            given=f"{engines} of {each}: {ranks - used} of {ranks} GPUs wait in the rollout",
-            needed="engines on all training devices",
-            fix=f"engines: {ranks // each}",
-        )
-    if not colocated and planned.time:
+    if recipe.cluster.placement == "colocated":
+        if used < ranks and recipe.cluster.device != "cpu":
+            yield Problem(
+                "rollout.engines",
+                f"{engines} of {each}: {ranks - used} of {ranks} GPUs wait in the rollout",
+                "engines on all training devices",
+                f"engines: {ranks // each}",
+            )
+    elif time:
         # Devices of their own wait while the others work: ranks in the rollout, engines in the rest.
-        rollout = sum(phase.seconds for phase in planned.time.phases if phase.phase == "rollout") / planned.time.seconds
-        idle = (ranks * rollout + used * (1 - rollout)) / (ranks + used)
+        generating = sum(phase.seconds for phase in time.phases if phase.phase == "rollout") / time.seconds
+        idle = (ranks * generating + used * (1 - generating)) / (ranks + used)
         if idle > IDLE_MAX:
             yield Problem(
                 "cluster.placement",
-                given=f"disaggregated, {ranks} GPUs train and {used} generate: they wait {idle:.0%} of the time",
-                needed=f"at most {IDLE_MAX:.0%}",
-                fix="placement: colocated, or another split",
+                f"disaggregated, {ranks} GPUs train and {used} generate: they wait {idle:.0%} of the time",
+                f"at most {IDLE_MAX:.0%}",
+                "placement: colocated, or another split",
             )
+    if engine and 0 < engine.sequences < KV_CACHE_SHARE_MIN * engine.asked:
+        yield Problem(
+            "rollout.layout.tensor",
+            f"{rollout.layout.tensor}: a cache for {engine.sequences} longest responses of {engine.asked}",
+            f"room for {KV_CACHE_SHARE_MIN:.0%} of an engine's responses: each batch reads all weights",
+            "more tensor ranks in each engine, or shorter responses",
+        )
 
 
-# --- unwise: other settings ------------------------------------------------------------------------------------------
-
-
-def _long_microbatches(planned: Planned) -> Iterator[Problem]:
-    recipe, layout = planned.recipe, planned.layout
-    longest = longest_sequence(recipe)
+def _unwise_training(
+    recipe: AnyRecipe, architecture: Architecture, machines: Machines | None, held: Sequence[DeviceMemory]
+) -> Iterator[Problem]:
+    train, layout, longest = recipe.train, recipe.train.layout.parallel(), longest_sequence(recipe)
     of_rank = minibatch_sequences(recipe) / layout.data * longest
-    if recipe.train.tokens_per_microbatch * layout.context > 1.5 * max(of_rank, longest):
+    if train.tokens_per_microbatch * layout.context > 1.5 * max(of_rank, longest):
         yield Problem(
             "train.tokens_per_microbatch",
-            given=f"{recipe.train.tokens_per_microbatch}, and {of_rank:.0f} tokens of a minibatch at most on a rank",
-            needed="no more than that: it only takes memory",
-            fix=f"tokens_per_microbatch: {-(-int(max(longest, of_rank)) // layout.context)}",
+            f"{train.tokens_per_microbatch}, and {of_rank:.0f} tokens of a minibatch at most on a rank",
+            "no more than that: it only takes memory",
+            f"tokens_per_microbatch: {-(-int(max(longest, of_rank)) // layout.context)}",
         )
-
-
-def _recompute(planned: Planned) -> Iterator[Problem]:
-    if planned.machines is None or planned.recipe.train.recompute != "full":
-        return
-    updates = [phase.bytes for kind in planned.memory for phase in kind.phases if phase.phase == "update"]
-    free = 1 - max(updates) / planned.machines.gpu.memory_bytes
-    if free > FREE_SHARE_MIN:
+    updates = [phase.bytes for kind in held for phase in kind.phases if phase.phase == "update"]
+    free = 1 - max(updates) / machines.gpu.memory_bytes if machines else 0.0
+    if train.recompute == "full" and free > FREE_SHARE_MIN:
         yield Problem(
             "train.recompute",
-            given=f"full, with {free:.0%} of the memory free in the update",
-            needed="no more than has to be: whole layers cost a third more products",
-            fix="recompute: selective or none, or larger microbatches",
+            f"full, with {free:.0%} of the memory free in the update",
+            "no more than has to be: whole layers cost a third more products",
+            "recompute: selective or none, or larger microbatches",
         )
-
-
-def _whole_optimizer(planned: Planned) -> Iterator[Problem]:
-    train, replicas = planned.recipe.train, planned.layout.data * planned.layout.context
+    replicas = layout.data * layout.context
     if not train.distributed_optimizer and replicas > 1 and train.lora is None:
         yield Problem(
             "train.distributed_optimizer",
-            given=f"false, with {replicas} replicas: each holds all optimizer states",
-            needed="each its share: the same numbers for 12 bytes less for each parameter",
-            fix="distributed_optimizer: true",
+            f"false, with {replicas} replicas: each holds all optimizer states",
+            "each its share: the same numbers for 12 bytes less for each parameter",
+            "distributed_optimizer: true",
         )
-
-
-def _key_value_cache(planned: Planned) -> Iterator[Problem]:
-    recipe, engine = planned.recipe, planned.engine
-    if isinstance(recipe, Recipe) and engine and 0 < engine.sequences < KV_CACHE_SHARE_MIN * engine.asked:
+    whole = isinstance(recipe, Recipe) and train.lora is None
+    if whole and architecture.hidden >= 512 and train.optimizer.lr > LEARNING_RATE_MAX:
         yield Problem(
-            "rollout.layout.tensor",
-            given=f"{recipe.rollout.layout.tensor}: a cache for {engine.sequences} longest responses of {engine.asked}",
-            needed=f"room for {KV_CACHE_SHARE_MIN:.0%} of an engine's responses: each batch reads all weights",
-            fix="more tensor ranks in each engine, or shorter responses",
+            "train.optimizer.lr",
+            f"{train.optimizer.lr:g} for all weights of a model with {architecture.hidden} hidden units",
+            f"at most {LEARNING_RATE_MAX:g}: published runs take 1e-6; larger ones forget",
+            "lr: 1.0e-6",
         )
 
 
-def _timeouts(planned: Planned) -> Iterator[Problem]:
-    recipe = planned.recipe
-    if planned.time is None or not isinstance(recipe, Recipe):
-        return
-    step = ("cluster.step_timeout_seconds", recipe.cluster.step_timeout_seconds)
-    limits = {
-        "rollout": ("rollout.timeout_seconds", recipe.rollout.timeout_seconds),
-        "weight_sync": ("weights.timeout_seconds", recipe.weights.timeout_seconds),
-        "logprobs": step,
-        "update": step,
-    }
-    for phase in planned.time.phases:
+def _unwise_seconds(recipe: AnyRecipe, time: StepTime) -> Iterator[Problem]:
+    limits = {}
+    if isinstance(recipe, Recipe):
+        step = ("cluster.step_timeout_seconds", recipe.cluster.step_timeout_seconds)
+        limits = {
+            "rollout": ("rollout.timeout_seconds", recipe.rollout.timeout_seconds),
+            "weight_sync": ("weights.timeout_seconds", recipe.weights.timeout_seconds),
+            "logprobs": step,
+            "update": step,
+        }
+    for phase in time.phases:
         field, limit = limits.get(phase.phase, ("", float("inf")))
         if phase.seconds > TIMEOUT_SHARE_MAX * limit:
             yield Problem(
                 field,
-                given=f"{limit:g}, and {phase.phase} is estimated at {second_text(phase.seconds)}",
-                needed="room for a slow step",
-                fix=f"{field.rpartition('.')[2]}: {int(-(-2 * phase.seconds // 300) * 300)}",
+                f"{limit:g}, and {phase.phase} is estimated at {second_text(phase.seconds)}",
+                "room for a slow step",
+                f"{field.rpartition('.')[2]}: {int(-(-2 * phase.seconds // 300) * 300)}",
             )
-
-
-def _rare_checkpoints(planned: Planned) -> Iterator[Problem]:
-    every, step = planned.recipe.checkpoint.every_steps, planned.time.seconds if planned.time else 0.0
-    if (lost := every * step) > LOST_SECONDS_MAX:
+    every = recipe.checkpoint.every_steps
+    if (lost := every * time.seconds) > LOST_SECONDS_MAX:
         yield Problem(
             "checkpoint.every_steps",
-            given=f"{every} steps of {second_text(step)}: a failure costs up to {second_text(lost)}",
-            needed=f"at most {second_text(LOST_SECONDS_MAX)}",
-            fix=f"every_steps: {max(1, int(LOST_SECONDS_MAX / 3 / step))}",
+            f"{every} steps of {second_text(time.seconds)}: a failure costs up to {second_text(lost)}",
+            f"at most {second_text(LOST_SECONDS_MAX)}",
+            f"every_steps: {max(1, int(LOST_SECONDS_MAX / 3 / time.seconds))}",
         )
-
-
-def _learning_rate(planned: Planned) -> Iterator[Problem]:
-    train, hidden = planned.recipe.train, planned.architecture.hidden
-    whole = isinstance(planned.recipe, Recipe) and train.lora is None
-    if whole and hidden >= 512 and train.optimizer.lr > LEARNING_RATE_MAX:
-        yield Problem(
-            "train.optimizer.lr",
-            given=f"{train.optimizer.lr:g} for all weights of a model with {hidden} hidden units",
-            needed=f"at most {LEARNING_RATE_MAX:g}: published runs take 1e-6; larger ones forget",
-            fix="lr: 1.0e-6",
-        )
-
-
-UNWISE: tuple[Callable[[Planned], Iterator[Problem]], ...] = (
-    _tensor_over_nodes, _unfilled_nodes, _slow_links, _whole_experts, _bubble, _few_sequences,
-    _short_sequences_over_context, _engines_idle, _long_microbatches, _recompute, _whole_optimizer, _key_value_cache,
-    _timeouts, _rare_checkpoints, _learning_rate,
-)  # fmt: skip
 
 
 # --- disk ------------------------------------------------------------------------------------------------------------
 
 
 def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> int:
-    """One checkpoint: what is trained, with its optimizer; a reference that follows; a critic. Files' headers apart."""
+    """One checkpoint without files' headers: what is trained and its optimizer, a reference that follows, a critic."""
     lora, trained = recipe.train.lora, total_parameters(architecture)
     if lora is not None:
         trained = adapter_parameters(architecture, ParallelLayout(), 0, lora).total
@@ -390,9 +334,9 @@ def disk_problems(
     if each > free:
         yield Problem(
             "checkpoint.directory",
-            given=f"{byte_text(free)} free in {checkpoint_directory(recipe)}",
-            needed=f"{byte_text(each)} for one checkpoint",
-            fix="a directory on a larger file system",
+            f"{byte_text(free)} free in {checkpoint_directory(recipe)}",
+            f"{byte_text(each)} for one checkpoint",
+            "a directory on a larger file system",
         )
 
 
@@ -409,9 +353,9 @@ def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architect
         kept = f"{keep} checkpoints{', the best' if best else ''} and the next"
         yield Problem(
             "checkpoint.keep_last",
-            given=f"{byte_text(free)} free in {directory}, on this machine",
-            needed=f"{byte_text(needed)} more for {kept}, {byte_text(each)} each",
-            fix="a directory on a larger file system, or a lower keep_last",
+            f"{byte_text(free)} free in {directory}, on this machine",
+            f"{byte_text(needed)} more for {kept}, {byte_text(each)} each",
+            "a directory on a larger file system, or a lower keep_last",
         )
 
 

@@ -264,8 +264,7 @@ def sync_seconds(
         colocated=recipe.cluster.placement == "colocated" and not external,
     )
     seconds = {"pauses and set-up": assumed.sync_seconds, "digests": found.held / assumed.digest_bytes_per_second}
-    transfer = recipe.weights.transfer
-    if external if transfer == "auto" else transfer == "disk":
+    if recipe.weights.transfer_to(external=external) == "disk":
         seconds["writing to disk"] = found.model / assumed.disk_bytes_per_second
         seconds["reading from disk"] = found.model * rollout.engines / assumed.disk_bytes_per_second
         return seconds

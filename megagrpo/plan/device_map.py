@@ -1,4 +1,4 @@
-"""What lies on each device: the coordinates of its rank, its layers, its engines; and rows of devices side by side."""
+"""What each device holds: its rank's coordinates and its engines; rows of devices; and the groups of ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
+from megagrpo.layout.parallel import RankCoordinates, rank_grid
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.families.architecture import Architecture
@@ -16,24 +16,25 @@ ROWS_MAX = 32
 
 @dataclass(frozen=True)
 class MappedDevice:
-    """One device. `gpu` counts within its node. `rank` is None where only engines are."""
+    """One device. `gpu` counts within its node. `rank` is None on a device of engines alone."""
 
     device: int
     node: int
     gpu: int
     rank: RankCoordinates | None
     engines: tuple[int, ...]
-    engine_rank: int | None  # tensor rank of the engines that lie here; None: no engine does
+    engine_rank: int | None  # tensor rank of these engines; None without engines
 
     @property
     def stage(self) -> int:
-        """Pipeline stage; -1 where only engines are."""
+        """The pipeline stage of its rank; -1 without a rank."""
         return -1 if self.rank is None else self.rank.pipeline
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One way of splitting: groups of `size` ranks, `stride` apart, as `example`; each reaches over `nodes` nodes."""
+    """A dimension of the layout. Its groups have `size` ranks, `stride` apart; `example` is the group of rank 0, and
+    `nodes` is how many nodes the widest group touches."""
 
     name: str
     size: int
@@ -59,7 +60,7 @@ def device_map(recipe: AnyRecipe, device: str) -> tuple[MappedDevice, ...]:
 
 
 def rows(devices: Sequence[MappedDevice]) -> list[tuple[MappedDevice, ...]]:
-    """Devices that lie side by side: each by itself while they are few, else by stage and node, else by stage."""
+    """Devices by line of a table: one device while they are few, else those of a stage and node, else of a stage."""
     if len(devices) <= ROWS_MAX // 2:
         return [(mapped,) for mapped in devices]
     by_node = [tuple(group) for _, group in groupby(devices, lambda mapped: (mapped.stage, mapped.node))]
@@ -74,41 +75,29 @@ def rows(devices: Sequence[MappedDevice]) -> list[tuple[MappedDevice, ...]]:
 
 
 def axes(recipe: AnyRecipe, architecture: Architecture) -> list[Axis]:
-    """Every axis of more than one rank, as its first group lies; those of experts only where there are experts."""
+    """Every axis of more than one rank; those of experts only where there are experts."""
     layout, per_node = recipe.train.layout.parallel(), recipe.cluster.gpus_per_node
-    per_stage = layout.ranks // layout.pipeline
     strides = {
         "tensor": (layout.tensor, 1),
         "context": (layout.context, layout.tensor),
         "data": (layout.data, layout.tensor * layout.context),
-        "pipeline": (layout.pipeline, per_stage),
+        "pipeline": (layout.pipeline, layout.ranks // layout.pipeline),
     }
     if architecture.experts is not None:
-        inner = layout.expert_tensor * layout.expert
         strides |= {
             "expert_tensor": (layout.expert_tensor, 1),
             "expert": (layout.expert, layout.expert_tensor),
-            "expert_data": (layout.expert_data, inner),
+            "expert_data": (layout.expert_data, layout.expert_tensor * layout.expert),
         }
     found = []
     for name, (size, stride) in strides.items():
         if size > 1:
-            example = tuple(range(0, size * stride, stride))
-            found.append(Axis(name, size, stride, example, _most_nodes(layout, size, stride, per_node)))
+            # Groups that begin at the same place of a node touch as many nodes.
+            blocks = range(0, layout.ranks, size * stride)
+            starts = {(first + offset) % per_node for first in blocks for offset in range(stride)}
+            nodes = max(len({(start + rank * stride) // per_node for rank in range(size)}) for start in starts)
+            found.append(Axis(name, size, stride, tuple(range(0, size * stride, stride)), nodes))
     return found
-
-
-def _most_nodes(layout: ParallelLayout, size: int, stride: int, per_node: int) -> int:
-    """Nodes that the widest group touches: groups that begin at other places of a node may reach over one more."""
-    block = size * stride
-    starts = (first + offset for first in range(0, layout.ranks, block) for offset in range(stride))
-    seen: set[int] = set()  # groups that begin at the same place of a node are alike
-    most = 1
-    for start in starts:
-        if start % per_node not in seen:
-            seen.add(start % per_node)
-            most = max(most, len({(start + member * stride) // per_node for member in range(size)}))
-    return most
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

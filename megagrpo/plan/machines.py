@@ -36,20 +36,17 @@ class Machines:
     network_bytes_per_second: float
 
 
-def _gpu(
-    name: str, gib: float, teraflops: float, memory_gigabytes: float, node_gigabytes: float, source: str
-) -> tuple[str, Gpu]:
-    """An entry of GPUS; the last two figures before the source are 10^9 bytes a second."""
-    return name, Gpu(
-        name, int(gib * 2**30), teraflops * 1e12, memory_gigabytes * 1e9, node_gigabytes * 1e9, f"NVIDIA {source}"
-    )
+def _gpu(name: str, gib: float, teraflops: float, memory_gb: float, node_gb: float, source: str) -> Gpu:
+    """`memory_gb` and `node_gb` are 10^9 bytes a second."""
+    return Gpu(name, int(gib * 2**30), teraflops * 1e12, memory_gb * 1e9, node_gb * 1e9, f"NVIDIA {source}")
 
 
-# Data sheets often print twice the dense FLOPs, with sparsity, and both directions of a link added up. Bridges that
-# join two GPUs (H100 PCIe and NVL, RTX 3090) do not count: a node's other GPUs are behind PCIe. GiB are of drivers:
-# what is left of the round figure on the box after the GPU's own share, with ECC where it is on.
-GPUS: Mapping[str, Gpu] = dict(
-    (
+# Data sheets often print twice the dense FLOPs (with sparsity) and the sum of both directions of a link. Bridges that
+# join two GPUs (H100 PCIe and NVL, RTX 3090) do not count: PCIe leads to a node's other GPUs. The first number is the
+# GiB that the driver reports, with ECC where it is on: less than the round figure on the box.
+GPUS: Mapping[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
         _gpu("H100", 79, 989, 3350, 450, "H100 data sheet, SXM5"),
         _gpu("H100-PCIe", 79, 756, 2000, 64, "H100 PCIe product brief; PCIe 5"),
         _gpu("H100-NVL", 93, 835, 3900, 64, "H100 data sheet, NVL; PCIe 5"),
@@ -71,10 +68,10 @@ GPUS: Mapping[str, Gpu] = dict(
         _gpu("RTX-6000-Ada", 47, 364.2, 960, 32, "RTX 6000 Ada data sheet; PCIe 4"),
         _gpu("RTX-PRO-6000", 94, 503.8, 1792, 64, "RTX PRO 6000 Blackwell data sheet, workstation; PCIe 5"),
     )
-)
+}
 
 A_CPU = Machines(Gpu("CPU", 16 * 2**30, 1e11, 2e10, 5e9, "placeholders, for calibration by a run to scale"), 8, 1e9)
-"""For recipes that run on CPUs: what is predicted with it means nothing until it is calibrated."""
+"""For recipes on CPUs: predictions with it mean nothing until a run has calibrated them."""
 
 
 def gpu(name: str) -> Gpu:
@@ -85,14 +82,8 @@ def gpu(name: str) -> Gpu:
     written = name.lower().replace(" ", "-")
     longer = sorted((known for known in by_lower if written in known), key=len)  # A100, 4090
     near = longer or get_close_matches(written, by_lower, n=1, cutoff=0.8)
-    raise RecipeError(
-        Problem(
-            "cluster.gpu",
-            given=name,
-            needed=f"one of {', '.join(GPUS)}",
-            fix=f"did you mean {by_lower[near[0]]}?" if near else "",
-        )
-    )
+    fix = f"did you mean {by_lower[near[0]]}?" if near else ""
+    raise RecipeError(Problem("cluster.gpu", name, f"one of {', '.join(GPUS)}", fix))
 
 
 def machines_of(recipe: AnyRecipe, assumptions: Assumptions) -> Machines | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megagrpo.errors import Problem
 from megagrpo.layout.parallel import layers_of_stages
-from megagrpo.plan.advice import Planned, disk_advice, impossible, unwise
+from megagrpo.plan.advice import disk_advice, impossible, unwise
 from megagrpo.plan.assumptions import Assumptions, assumptions_from
 from megagrpo.plan.calibrate import calibrated
 from megagrpo.plan.device_map import MappedDevice, device_map
@@ -112,15 +112,26 @@ def plan_of(
 
     Raises RecipeError for an unknown GPU or a wrong assumption, ReportError for a run without measurements.
     """
-    assumptions, assumed, machines = _assumptions(recipe, architecture, given, run_directory, critic, epoch_rows)
+    assumptions = assumptions_from(given)
+    origins = {}
+    if assumptions.epoch_rows is None and epoch_rows is not None:
+        assumptions, origins["epoch_rows"] = replace(assumptions, epoch_rows=epoch_rows), "counted"
+    machines = machines_of(recipe, assumptions)
+    if run_directory is not None:
+        before = vars(assumptions)
+        found = vars(calibrated(assumptions, recipe, architecture, machines, run_directory, critic))
+        asked = {text.partition("=")[0].strip() for text in given}  # counts more than what was measured
+        assumptions = Assumptions(**(found | {name: before[name] for name in asked}))
+        origins |= {name: "calibrated" for name, value in found.items() if value != before[name]}
+    origins |= dict.fromkeys((text.partition("=")[0].strip() for text in given), "given")
+
     device = "cpu" if recipe.cluster.device == "cpu" else "cuda"  # GPUs or CPUs of this machine do not matter
     known = machines if device == "cuda" else None
-    held = memory(recipe, architecture, known, device, critic, assumptions.expert_imbalance)
-    expected = None
+    held = tuple(memory(recipe, architecture, known, device, critic, assumptions.expert_imbalance))
+    time = None
     if known or (device == "cpu" and run_directory is not None):  # nothing is known of CPUs but what a run measured
         time = step_time(recipe, architecture, known or A_CPU, assumptions, critic)
-        expected = Estimate(held, time, lacking_bytes(held, known) if known else 0)
-    planned = Planned(recipe, architecture, known, held, expected.time if expected else None, assumptions)
+    advice = unwise(recipe, architecture, known, held, time, assumptions)
     return Plan(
         recipe=recipe,
         architecture=architecture,
@@ -131,11 +142,14 @@ def plan_of(
         stages=stages(architecture.layers, recipe.train.layout.parallel()),
         machines=known,
         memory=held,
-        estimate=expected,
+        estimate=Estimate(held, time, lacking_bytes(held, known) if known else 0) if time else None,
         assumptions=assumptions,
-        assumed=assumed,
-        problems=tuple(impossible(planned)),
-        unwise=(*unwise(planned), *disk_advice(recipe, architecture, critic)),
+        assumed=tuple(
+            Assumed(name, value, unit_of(name), origins.get(name, "default"))
+            for name, value in vars(assumptions).items()
+        ),
+        problems=tuple(impossible(recipe, architecture, known, held)),
+        unwise=(*advice, *disk_advice(recipe, architecture, critic)),
         unchecked=tuple(unchecked),
     )
 
@@ -143,35 +157,6 @@ def plan_of(
 def lacking_bytes(held: Sequence[DeviceMemory], machines: Machines, spare: float = 0.0) -> int:
     """How much the fullest device has too little; 0 if everything fits. `spare` is a share of a card to leave free."""
     return max(0, max(kind.fullest.bytes for kind in held) - int(machines.gpu.memory_bytes * (1 - spare)))
-
-
-def _assumptions(
-    recipe: AnyRecipe,
-    architecture: Architecture,
-    given: Collection[str],
-    run_directory: Path | None,
-    critic: Architecture | None,
-    epoch_rows: int | None,
-) -> tuple[Assumptions, tuple[Assumed, ...], Machines | None]:
-    assumptions = assumptions_from(given)
-    origins = dict.fromkeys((text.partition("=")[0].strip() for text in given), "given")
-    counted = {}
-    if assumptions.epoch_rows is None and epoch_rows is not None:
-        assumptions, counted = replace(assumptions, epoch_rows=epoch_rows), {"epoch_rows": "counted"}
-    machines = machines_of(recipe, assumptions)
-    if run_directory is not None:
-        before = assumptions
-        assumptions = calibrated(assumptions, recipe, architecture, machines, run_directory, critic)
-        changed = [f.name for f in fields(before) if getattr(before, f.name) != getattr(assumptions, f.name)]
-        kept = {name: getattr(before, name) for name in origins}  # what was given counts more than what was measured
-        assumptions = replace(assumptions, **kept)
-        origins = dict.fromkeys(changed, "calibrated") | origins
-    origins |= counted
-    assumed = (
-        Assumed(field.name, getattr(assumptions, field.name), unit_of(field.name), origins.get(field.name, "default"))
-        for field in fields(assumptions)
-    )
-    return assumptions, tuple(assumed), machines
 
 
 def unit_of(assumption: str) -> str:
@@ -216,7 +201,7 @@ def _of_grpo(recipe: Recipe, epoch_rows: float | None) -> Iterator[tuple[str, st
     each = responses // algorithm.minibatches
     yield "minibatches", f"{epochs}{minibatches} of {each} responses{_share(each, train.layout.data)}"
     longest = f"{recipe.data.prompt_tokens_max} + {rollout.response_tokens_max}"
-    yield "sequence", f"up to {longest} tokens, packed into microbatches of {_capacity(recipe)}"
+    yield "sequence", f"up to {longest} tokens, {_packed(recipe)}"
     length = f"{train.total_steps} steps, {(train.total_steps or 0) * responses} responses"
     if train.total_steps is None:
         episodes = train.total_episodes
@@ -232,7 +217,7 @@ def _of_grpo(recipe: Recipe, epoch_rows: float | None) -> Iterator[tuple[str, st
 def _of_sft(recipe: SftRecipe, epoch_rows: float | None) -> Iterator[tuple[str, str]]:
     data, train, evaluation = recipe.data, recipe.train, recipe.eval
     yield "step", f"{data.examples_per_step} examples{_share(data.examples_per_step, train.layout.data)}"
-    yield "sequence", f"up to {data.tokens_max} tokens, packed into microbatches of {_capacity(recipe)}"
+    yield "sequence", f"up to {data.tokens_max} tokens, {_packed(recipe)}"
     yield "length", f"{train.total_steps} steps" if train.total_steps else _epochs(recipe, epoch_rows, "examples")
     files = f"every {evaluation.every_steps} steps on {_paths(evaluation.files)}: loss"
     yield "evaluation", files if evaluation.files else "none"
@@ -273,8 +258,8 @@ def _share(sequences: int, data: int) -> str:
     return f", about {sequences / data:g} on each of {data} data ranks" if data > 1 else ""
 
 
-def _capacity(recipe: AnyRecipe) -> int:
-    return recipe.train.tokens_per_microbatch * recipe.train.layout.context
+def _packed(recipe: AnyRecipe) -> str:
+    return f"packed into microbatches of {recipe.train.tokens_per_microbatch * recipe.train.layout.context}"
 
 
 def _paths(files: Sequence[DataFileConfig]) -> str:

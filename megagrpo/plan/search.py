@@ -8,14 +8,15 @@ a set of values of recipe fields.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, TypeVar
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.plan.advice import CONTEXT_TOKENS_MIN, node_problems
 from megagrpo.plan.assumptions import Assumptions, longest_sequence
 from megagrpo.plan.machines import Machines
-from megagrpo.plan.memory import DeviceMemory, each_memory
+from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import expert_parameters, total_parameters
 from megagrpo.plan.plan import Estimate, Plan, lacking_bytes
 from megagrpo.plan.time import StepTime, step_time
@@ -35,7 +36,6 @@ ENGINE_SHARES = ((1, 4), (1, 2), (3, 4))  # of all GPUs, for engines on GPUs of 
 ENGINE_WEIGHTS_SHARE = 0.4
 GRADIENT_BYTES = 6  # bfloat16 weights and float32 gradients: no rank that trains holds less for a parameter
 MEMORY_SHARES = (0.5, 0.65, 0.8)
-OFFLOAD = ("parameters", "gradients", "optimizer", "reference", "critic")
 RECOMPUTE = ("none", "selective", "full")
 SGLANG = "rollout.sglang"
 
@@ -86,9 +86,8 @@ def search_for(plan: Plan, gpus: int | None) -> Search:
         if plan.device == "cpu":
             field, given, fix = "cluster.device", "cpu", "cluster.device=cuda cluster.gpu=H100"
         raise RecipeError(Problem(field, given, "the kind of GPU that a search is for", fix))
-    return search(
-        plan.recipe, plan.architecture, plan.machines, plan.assumptions, gpus or len(plan.device_map), plan.critic
-    )
+    gpus = gpus or len(plan.device_map)
+    return search(plan.recipe, plan.architecture, plan.machines, plan.assumptions, gpus, plan.critic)
 
 
 def search(
@@ -101,14 +100,14 @@ def search(
 ) -> Search:
     """Layouts for `gpus` GPUs, ranked by estimated seconds of a step."""
     run = _Run(recipe, architecture, machines, assumptions, gpus, critic)
-    sparing = list(run.candidates(_sparing_layouts(run)))
-    layouts = run.fitting(sparing, LAYOUTS_KEPT)
-    best: list[_Found] = []
-    if layouts:
-        thrifty = run.fitting(run.candidates(_savings_of(recipe, layouts)), SAVINGS_KEPT)
-        last = [*_engines_of(run, thrifty), *_as_it_is(run, thrifty[0].values)] if thrifty else []
-        best = run.fitting(run.candidates(last), SHOWN, apart=APART)
-    nearest = run.choice(run.nearest) if run.nearest and not layouts else None
+    sparing = run.candidates(_sparing_layouts(run))
+    best = fitting = run.fitting(sparing, LAYOUTS_KEPT)
+    if fitting:
+        contexts = [(found.values, found.values["train.layout.context"]) for found in fitting]
+        thrifty = ({**values, **saving} for values, context in contexts for saving in savings(recipe, context))
+        kept = run.fitting(run.candidates(thrifty), SAVINGS_KEPT)
+        best = run.fitting(run.candidates(_engines_of(run, kept)), SHOWN, apart=APART)
+    nearest = run.choice(run.nearest) if run.nearest and not fitting else None
     return Search(gpus, tuple(map(run.choice, best)), len(sparing), run.estimated, nearest)
 
 
@@ -116,17 +115,14 @@ def search(
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class _Found:
+    """A legal choice. Its memory is estimated only if it is fast enough to matter."""
+
     values: Values
     recipe: AnyRecipe
     time: StepTime
-
-
-@dataclass(frozen=True)
-class _Found:
-    values: Values
-    recipe: AnyRecipe
-    estimate: Estimate
+    memory: tuple[DeviceMemory, ...] = ()
+    lacking: int = 0
 
 
 @dataclass
@@ -142,52 +138,49 @@ class _Run:
     estimated: int = 0
     nearest: _Found | None = None
 
-    def candidates(self, choices: Iterable[Values]) -> Iterator[_Candidate]:
+    def candidates(self, choices: Iterable[Values]) -> list[_Found]:
         """The legal ones, with the seconds of a step."""
-        seen = set()
+        found = {}
         for values in choices:
             key = tuple(str(values[path]) for path in sorted(values))
             recipe = changed(self.recipe, values)
-            if key in seen or not legal(recipe, self.architecture, self.critic):
-                continue
-            seen.add(key)
-            self.estimated += 1
-            time = step_time(recipe, self.architecture, self.machines, self.assumptions, self.critic)
-            yield _Candidate(values, recipe, time)
+            if key not in found and legal(recipe, self.architecture, self.critic):
+                time = step_time(recipe, self.architecture, self.machines, self.assumptions, self.critic)
+                found[key] = _Found(values, recipe, time)
+        self.estimated += len(found)
+        return list(found.values())
 
-    def fitting(self, candidates: Iterable[_Candidate], most: int, apart: Sequence[str] = ()) -> list[_Found]:
-        """The fastest that fit. Memory is looked at from the fastest on, until enough were found.
-
-        With `apart`, only the fastest of those that agree in these fields.
-        """
+    def fitting(self, candidates: Iterable[_Found], most: int, apart: Sequence[str] = ()) -> list[_Found]:
+        """The fastest `most` that fit, and only the fastest of those that agree in the fields `apart`, if given."""
         found: dict[object, _Found] = {}
         for candidate in sorted(candidates, key=lambda candidate: candidate.time.seconds):
             key = tuple(candidate.values[path] for path in apart) if apart else len(found)
             if key in found:
                 continue
-            held = tuple(self._memory(candidate.recipe))
-            lacking = lacking_bytes(held, self.machines, spare=SPARE)
-            one = _Found(candidate.values, candidate.recipe, Estimate(held, candidate.time, lacking))
-            if lacking == 0:
-                found[key] = one
-            elif self.nearest is None or lacking < self.nearest.estimate.lacking_bytes:
-                self.nearest = one
+            candidate = self._with_memory(candidate)
+            if candidate.lacking == 0:
+                found[key] = candidate
+            elif self.nearest is None or candidate.lacking < self.nearest.lacking:
+                self.nearest = candidate
             if len(found) == most:
                 break
         return list(found.values())
 
-    def _memory(self, recipe: AnyRecipe) -> Iterator[DeviceMemory]:
-        """Ends early where a kind of device lacks as much as the nearest candidate: this one is then of no use."""
-        uneven = self.assumptions.expert_imbalance
-        most = self.nearest.estimate.lacking_bytes if self.nearest else float("inf")
-        for kind in each_memory(recipe, self.architecture, self.machines, "cuda", self.critic, uneven):
-            yield kind
-            if lacking_bytes([kind], self.machines, spare=SPARE) >= most:
-                return
+    def _with_memory(self, candidate: _Found) -> _Found:
+        """Looks at no more kinds of devices once one lacks as much as the nearest candidate: this one is of no use."""
+        uneven, held = self.assumptions.expert_imbalance, []
+        for kind in memory(candidate.recipe, self.architecture, self.machines, "cuda", self.critic, uneven):
+            held.append(kind)
+            lacking = lacking_bytes(held, self.machines, spare=SPARE)
+            if self.nearest and lacking >= self.nearest.lacking:
+                break
+        return replace(candidate, memory=tuple(held), lacking=lacking)
 
     def choice(self, found: _Found) -> Choice:
-        reason = _reason(found, self.machines.gpu.memory_bytes)
-        return Choice(overrides(self.recipe, found.values), found.estimate, reason)
+        values = found.values.items()
+        overrides = (f"{path}={_text(value)}" for path, value in values if value != value_at(self.recipe, path))
+        estimate = Estimate(found.memory, found.time, found.lacking)
+        return Choice(tuple(overrides), estimate, _reason(found.recipe, estimate, self.machines.gpu.memory_bytes))
 
 
 def legal(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> bool:
@@ -240,20 +233,14 @@ def _first_engine(run: _Run) -> Values:
     return last
 
 
-def _savings_of(recipe: AnyRecipe, found: Iterable[_Found]) -> Iterator[Values]:
-    for one in found:
-        for saving in savings(recipe, one.values["train.layout.context"]):
-            yield {**one.values, **saving}
-
-
-def _engines_of(run: _Run, thrifty: Iterable[_Found]) -> Iterator[Values]:
-    """Every size of engines beside the ranks, with and without offload; and engines on GPUs of their own."""
+def _engines_of(run: _Run, fitting: Sequence[_Found]) -> Iterator[Values]:
+    """Every size of engines beside the ranks, with and without offload; engines on GPUs of their own; and the recipe's
+    own values if it is for as many GPUs, so that what is recommended is never slower."""
     recipe, arch, gpus = run.recipe, run.architecture, run.gpus
-    offloads = {tuple(saving["train.offload"]): saving["train.offload"] for saving in savings(recipe, 1)}
-    for found in thrifty:
+    for found in fitting:
         values, data = found.values, found.values["train.layout.data"]
         for engine in engines(recipe, arch, gpus, colocated=True):
-            for offload in offloads.values():
+            for offload in _offloads(recipe):
                 yield placed({**values, **engine, "train.offload": offload}, colocated=True)
         for own in engine_gpus(recipe, gpus):
             fewer, rest = divmod(data * (gpus - own), gpus)
@@ -263,19 +250,14 @@ def _engines_of(run: _Run, thrifty: Iterable[_Found]) -> Iterator[Values]:
                 for recompute in RECOMPUTE:
                     apart = {**values, **engine, "train.layout.data": fewer, "train.recompute": recompute}
                     yield placed(apart, colocated=False)
+    if fitting and plan_devices(recipe, "cuda").bundles == gpus:
+        as_it_is = {path: value_at(recipe, path) for path in fitting[0].values}
+        yield {path: value for path, value in as_it_is.items() if value is not None or not path.startswith(SGLANG)}
 
 
-def _as_it_is(run: _Run, fields: Iterable[str]) -> Iterator[Values]:
-    """The recipe's own values, if it is for as many GPUs: what is recommended is never slower."""
-    if plan_devices(run.recipe, "cuda").bundles == run.gpus:
-        own = {path: value_at(run.recipe, path) for path in fields}
-        yield {path: value for path, value in own.items() if value is not None or not path.startswith(SGLANG)}
-
-
-def _reason(found: _Found, card: int) -> str:
+def _reason(recipe: AnyRecipe, estimate: Estimate, card: int) -> str:
     """Why this one, in a sentence: what each size gains, what is free, where the time goes."""
-    recipe, time = found.recipe, found.estimate.time
-    layout = recipe.train.layout
+    layout, time = recipe.train.layout, estimate.time
     gains = {
         f"tensor {layout.tensor} keeps its exchanges inside a node": layout.tensor,
         f"pipeline {layout.pipeline} waits {time.pipeline_bubble:.0%} of the update": layout.pipeline,
@@ -287,7 +269,7 @@ def _reason(found: _Found, card: int) -> str:
     if isinstance(recipe, Recipe) and recipe.rollout.engine != "external":
         count, each = recipe.rollout.engines, recipe.rollout.layout.tensor
         parts.append(f"{count} engine{'s' if count > 1 else ''} of {each} {recipe.cluster.placement}")
-    fullest = max((kind.fullest for kind in found.estimate.memory), key=lambda phase: phase.bytes)
+    fullest = max((kind.fullest for kind in estimate.memory), key=lambda phase: phase.bytes)
     if fullest.bytes <= card:
         parts.append(f"{byte_text(card - fullest.bytes)} free in {fullest.phase}")
     else:
@@ -309,11 +291,11 @@ def layouts(recipe: AnyRecipe, architecture: Architecture, ranks: int) -> Iterat
     """
     nodes, longest = recipe.cluster.gpus_per_node, longest_sequence(recipe)
     experts = architecture.experts.count if architecture.experts else 1
-    for tensor in _dividing(ranks, min(nodes, architecture.heads)):
-        if nodes % tensor:
-            continue
-        for pipeline in _dividing(ranks // tensor, architecture.layers):
-            for context in _dividing(ranks // tensor // pipeline, max(1, longest // CONTEXT_TOKENS_MIN)):
+    for tensor in divisors(gcd(ranks, nodes)):
+        for pipeline in divisors(ranks // tensor):
+            for context in divisors(ranks // tensor // pipeline):
+                if pipeline > architecture.layers or context > max(1, longest // CONTEXT_TOKENS_MIN):
+                    continue
                 data = ranks // tensor // pipeline // context
                 for expert, expert_tensor in _expert_sizes(experts, tensor, tensor * context * data):
                     for chunks in CHUNKS if pipeline > 1 else (1,):
@@ -328,10 +310,6 @@ def layouts(recipe: AnyRecipe, architecture: Architecture, ranks: int) -> Iterat
                             "train.layout.expert_tensor": expert_tensor,
                             "train.layout.data": data,
                         }
-
-
-def _dividing(number: int, most: int) -> list[int]:
-    return [size for size in divisors(number) if size <= most]
 
 
 def _expert_sizes(experts: int, tensor: int, group: int) -> Iterator[tuple[int, int | None]]:
@@ -361,7 +339,6 @@ def savings(recipe: AnyRecipe, context: int) -> list[Values]:
     least = -(-longest // multiple) * multiple // context
     given = recipe.train.tokens_per_microbatch
     lengths = sorted({least, 2 * least, 4 * least} | ({given} if given >= least else set()))
-    offload = [_offload(recipe), []] if _shares_devices(recipe) else [[]]
     return [
         {
             "train.tokens_per_microbatch": tokens,
@@ -369,24 +346,20 @@ def savings(recipe: AnyRecipe, context: int) -> list[Values]:
             "train.recompute": recompute,
             "train.offload": parts,
         }
-        for parts in offload
+        for parts in _offloads(recipe)
         for tokens in lengths
         for recompute in reversed(RECOMPUTE)
     ]
 
 
-def _offload(recipe: AnyRecipe) -> list[str]:
-    """Every part that the recipe has and that can be away."""
-    absent = {"reference", "critic"}
-    if isinstance(recipe, Recipe):
-        algorithm = recipe.algorithm
-        has = {"reference": algorithm.kl.coefficient > 0, "critic": algorithm.critic is not None}
-        absent = {part for part, present in has.items() if not present}
-    return [part for part in OFFLOAD if part not in absent]
-
-
-def _shares_devices(recipe: AnyRecipe) -> bool:
-    return isinstance(recipe, Recipe) and recipe.rollout.engine != "external"
+def _offloads(recipe: AnyRecipe) -> list[list[str]]:
+    """Every part that the recipe has and that can be away while engines use the devices; and none."""
+    if not isinstance(recipe, Recipe) or recipe.rollout.engine == "external":
+        return [[]]
+    algorithm, parts = recipe.algorithm, ["parameters", "gradients", "optimizer"]
+    parts += ["reference"] if algorithm.kl.coefficient > 0 else []
+    parts += ["critic"] if algorithm.critic is not None else []
+    return [parts, []]
 
 
 def engines(recipe: AnyRecipe, architecture: Architecture, gpus: int, *, colocated: bool) -> list[Values]:
@@ -414,7 +387,7 @@ def engines(recipe: AnyRecipe, architecture: Architecture, gpus: int, *, colocat
 
 def engine_gpus(recipe: AnyRecipe, gpus: int) -> list[int]:
     """Numbers of GPUs that engines of their own may have, out of `gpus`: whole nodes where there are several."""
-    if not _shares_devices(recipe):
+    if not isinstance(recipe, Recipe) or recipe.rollout.engine == "external":
         return []
     per_node = recipe.cluster.gpus_per_node if gpus > recipe.cluster.gpus_per_node else 1
     sizes = {gpus * part // whole // per_node * per_node for part, whole in ENGINE_SHARES}
@@ -450,11 +423,6 @@ def _updated(section: Kind, tree: Mapping[str, Any]) -> Kind:
         key: _updated(getattr(section, key), value) if isinstance(value, dict) else value for key, value in tree.items()
     }
     return section.model_copy(update=update)
-
-
-def overrides(recipe: AnyRecipe, values: Values) -> tuple[str, ...]:
-    """The values that are not the recipe's own, ready for a command line."""
-    return tuple(f"{path}={_text(value)}" for path, value in values.items() if value != value_at(recipe, path))
 
 
 def value_at(recipe: AnyRecipe, path: str) -> Any:

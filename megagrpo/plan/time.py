@@ -24,23 +24,20 @@ ON_DRIVER = ("gsm8k",)
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Seconds of one phase of a step, and what they are made of: pairs of a name and seconds, which add up to them.
-
-    `phase` is rollout, reward, logprobs, update or weight_sync, as in the metrics seconds/PHASE; or driver, what is
-    between them.
-    """
+    """Seconds of one phase of a step. `phase` is rollout, reward, logprobs, update or weight_sync, as in the metrics
+    seconds/PHASE; or driver, what is between them."""
 
     phase: str
-    parts: tuple[tuple[str, float], ...]
+    parts: Seconds
 
     @cached_property
     def seconds(self) -> float:
-        return sum(seconds for _, seconds in self.parts)
+        return sum(self.parts.values())
 
     @property
     def largest(self) -> list[tuple[str, float]]:
         """Its parts, the longest first."""
-        return sorted(self.parts, key=lambda part: part[1], reverse=True)
+        return sorted(self.parts.items(), key=lambda part: part[1], reverse=True)
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class StepTime:
     def pipeline_bubble(self) -> float:
         """Share of the update in which pipeline stages wait for one another."""
         update = next(phase for phase in self.phases if phase.phase == "update")
-        return dict(update.parts).get("pipeline bubble", 0.0) / update.seconds
+        return update.parts.get("pipeline bubble", 0.0) / update.seconds
 
     @property
     def days(self) -> float | None:
@@ -107,15 +104,13 @@ def step_time(
         phases["update"] = _update(recipe, ranks, critics, batch)
         phases["weight_sync"] = sync_seconds(recipe, architecture, machines, assumptions, item_bytes)
     phases["driver"] = _driver(recipe, architecture, assumptions, samples, critic)
-    times = tuple(_phase(phase, seconds, assumptions) for phase, seconds in phases.items())
+    times = []
+    for phase, seconds in phases.items():
+        factor = getattr(assumptions, f"{phase}_factor")
+        times.append(PhaseTime(phase, {name: spent * factor for name, spent in seconds.items() if spent > 0}))
     known = assumptions.epoch_rows is not None or recipe.train.total_epochs is None
     steps = total_steps(recipe, math.ceil(assumptions.epoch_rows or 0)) if known else None
-    return StepTime(times, samples * lengths.sequence, planned.bundles, steps)
-
-
-def _phase(phase: str, seconds: Mapping[str, float], assumed: Assumptions) -> PhaseTime:
-    factor = getattr(assumed, f"{phase}_factor")
-    return PhaseTime(phase, tuple((name, spent * factor) for name, spent in seconds.items() if spent > 0))
+    return StepTime(tuple(times), samples * lengths.sequence, planned.bundles, steps)
 
 
 # --- rollout ---------------------------------------------------------------------------------------------------------

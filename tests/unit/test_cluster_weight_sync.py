@@ -9,6 +9,7 @@ import pytest
 from megagrpo.cluster.weight_sync import replica_problems
 from megagrpo.errors import RecipeError
 from megagrpo.recipe.load import load
+from megagrpo.recipe.schema.weights import WeightsConfig
 from megagrpo.weights.boxes import Box, Place, Topology
 from megagrpo.weights.transport.choice import TransportName, choose_transport
 from tests.tiny_run import make_run
@@ -28,16 +29,16 @@ TWO_NODES = Topology((Place("a", 0), Place("a", 1)), (Place("b", 0),))
 def test_auto_chooses_by_the_places_of_ranks_and_engines(
     topology: Topology, external: bool, chosen: TransportName
 ) -> None:
-    assert choose_transport("auto", topology, external=external) is chosen
+    assert choose_transport(WeightsConfig().transfer_to(external=external), topology) is chosen
 
 
 def test_shared_memory_is_refused_between_nodes_and_the_others_are_not() -> None:
     with pytest.raises(RecipeError, match="between 2 nodes"):
-        choose_transport("shared_memory", TWO_NODES, external=False)
+        choose_transport("shared_memory", TWO_NODES)
     for name in TransportName:
-        assert choose_transport(name, ONE_NODE, external=False) is name
+        assert choose_transport(name, ONE_NODE) is name
     for name in (TransportName.PROCESS_GROUP, TransportName.DISK):
-        assert choose_transport(name, TWO_NODES, external=False) is name
+        assert choose_transport(name, TWO_NODES) is name
 
 
 @pytest.mark.parametrize(

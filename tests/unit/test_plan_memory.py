@@ -45,7 +45,7 @@ LLAMA, DEEPSEEK, EXPERTS = map(known_model, (plans.LLAMA_70B, plans.DEEPSEEK, pl
 
 def held_by(recipe: Recipe, arch: Architecture = LLAMA, critic: Architecture | None = None) -> DeviceMemory:
     """The first kind of device, on H100."""
-    return memory(recipe, arch, H100, "cuda", critic)[0]
+    return next(memory(recipe, arch, H100, "cuda", critic))
 
 
 def phases(held: DeviceMemory) -> dict[str, dict[str, int]]:
@@ -303,7 +303,7 @@ def test_every_device_is_of_one_kind() -> None:
         cluster={"placement": "disaggregated", "engine_devices": 4},
         rollout={"engines": 2, "layout": {"tensor": 2}},
     )
-    held = memory(recipe, LLAMA, H100, "cuda")
+    held = list(memory(recipe, LLAMA, H100, "cuda"))
     assert [kind.name for kind in held] == ["training, stage 0 of 2", "training, stage 1 of 2", "engine"]
     devices = [device for kind in held for device in kind.devices]
     assert devices == list(range(plan_devices(recipe, "cuda").bundles))
@@ -353,7 +353,7 @@ def test_torch_keeps_the_memory_of_passes_from_an_engine_on_the_same_card() -> N
     passing = held["update"]["activations"] + held["update"]["logits"]
     assert held["rollout"]["kept by torch's allocator"] == passing
     assert held["weight_sync"]["kept by torch's allocator"] == passing - held["weight_sync"]["sync buckets"]
-    assert "kept by torch's allocator" not in phases(memory(merged({"tensor": 8}), LLAMA, None, "cpu")[0])["rollout"]
+    assert "kept by torch's allocator" not in phases(next(memory(merged({"tensor": 8}), LLAMA, None, "cpu")))["rollout"]
 
 
 def test_passes_before_the_update_are_there_if_the_recipe_has_any() -> None:
@@ -385,7 +385,7 @@ def test_a_part_is_lowered_by_what_makes_it_large() -> None:
 
 def test_a_bucket_is_no_larger_than_the_weights(tiny: dict[str, Path]) -> None:
     arch = read_architecture(tiny["qwen2"])
-    held = phases(memory(merged({}), arch, None, "cpu")[0])["weight_sync"]
+    held = phases(next(memory(merged({}), arch, None, "cpu")))["weight_sync"]
     assert held["sync buckets"] == 2 * held["parameters"]
     assert held["engine sync buckets"] == 2 * held["engine weights"]
 
@@ -476,7 +476,7 @@ def test_devices_that_hold_the_same_are_counted_once() -> None:
         {"tensor": 8, "pipeline": 16, "data": 16, "expert": 64, "expert_tensor": 1},
         rollout={"engines": 64, "layout": {"tensor": 32, "expert": 32}, "sglang": SAVER},
     )
-    held = memory(recipe, DEEPSEEK, H100, "cuda")
+    held = list(memory(recipe, DEEPSEEK, H100, "cuda"))
     assert len(held) == 16
     assert sum(len(kind.devices) for kind in held) == 2048
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from megagrpo.errors import Problem
 from megagrpo.plan.device_map import MappedDevice, axes, ranks_text
-from megagrpo.plan.memory import DeviceMemory, PhaseMemory
+from megagrpo.plan.memory import PhaseMemory
 from megagrpo.plan.parameters import Stage
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.search import Search
+from megagrpo.plan.time import StepTime
 from megagrpo.plan.units import byte_text, second_text, spans
 from megagrpo.recipe.load import dump
 
@@ -21,41 +22,58 @@ PALETTE = (
     "#4e79c4", "#e08a3c", "#58a55c", "#b55d9c", "#3fa7b5", "#c9605b", "#8f75c9", "#b59b3a", "#6b8e9e", "#d07a9a",
     "#7aa344", "#a0785a", "#5b6ab0", "#c77f6e", "#4f9e86", "#9a9a52",
 )  # fmt: skip
-PARTS = len(PALETTE)
 STYLE = Path(__file__).with_name("page.css")
 WIDTH, LABEL, BAR_LABEL, BAR_HEIGHT = 960, 46, 110, 18
 
 
 def page(plan: Plan, search: Search | None = None) -> str:
     """The whole page, in HTML."""
-    sections = [
-        _problems("This cannot run", "bad", plan.problems),
-        _problems("Unwise", "unwise", plan.unwise),
-        _where(plan),
-        *_memory(plan),
-        *_time(plan),
-        *(_search(search) if search else ()),
-        *_assumptions(plan),
-        _summary(plan),
-    ]
-    parts = "".join(
-        f".part{index} {{ fill: {colour}; background: {colour}; }}\n" for index, colour in enumerate(PALETTE)
-    )
+    colours = (f".part{index} {{ fill: {colour}; background: {colour}; }}\n" for index, colour in enumerate(PALETTE))
     title = escape(plan.recipe.name)
     return f"""<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Plan of {title}</title>
-<style>{STYLE.read_text(encoding="utf-8")}{parts}</style></head>
+<style>{STYLE.read_text(encoding="utf-8")}{"".join(colours)}</style></head>
 <body><main>
 <h1>{title}</h1>
 <div class="soft">{escape(plan.summary["model"])}</div>
 {_chips(plan)}
-{"".join(sections)}
+{"".join(_sections(plan, search))}
 </main></body></html>
 """
 
 
-# --- sections --------------------------------------------------------------------------------------------------------
+def _sections(plan: Plan, search: Search | None) -> Iterator[str]:
+    for heading, kind, problems in (("This cannot run", "bad", plan.problems), ("Unwise", "unwise", plan.unwise)):
+        if problems:
+            yield _section(heading, "".join(map(_problem, problems)), kind)
+    yield _section("Where", _where(plan))
+    if plan.memory:
+        yield _section(f"Memory of each {plan.noun}", _memory(plan))
+    if plan.estimate:
+        yield _section(f"A step: {second_text(plan.estimate.time.seconds)}", _time(plan.estimate.time))
+    if search:
+        yield _section(f"Fastest of {search.legal} legal layouts for {search.gpus} GPUs", _search(search))
+    if plan.estimate:
+        lines = [
+            (
+                assumed.name,
+                "follows" if assumed.value is None else f"{assumed.value:g}",
+                assumed.unit,
+                "" if assumed.origin == "default" else f"<b>{assumed.origin}</b>",
+            )
+            for assumed in plan.assumed
+        ]
+        half = -(-len(lines) // 2)
+        tables = (_table((), part, numbers=(1,)) for part in (lines[:half], lines[half:]))
+        yield _section("Assumptions", f"<div class=columns>{''.join(tables)}</div>")
+    told = (*plan.summary.items(), *(("not checked", text) for text in plan.unchecked))
+    whole = f"<summary>The recipe, with every default</summary><pre>{escape(dump(plan.recipe))}</pre>"
+    yield _section("The recipe", f"{_facts(told)}<br><details>{whole}</details>")
+
+
+def _section(title: str, body: str, kind: str = "") -> str:
+    return f'<section class="{kind}"><h2>{escape(title)}</h2>\n{body}</section>\n'
 
 
 def _chips(plan: Plan) -> str:
@@ -72,8 +90,13 @@ def _chips(plan: Plan) -> str:
         chips.append((f"{time.tokens_per_second_per_gpu:,.0f}", f"tokens/s/{plan.noun}"))
         if time.days is not None:
             chips.append((second_text(time.days * 86400), f"{time.steps} steps"))
-    shown = (f"<div class=chip><b>{number}</b><span>{escape(text)}</span></div>" for number, text in chips)
+    shown = (f"<div class=chip><b>{number}</b><span>{text}</span></div>" for number, text in chips)
     return f"<div class=chips>{''.join(shown)}</div>"
+
+
+def _problem(problem: Problem) -> str:
+    facts = {"given": problem.given, "needed": problem.needed, "fix": problem.fix}
+    return f"<h3>{escape(problem.where)}</h3>{_facts((name, text) for name, text in facts.items() if text)}"
 
 
 def _where(plan: Plan) -> str:
@@ -83,143 +106,81 @@ def _where(plan: Plan) -> str:
     ]
     if any(mapped.rank is None for mapped in plan.device_map):
         legend.append(('style="background:#8b949e"', "engines only"))
-    lines = [
-        [
-            ("", axis.name),
-            ("number", str(axis.size)),
-            ("number", str(axis.stride)),
-            ("", ranks_text(axis.example)),
-            ("number", str(axis.nodes)),
-        ]
-        for axis in axes(plan.recipe, plan.architecture)
-    ]
-    heads = ("axis", "ranks", "apart", "first group", "nodes")
-    groups = f"<h3>Groups</h3>{_table(heads, lines)}" if lines else ""
     square = "Each row is a node and each square one GPU" if plan.device == "cuda" else "Each square is a process"
     note = f"{square}. A dot marks the first device of an engine, a bar its other devices."
+    lines = [
+        (axis.name, f"{axis.size}", f"{axis.stride}", ranks_text(axis.example), f"{axis.nodes}")
+        for axis in axes(plan.recipe, plan.architecture)
+    ]
+    table = _table(("axis", "ranks", "apart", "first group", "nodes"), lines, numbers=(1, 2, 4))
     grid = device_grid(plan.device_map, plan.stages, plan.recipe.cluster.gpus_per_node)
-    return _section("Where", f'{grid}{_legend(legend)}<p class="soft">{note}</p>{groups}')
+    return f'{grid}{_legend(legend)}<p class="soft">{note}</p>{f"<h3>Groups</h3>{table}" if lines else ""}'
 
 
-def _memory(plan: Plan) -> Iterator[str]:
-    if not plan.memory:
-        return
-    kinds = plan.fullest_first
+def _memory(plan: Plan) -> str:
+    kinds, fullest = plan.fullest_first, plan.fullest_first[0].fullest
     names = dict.fromkeys(part.name for kind in plan.memory for phase in kind.phases for part in phase.parts)
-    colours = {name: index % PARTS for index, name in enumerate(names)}
-    scale = max(plan.card_bytes or 0, kinds[0].fullest.bytes)
+    colours = {name: index % len(PALETTE) for index, name in enumerate(names)}
+    scale = max(plan.card_bytes or 0, fullest.bytes)
     bars = "".join(
-        f"<h3>{escape(_kind(kind))}</h3>{memory_bars(kind.phases, colours, plan.card_bytes, scale)}"
+        f"<h3>{kind.name}: {len(kind.devices)} of them, {spans(kind.devices)[:80]}</h3>"
+        f"{memory_bars(kind.phases, colours, plan.card_bytes, scale)}"
         for kind in kinds[:KINDS_MAX]
     )
     legend = _legend((f'class="part{colour}"', name) for name, colour in colours.items())
     lines = [
-        [("name", part.name), ("number", byte_text(part.bytes)), ("code", ", ".join(part.lowered_by))]
-        for part in kinds[0].fullest.largest
+        (part.name, byte_text(part.bytes), f"<code>{', '.join(part.lowered_by)}</code>") for part in fullest.largest
     ]
-    largest = f"<h3>{escape(kinds[0].name)} in {kinds[0].fullest.phase}, the fullest</h3>"
-    table = _table(("item", "bytes", "lowered by"), lines)
-    yield _section(f"Memory of each {plan.noun}", f"{bars}{legend}{largest}{table}")
+    table = _table(("item", "bytes", "lowered by"), lines, numbers=(1,), names=(0,))
+    return f"{bars}{legend}<h3>{kinds[0].name} in {fullest.phase}, the fullest</h3>{table}"
 
 
-def _kind(kind: DeviceMemory) -> str:
-    return f"{kind.name}: {len(kind.devices)} of them, {spans(kind.devices)[:80]}"
+def _time(time: StepTime) -> str:
+    parts, lines = [], []
+    for index, phase in enumerate(time.phases):
+        seconds, colour = second_text(phase.seconds), index % len(PALETTE)
+        parts.append((phase.phase, phase.seconds, seconds, colour))
+        square = f'<span class="legend" style="margin:0"><span><i class="part{colour}"></i>{phase.phase}</span></span>'
+        spent = ", ".join(f"{name} {second_text(each)}" for name, each in phase.largest)
+        lines.append((square, seconds, f"{phase.seconds / time.seconds:.0%}", spent))
+    bar = _svg(36, _stacked(parts, 4, WIDTH / time.seconds, left=0, height=28), "seconds of a step by phase")
+    return bar + _table(("phase", "seconds", "share", "of which"), lines, numbers=(1, 2), names=(0,))
 
 
-def _time(plan: Plan) -> Iterator[str]:
-    if plan.estimate is None:
-        return
-    time = plan.estimate.time
-    bar = time_bar([(p.phase, p.seconds, second_text(p.seconds), index) for index, p in enumerate(time.phases)])
+def _search(search: Search) -> str:
     lines = [
-        [
-            (f"part part{index % PARTS}", phase.phase),
-            ("number", second_text(phase.seconds)),
-            ("number", f"{phase.seconds / time.seconds:.0%}"),
-            ("", ", ".join(f"{name} {second_text(seconds)}" for name, seconds in phase.largest)),
-        ]
-        for index, phase in enumerate(time.phases)
-    ]
-    table = _table(("phase", "seconds", "share", "of which"), lines)
-    yield _section(f"A step: {second_text(time.seconds)}", f"{bar}{table}")
-
-
-def _search(search: Search) -> Iterator[str]:
-    lines = "".join(
-        f"<tr><td class=number>{second_text(choice.estimate.time.seconds)}</td>"
-        f"<td><code>{escape(' '.join(choice.overrides)) or 'the recipe as it is'}</code><br>"
-        f"{escape(choice.reason)}</td></tr>"
+        (
+            second_text(choice.estimate.time.seconds),
+            f"<code>{escape(' '.join(choice.overrides)) or 'the recipe as it is'}</code><br>{escape(choice.reason)}",
+        )
         for choice in search.choices
-    )
-    head = "<tr><th>a step</th><th>overrides</th></tr>"
-    yield _section(
-        f"Fastest of {search.legal} legal layouts for {search.gpus} GPUs",
-        f"<table>{head}{lines}</table>" if lines else "<p>Nothing fits.</p>",
-    )
-
-
-def _assumptions(plan: Plan) -> Iterator[str]:
-    if plan.estimate is None:
-        return
-    lines = [
-        [
-            ("", assumed.name),
-            ("number", "follows" if assumed.value is None else f"{assumed.value:g}"),
-            ("", assumed.unit),
-            ("bold", "" if assumed.origin == "default" else assumed.origin),
-        ]
-        for assumed in plan.assumed
     ]
-    half = -(-len(lines) // 2)
-    yield _section("Assumptions", f"<div class=columns>{_table((), lines[:half])}{_table((), lines[half:])}</div>")
-
-
-def _problems(title: str, kind: str, problems: Sequence[Problem]) -> str:
-    shown = []
-    for problem in problems:
-        facts = {"given": problem.given, "needed": problem.needed, "fix": problem.fix}
-        shown.append(f"<h3>{escape(problem.where)}</h3>{_facts((name, text) for name, text in facts.items() if text)}")
-    return _section(title, "".join(shown), kind) if shown else ""
-
-
-def _summary(plan: Plan) -> str:
-    told = (*plan.summary.items(), *(("not checked", text) for text in plan.unchecked))
-    recipe = f"<summary>The recipe, with every default</summary><pre>{escape(dump(plan.recipe))}</pre>"
-    return _section("The recipe", f"{_facts(told)}<br><details>{recipe}</details>")
+    return _table(("a step", "overrides"), lines, numbers=(0,)) if lines else "<p>Nothing fits.</p>"
 
 
 # --- elements --------------------------------------------------------------------------------------------------------
 
 
-def _section(title: str, body: str, kind: str = "") -> str:
-    return f'<section class="{kind}"><h2>{escape(title)}</h2>\n{body}</section>\n'
-
-
 def _facts(facts: Iterable[tuple[str, str]]) -> str:
-    lines = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts)
-    return f"<dl>{lines}</dl>"
+    return f"<dl>{''.join(f'<dt>{name}</dt><dd>{escape(text)}</dd>' for name, text in facts)}</dl>"
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:
     """Pairs of a square's attributes and what it stands for."""
-    shown = "".join(f"<span><i {attributes}></i>{escape(text)}</span>" for attributes, text in entries)
+    shown = "".join(f"<span><i {attributes}></i>{text}</span>" for attributes, text in entries)
     return f"<div class=legend>{shown}</div>"
 
 
-def _table(heads: Sequence[str], lines: Iterable[Sequence[tuple[str, str]]]) -> str:
-    """Lines of cells, each a kind and a text: number, name, code, bold, or the class of a coloured square before it."""
-    head = f"<tr>{''.join(f'<th>{text}</th>' for text in heads)}</tr>" if heads else ""
-    shown = "".join(f"<tr>{''.join(_cell(kind, text) for kind, text in line)}</tr>" for line in lines)
-    return f"<table>{head}{shown}</table>"
-
-
-def _cell(kind: str, text: str) -> str:
-    shown = escape(text)
-    if kind.startswith("part"):
-        square = f'<span class="legend" style="margin:0"><span><i class="{kind}"></i>{shown}</span></span>'
-        return f"<td class=name>{square}</td>"
-    wrapped = {"code": f"<code>{shown}</code>", "bold": f"<b>{shown}</b>" if shown else ""}.get(kind, shown)
-    return f"<td class={kind}>{wrapped}</td>" if kind in ("number", "name") else f"<td>{wrapped}</td>"
+def _table(
+    heads: Sequence[str], lines: Iterable[Sequence[str]], numbers: Sequence[int] = (), names: Sequence[int] = ()
+) -> str:
+    """Cells are HTML. `numbers` are the columns that are set to the right, `names` those that are not wrapped."""
+    kinds = dict.fromkeys(numbers, " class=number") | dict.fromkeys(names, " class=name")
+    shown = [f"<tr>{''.join(f'<th>{text}</th>' for text in heads)}</tr>" if heads else ""]
+    for line in lines:
+        cells = (f"<td{kinds.get(column, '')}>{cell}</td>" for column, cell in enumerate(line))
+        shown.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table>{''.join(shown)}</table>"
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------
@@ -235,26 +196,23 @@ def device_grid(devices: Sequence[MappedDevice], stages: Sequence[Stage], per_no
     """One square for each device, a node to a line."""
     nodes = [list(group) for _, group in groupby(devices, lambda mapped: mapped.node)]
     cell = 26 if len(nodes) <= 16 else 14
-    step, across = cell + 3, min(per_node, len(devices))
-    block = LABEL + across * step + 14
-    columns = max(1, min(WIDTH // block, len(nodes)))
-    lines = -(-len(nodes) // columns)
+    step = cell + 3
+    block = LABEL + min(per_node, len(devices)) * step + 14
+    lines = -(-len(nodes) // max(1, min(WIDTH // block, len(nodes))))
     drawn = []
     for index, node in enumerate(nodes):
-        left, top = index // lines * block, index % lines * step
-        drawn.append(_label(str(node[0].node), left + LABEL - 8, top + cell * 0.72))
-        drawn += [_square(mapped, stages, left + LABEL + mapped.gpu * step, top, cell) for mapped in node]
+        left, y = index // lines * block + LABEL, index % lines * step
+        drawn.append(_label(str(node[0].node), left - 8, y + cell * 0.72))
+        for mapped in node:
+            x = left + mapped.gpu * step
+            fill = f'fill="{stage_colour(mapped.stage, len(stages))}"' if mapped.rank else 'class="engines-only"'
+            shapes = f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" rx="3" {fill}/>'
+            if mapped.engines and mapped.engine_rank == 0:
+                shapes += f'<circle cx="{x + cell / 2}" cy="{y + cell - 5}" r="2.6" class="engine"/>'
+            elif mapped.engines:
+                shapes += f'<rect x="{x}" y="{y + cell - 6}" width="{cell}" height="2" class="engine"/>'
+            drawn.append(f"<g><title>{_told(mapped, stages)}</title>{shapes}</g>")
     return _svg(lines * step, drawn, "devices: a line for each node, a square for each GPU")
-
-
-def _square(mapped: MappedDevice, stages: Sequence[Stage], x: int, y: int, cell: int) -> str:
-    fill = f'fill="{stage_colour(mapped.stage, len(stages))}"' if mapped.rank else 'class="engines-only"'
-    shapes = f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" rx="3" {fill}/>'
-    if mapped.engines and mapped.engine_rank == 0:
-        shapes += f'<circle cx="{x + cell / 2}" cy="{y + cell - 5}" r="2.6" class="engine"/>'
-    elif mapped.engines:
-        shapes += f'<rect x="{x}" y="{y + cell - 6}" width="{cell}" height="2" class="engine"/>'
-    return f"<g><title>{escape(_told(mapped, stages))}</title>{shapes}</g>"
 
 
 def _told(mapped: MappedDevice, stages: Sequence[Stage]) -> str:
@@ -286,32 +244,27 @@ def memory_bars(phases: Iterable[PhaseMemory], colours: Mapping[str, int], card:
     return _svg(y, drawn, "memory by phase")
 
 
-def time_bar(parts: Sequence[tuple[str, float, str, int]]) -> str:
-    """One bar of a whole step. Parts: name, size, text, colour."""
-    total = sum(size for _, size, _, _ in parts) or 1.0
-    return _svg(36, _stacked(parts, 4, WIDTH / total, left=0, height=28), "seconds of a step by phase")
-
-
 def _stacked(
     parts: Iterable[tuple[str, float, str, int]], y: int, unit: float, left: int = BAR_LABEL, height: int = BAR_HEIGHT
 ) -> Iterator[str]:
+    """A bar's parts: name, size, text and colour of each."""
     x = float(left)
     for name, size, text, colour in parts:
         width = size * unit
         if width > 0.2:
-            inside = f'<text x="{x + 6:.1f}" y="{y + height * 0.66:.1f}" class="inside">{escape(name)}</text>'
+            inside = f'<text x="{x + 6:.1f}" y="{y + height * 0.66:.1f}" class="inside">{name}</text>'
             yield (
-                f"<g><title>{escape(name)}: {text}</title>"
+                f"<g><title>{name}: {text}</title>"
                 f'<rect x="{x:.1f}" y="{y}" width="{max(0.5, width - 1):.1f}" height="{height}" rx="2" '
-                f'class="part{colour % PARTS}"/>{inside if width > 8 * len(name) + 10 else ""}</g>'
+                f'class="part{colour}"/>{inside if width > 8 * len(name) + 10 else ""}</g>'
             )
         x += width
 
 
 def _label(text: str, x: float, y: float) -> str:
-    return f'<text x="{x}" y="{y:.1f}" class="label end">{escape(text)}</text>'
+    return f'<text x="{x}" y="{y:.1f}" class="label end">{text}</text>'
 
 
 def _svg(height: int, drawn: Iterable[str], title: str) -> str:
     body = "\n".join(drawn)
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">\n{body}\n</svg>'
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{title}">\n{body}\n</svg>'

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -11,7 +12,7 @@ from rich.text import Text
 from megagrpo.plan.device_map import MappedDevice, axes, ranks_text, rows
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory
 from megagrpo.plan.parameters import Stage
-from megagrpo.plan.plan import Assumed, Plan
+from megagrpo.plan.plan import Plan
 from megagrpo.plan.search import SPARE, Choice, Search
 from megagrpo.plan.time import PhaseTime
 from megagrpo.plan.units import byte_text, second_text, spans
@@ -19,6 +20,7 @@ from megagrpo.plan.units import byte_text, second_text, spans
 WIDTH_MAX = 120
 KINDS_MAX, FIELDS_MAX, PARTS_MAX, TIME_PARTS_MAX = 4, 3, 8, 4
 DEVICES_TEXT_MAX = 40
+UNKNOWN_GPU = " (kind of GPU not given)"
 COLOURS = ("blue", "green", "magenta", "cyan", "yellow", "bright_blue", "bright_green", "bright_magenta")
 
 
@@ -26,25 +28,22 @@ def draw(plan: Plan, search: Search | None, console: Console) -> None:
     """Print all of a plan. Plain text where the console is no terminal; pictures are never wider than it."""
     console.width = min(console.width, WIDTH_MAX)
     marks = _Marks(console)
-    for name, text in (*plan.summary.items(), *(("not checked", text) for text in plan.unchecked)):
-        _print(console, Text(f"{name:<12} {text}"))
+    told = (*plan.summary.items(), *(("not checked", text) for text in plan.unchecked))
+    _sentences(console, [Text(f"{name:<12} {text}") for name, text in told])
     for section in (_layout(plan), _memory(plan, marks), _time(plan, marks), _assumptions(plan)):
         if section is not None:
             console.print()
             console.print(section)
-    if search is not None:
-        console.print()
-        for line in _search(search):
-            _print(console, line)
-    if plan.unwise:
-        console.print()
-    for problem in plan.unwise:
-        _print(console, Text(f"unwise: {problem}", style="yellow"))
+    for sentences in (_search(search) if search else (), [Text(f"unwise: {p}", style="yellow") for p in plan.unwise]):
+        if sentences:
+            console.print()
+            _sentences(console, sentences)
 
 
-def _print(console: Console, text: Text) -> None:
-    """In one piece, so that it can be searched and copied."""
-    console.print(text, soft_wrap=True)
+def _sentences(console: Console, sentences: Iterable[Text]) -> None:
+    """Each in one piece, so that it can be searched and copied."""
+    for sentence in sentences:
+        console.print(sentence, soft_wrap=True)
 
 
 class _Marks:
@@ -63,7 +62,8 @@ def _layout(plan: Plan) -> RenderableType:
     columns = _columns(plan)
     table = _table(*columns)
     for row in rows(plan.device_map):
-        table.add_row(*(cell(row) for cell in columns.values()))
+        numbers = {name: spans(number for mapped in row for number in of(mapped)) for name, of in columns.items()}
+        table.add_row(*((numbers | {"layers": _held(plan.stages, row)})[name] or "-" for name in columns))
     lines: list[RenderableType] = [_title("where"), table]
     for axis in axes(plan.recipe, plan.architecture) if plan.device == "cuda" else ():
         nodes = f"over {axis.nodes} nodes" if axis.nodes > 1 else "within a node"
@@ -71,33 +71,28 @@ def _layout(plan: Plan) -> RenderableType:
     return Group(*lines)
 
 
-def _columns(plan: Plan) -> dict[str, Callable[[Sequence[MappedDevice]], str]]:
-    """What a row of devices says in each column; a column that would be the same everywhere is left out."""
-    layout, on_gpus = plan.recipe.train.layout.parallel(), plan.device == "cuda"
+def _columns(plan: Plan) -> dict[str, Callable[[MappedDevice], Sequence[int]]]:
+    """The numbers of a device in each column; a column that would be the same everywhere is left out."""
+    layout, devices = plan.recipe.train.layout.parallel(), plan.device_map
 
-    def of_rank(axis: str) -> Callable[[Sequence[MappedDevice]], str]:
-        return lambda row: spans(getattr(mapped.rank, axis) for mapped in row if mapped.rank) or "-"
+    def of_rank(axis: str) -> Callable[[MappedDevice], Sequence[int]]:
+        return lambda mapped: (getattr(mapped.rank, axis),) if mapped.rank else ()
 
-    columns: dict[str, Callable[[Sequence[MappedDevice]], str]] = {}
-    if on_gpus:
-        columns["node"] = lambda row: spans(mapped.node for mapped in row)
-        columns["GPU"] = lambda row: spans(mapped.gpu for mapped in row)
-    else:
-        columns["process"] = lambda row: spans(mapped.device for mapped in row)
+    columns: dict[str, Callable[[MappedDevice], Sequence[int]]] = {"process": lambda mapped: (mapped.device,)}
+    if plan.device == "cuda":
+        columns = {"node": lambda mapped: (mapped.node,), "GPU": lambda mapped: (mapped.gpu,)}
     columns["rank"] = of_rank("rank")
     if layout.pipeline > 1:
         columns["stage"] = of_rank("pipeline")
-    columns["layers"] = lambda row: _held(plan.stages, row)
+    columns["layers"] = lambda mapped: ()  # in words
     shown = {"tensor": layout.tensor, "context": layout.context, "data": layout.data}
     if plan.architecture.experts is not None:
         shown |= {"expert": layout.expert, "expert_tensor": layout.expert_tensor}
     columns |= {axis: of_rank(axis) for axis, size in shown.items() if size > 1}
-    if any(mapped.engines for mapped in plan.device_map):
-        columns["engine"] = lambda row: spans(engine for mapped in row for engine in mapped.engines) or "-"
-    if any(mapped.engine_rank for mapped in plan.device_map):
-        columns["its tensor"] = lambda row: (
-            spans(mapped.engine_rank for mapped in row if mapped.engine_rank is not None) or "-"
-        )
+    if any(mapped.engines for mapped in devices):
+        columns["engine"] = lambda mapped: mapped.engines
+    if any(mapped.engine_rank for mapped in devices):
+        columns["its tensor"] = lambda mapped: () if mapped.engine_rank is None else (mapped.engine_rank,)
     return columns
 
 
@@ -117,14 +112,12 @@ def _memory(plan: Plan, marks: _Marks) -> RenderableType | None:
         return None
     card, kinds = plan.card_bytes, plan.fullest_first
     scale, fullest = max(card or 0, kinds[0].fullest.bytes), kinds[0]
-    known = f"{plan.machines.gpu.name}, {byte_text(card)}" if plan.machines and card else "kind of GPU not given"
-    colours = _colours(fullest)
-    lines: list[RenderableType] = [
-        _title(f"memory of each {plan.noun}" + (f" ({known})" if plan.device == "cuda" else "")),
-        _kind(fullest, plan),
-        *(_bar(phase, card, scale, marks, colours) for phase in fullest.phases),
-        _parts(fullest.fullest, colours, card),
-    ]
+    title, colours = f"memory of each {plan.noun}", _colours(fullest)
+    if plan.device == "cuda":
+        title += f" ({plan.machines.gpu.name}, {byte_text(card)})" if plan.machines and card else UNKNOWN_GPU
+    lines: list[RenderableType] = [_title(title), _kind(fullest, plan)]
+    lines += [_bar(phase, card, scale, marks, colours) for phase in fullest.phases]
+    lines.append(_parts(fullest.fullest, colours, card))
     for kind in kinds[1:KINDS_MAX]:
         lines += [_kind(kind, plan), _bar(kind.fullest, card, scale, marks, _colours(kind))]
     if more := kinds[KINDS_MAX:]:
@@ -232,45 +225,45 @@ def _assumptions(plan: Plan) -> RenderableType | None:
     if plan.estimate is None:
         return None
     shown = [a for a in plan.assumed if a.value is not None and not (a.name.endswith("_factor") and a.value == 1)]
-    half = -(-len(shown) // 2)
+    cells = []
+    for assumed in shown:
+        mark, style = ("", "") if assumed.origin == "default" else (" *", "bold")
+        cells.append((Text(f"{assumed.name}{mark}", style=style), Text(f"{assumed.value:g}", style=style)))
+    half = -(-len(cells) // 2)
     table = Table.grid(padding=(0, 1))
     for _ in range(2):
         table.add_column()
         table.add_column(justify="right")
     for index in range(half):
-        table.add_row(*(cell for assumed in shown[index::half] for cell in _assumed(assumed)))
+        table.add_row(*chain.from_iterable(cells[index::half]))
     if origins := sorted({assumed.origin for assumed in shown} - {"default"}):
         table.add_row(f"* {' or '.join(origins)}")
     note = Text("--assume NAME=VALUE gives one, --calibrate RUN_DIRECTORY takes them from a run", style="dim")
     return Group(_title("assumptions (units and sources: docs/plan.md)"), table, note)
 
 
-def _assumed(assumed: Assumed) -> tuple[Text, Text]:
-    mark, style = ("", "") if assumed.origin == "default" else (" *", "bold")
-    return Text(f"{assumed.name}{mark}", style=style), Text(f"{assumed.value:g}", style=style)
-
-
 # --- search ----------------------------------------------------------------------------------------------------------
 
 
-def _search(search: Search) -> Iterator[Text]:
+def _search(search: Search) -> list[Text]:
     """Ready overrides, and why."""
     counted = f"{search.legal} legal layout{'s' if search.legal != 1 else ''}, {search.estimated} estimates"
     gpus = f"{search.gpus} GPU{'s' if search.gpus > 1 else ''}"
-    yield _title(f"{'fastest' if search.choices else 'nothing fits'} on {gpus} ({counted})")
+    lines = [_title(f"{'fastest' if search.choices else 'nothing fits'} on {gpus} ({counted})")]
     for number, choice in enumerate(search.choices, start=1):
         time = choice.estimate.time
-        yield Text(f"{number}. {second_text(time.seconds)} a step, {time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU")
-        yield from _choice(choice)
+        speed = f"{time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
+        lines += [Text(f"{number}. {second_text(time.seconds)} a step, {speed}"), *_choice(choice)]
     if search.nearest:
         lacking = byte_text(search.nearest.estimate.lacking_bytes)
-        yield Text(f"nearest: {lacking} too much on the fullest GPU, {SPARE:.0%} of which are to stay free")
-        yield from _choice(search.nearest)
+        told = f"nearest: {lacking} too much on the fullest GPU, {SPARE:.0%} of which are to stay free"
+        lines += [Text(told), *_choice(search.nearest)]
+    return lines
 
 
-def _choice(choice: Choice) -> Iterator[Text]:
-    yield Text(f"   {' '.join(choice.overrides) or 'the recipe as it is'}", style="bold")
-    yield Text(f"   {choice.reason}")
+def _choice(choice: Choice) -> tuple[Text, Text]:
+    overrides = " ".join(choice.overrides) or "the recipe as it is"
+    return Text(f"   {overrides}", style="bold"), Text(f"   {choice.reason}")
 
 
 def _table(*titles: str) -> Table:

@@ -1,7 +1,7 @@
 """The one place that knows which transports there are: it chooses one, and opens both ends.
 
     host = RendezvousHost(host="10.0.0.1", timeout_seconds=600)                            # driver
-    transport = choose_transport("auto", plan.topology, external=False)                    # driver
+    transport = choose_transport("auto", plan.topology)                                    # driver
     sender = open_sender(transport, plan, source, host.rendezvous, bucket_bytes, ...)      # in every training rank
     receiver = open_receiver(transport, plan, destination, tensors, host.rendezvous, ...)  # in every engine rank
 
@@ -50,15 +50,13 @@ Sender = BucketSender | DiskSender
 """The end of one training rank. It lasts from sync to sync."""
 
 
-def choose_transport(wanted: str, topology: Topology, *, external: bool) -> TransportName:
-    """The transport for `wanted`, the recipe's weights.transfer. `external`: the run does not start its servers.
+def choose_transport(wanted: str, topology: Topology) -> TransportName:
+    """The transport for `wanted`, what the recipe's weights.transfer_to says.
 
     Raises RecipeError if the recipe names a transport that cannot work here.
     """
     nodes = {place.node for place in (*topology.sources, *topology.destinations)}
     if wanted == "auto":
-        if external:
-            return TransportName.DISK
         return TransportName.SHARED_MEMORY if len(nodes) == 1 else TransportName.PROCESS_GROUP
     transport = TransportName(wanted)
     if len(nodes) > 1 and transport is TransportName.SHARED_MEMORY:
