@@ -59,12 +59,12 @@ class Pass:
 
     @property
     def hidden_bytes(self) -> int:
-        """One tensor of hidden states [tokens_of_rank, hidden]."""
+        """Hidden states [tokens_of_rank, hidden]."""
         return self.tokens_of_rank * self.architecture.hidden * self.element_bytes
 
     @property
     def gathered_bytes(self) -> int:
-        """Hidden states of all tensor ranks' tokens [tokens, hidden]."""
+        """Hidden states [tokens, hidden]."""
         return self.tokens * self.architecture.hidden * self.element_bytes
 
     @property
@@ -94,7 +94,9 @@ def stage_bytes(work: Pass, stage: Stage, index: int, microbatches: int) -> int:
     The first layer keeps what the embedding or the stage before gave. What a stage hands on stays too, until its
     gradient comes (Megatron's deallocate_pipeline_outputs is off).
     """
-    kinds = [kept_bytes(work, experts) for experts in (False, True)]
+    kinds = [work.hidden_bytes] * 2  # whole layers are recomputed from their inputs
+    if work.recompute != "full":
+        kinds = [layer_bytes(work, experts, cores=work.recompute == "none") for experts in (False, True)]
     held = 0
     for passes, layers in zip(passes_in_flight(work.layout, index, microbatches), stage.chunks, strict=True):
         counts = layer_counts(work.architecture, layers)
@@ -124,13 +126,6 @@ def passes_in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> t
         group, within = divmod(index, pipeline * chunks)
         passes[within // min(pipeline, microbatches - group * pipeline)] += 1  # the last group may be smaller
     return tuple(passes)
-
-
-def kept_bytes(work: Pass, experts: bool) -> int:
-    """What a layer keeps of one microbatch until its backward pass, under the recipe's recomputation."""
-    if work.recompute == "full":
-        return work.hidden_bytes
-    return layer_bytes(work, experts, cores=work.recompute == "none")
 
 
 def layer_bytes(work: Pass, experts: bool, cores: bool = True) -> int:

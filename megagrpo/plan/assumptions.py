@@ -130,12 +130,12 @@ class Lengths:
 def lengths_of(recipe: AnyRecipe, assumptions: Assumptions) -> Lengths:
     """As given, else shares of what the recipe allows at most. A mean is never above the longest."""
     if isinstance(recipe, SftRecipe):
-        most = float(recipe.data.tokens_max)
-        mean = min(most, assumptions.response_tokens or assumptions.example_share * most)
-        return Lengths(0.0, mean, min(most, max(mean, assumptions.longest_response_tokens or most)))
-    most_prompt, most = float(recipe.data.prompt_tokens_max), float(recipe.rollout.response_tokens_max)
-    prompt = min(most_prompt, assumptions.prompt_tokens or assumptions.prompt_share * most_prompt)
-    mean = min(most, assumptions.response_tokens or assumptions.response_share * most)
+        most, share, prompt = float(recipe.data.tokens_max), assumptions.example_share, 0.0
+    else:
+        most, share = float(recipe.rollout.response_tokens_max), assumptions.response_share
+        most_prompt = float(recipe.data.prompt_tokens_max)
+        prompt = min(most_prompt, assumptions.prompt_tokens or assumptions.prompt_share * most_prompt)
+    mean = min(most, assumptions.response_tokens or share * most)
     return Lengths(prompt, mean, min(most, max(mean, assumptions.longest_response_tokens or most)))
 
 
@@ -144,10 +144,10 @@ def assumptions_from(given: Iterable[str]) -> Assumptions:
     values: dict[str, float] = {}
     problems: list[Problem] = []
     for text in given:
-        name, _, written = text.partition("=")
-        problem = _problem(name.strip(), written.strip())
+        name, _, written = (part.strip() for part in text.partition("="))
+        problem = _problem(name, written)
         if problem is None:
-            values[name.strip()] = float(written)
+            values[name] = float(written)
         else:
             problems.append(problem)
     if problems:
@@ -156,22 +156,18 @@ def assumptions_from(given: Iterable[str]) -> Assumptions:
 
 
 def _problem(name: str, written: str) -> Problem | None:
-    where = f"assumption {name}"
-    names = [field.name for field in fields(Assumptions)]
+    where, names = f"assumption {name}", [field.name for field in fields(Assumptions)]
     if name not in names:
         near = get_close_matches(name, names, n=1)
-        return Problem(
-            where,
-            given=f"{name}={written}" if written else name,
-            needed=f"NAME=VALUE with one of {', '.join(names)}",
-            fix=f"did you mean {near[0]}?" if near else "",
-        )
+        given = f"{name}={written}" if written else name
+        fix = f"did you mean {near[0]}?" if near else ""
+        return Problem(where, given, f"NAME=VALUE with one of {', '.join(names)}", fix)
     try:
         value = float(written)
     except ValueError:
-        return Problem(where, given=written or "nothing", needed=f"a number, as in {name}=0.5")
+        return Problem(where, written or "nothing", f"a number, as in {name}=0.5")
     share = name in ("packing", "overlap") or name.endswith(("_share", "_efficiency"))
     least = "at least 0" if name == "overlap" or "seconds" in name.split("_per_")[0] else "more than 0"
     if not math.isfinite(value) or value < 0 or (value == 0 and least == "more than 0") or (share and value > 1):
-        return Problem(where, given=written, needed=f"{least}{' and at most 1' if share else ''}")
+        return Problem(where, written, f"{least}{' and at most 1' if share else ''}")
     return None

@@ -1,10 +1,9 @@
 """Seconds of what ranks exchange in a training pass, and of bringing new weights to the engines.
 
-Ranks are numbered tensor fastest, then context, data, pipeline (layout/parallel.py), and fill node after node. So a
-group whose ranks are `stride` apart lies in one node as far as `stride x ranks` does, and beyond it has the same number
-of ranks on every node that it touches. Rings are as NCCL makes them: they enter and leave each node once for all of
-its members, each of which brings its own adapter. Nothing is hidden behind computation, unless the assumption
-`overlap` says so; ring attention (cp_comm_type p2p) hides itself, and counts only where it takes longer.
+Ranks are numbered tensor fastest, then context, data, pipeline (layout/parallel.py), and fill node after node: a group
+has the same number of ranks on every node that it touches. Rings are NCCL's: they enter and leave each node once for
+all of its members, each with its own adapter. Nothing is hidden behind computation but what the assumption `overlap`
+says, and ring attention (cp_comm_type p2p), which counts only where it takes longer than attention.
 """
 
 from __future__ import annotations
@@ -75,13 +74,6 @@ class Links:
         return self.node_latency if link == "node" else self.network_latency
 
 
-def group_of(ranks: int, stride: int, layout: ParallelLayout, gpus_per_node: int) -> Group:
-    """`ranks` ranks of the layout, `stride` apart."""
-    if layout.ranks <= gpus_per_node:
-        return Group(ranks, ranks)
-    return Group(ranks, max(1, gcd(ranks * stride, gpus_per_node) // stride))
-
-
 def gather(group: Group, whole_bytes: float, operations: float, links: Links) -> float:
     """Seconds of all-gathers that leave `whole_bytes` on every rank, or of reduce-scatters of as much: rings."""
     if group.ranks == 1:
@@ -119,7 +111,9 @@ class Groups:
     @classmethod
     def of(cls, layout: ParallelLayout, gpus_per_node: int) -> Groups:
         def group(ranks: int, stride: int) -> Group:
-            return group_of(ranks, stride, layout, gpus_per_node)
+            if layout.ranks <= gpus_per_node:
+                return Group(ranks, ranks)
+            return Group(ranks, max(1, gcd(ranks * stride, gpus_per_node) // stride))
 
         tensor, expert_tensor = layout.tensor, layout.expert_tensor
         return cls(
@@ -138,11 +132,9 @@ class Groups:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A pass over `tokens` tokens of one data rank in `microbatches`, in values of `item_bytes`.
-
-    It goes `forward` and `backward` times through the layers: 1 and 0 without gradients, 1 and 1 with them, 2 and 1 if
-    layers are recomputed.
-    """
+    """A pass over `tokens` tokens of one data rank in `microbatches`, in values of `item_bytes`. It goes `forward` and
+    `backward` times through the layers: 1 and 0 without gradients, 1 and 1 with them, 2 and 1 if layers are
+    recomputed."""
 
     tokens: float
     microbatches: float
@@ -219,10 +211,8 @@ def replica_seconds(
     dense: float, experts: float, distributed_optimizer: bool, groups: Groups, item_bytes: int, links: Links
 ) -> Seconds:
     """Gradients summed over replicas and new weights back, for one optimizer step, by what is exchanged and the link.
-
     `dense` and `experts` are the trained elements of one rank. Without the distributed optimizer gradients are
-    all-reduced, which moves as much as scattering and gathering them.
-    """
+    all-reduced: scattered, and gathered in their own dtype."""
     back = item_bytes if distributed_optimizer else GRADIENT_BYTES
     seconds = {}
     of_dense, of_experts = ("data", groups.replicas, dense), ("data of experts", groups.expert_replicas, experts)
@@ -252,32 +242,25 @@ def sync_seconds(
     recipe: Recipe, arch: Architecture, machines: Machines, assumed: Assumptions, item_bytes: int
 ) -> Seconds:
     """Seconds of a weight sync. Engines get all weights, also with train.lora: adapters are added before."""
-    rollout = recipe.rollout
-    external = rollout.engine == "external"
-    found = sync_bytes(
-        arch,
-        recipe.train.layout.parallel(),
-        (1, 1) if rollout.engine == "transformers" else (rollout.layout.tensor, rollout.layout.expert),
-        rollout.engines,
-        machines.gpus_per_node,
-        item_bytes,
-        colocated=recipe.cluster.placement == "colocated" and not external,
-    )
+    rollout, links = recipe.rollout, Links.of(machines, assumed)
+    external, colocated = rollout.engine == "external", recipe.cluster.placement == "colocated"
+    engine = (1, 1) if rollout.engine == "transformers" else (rollout.layout.tensor, rollout.layout.expert)
+    layout, per_node = recipe.train.layout.parallel(), machines.gpus_per_node
+    shared = colocated and not external
+    found = sync_bytes(arch, layout, engine, rollout.engines, per_node, item_bytes, colocated=shared)
     seconds = {"pauses and set-up": assumed.sync_seconds, "digests": found.held / assumed.digest_bytes_per_second}
     if recipe.weights.transfer_to(external=external) == "disk":
         seconds["writing to disk"] = found.model / assumed.disk_bytes_per_second
         seconds["reading from disk"] = found.model * rollout.engines / assumed.disk_bytes_per_second
         return seconds
-    links = Links.of(machines, assumed)
     # A copy within a device reads and writes its memory. All three go on at the same time.
     moving = {
         "over the network": found.network / links.network,
         "within nodes": found.node / links.node,
         "copies": 2 * found.held / machines.gpu.memory_bytes_per_second,
     }
-    slowest = max(moving, key=lambda name: moving[name])
-    seconds[slowest] = moving[slowest] / assumed.sync_efficiency
-    return seconds
+    slowest, spent = max(moving.items(), key=lambda entry: entry[1])
+    return seconds | {slowest: spent / assumed.sync_efficiency}
 
 
 @lru_cache(maxsize=4096)

@@ -113,7 +113,7 @@ def default_fraction(options: Mapping[str, Any], card_bytes: int, tensor: int) -
 
 
 def _graph_bytes(options: Mapping[str, Any], card_bytes: int | None, tensor: int) -> int:
-    """By SGLang's rules: 2 MiB for each request in the largest graph of decoding, 8 MiB for each graph of prefills."""
+    """SGLang reckons with 2 MiB for each request in the largest decoding graph and 8 MiB for each prefill graph."""
     if options.get("disable_cuda_graph"):
         return 0
     prefill, requests = _sizes(options, card_bytes, tensor)
@@ -170,14 +170,6 @@ class Engine:
     item_bytes: int
 
     @cached_property
-    def links(self) -> Links:
-        return Links.of(self.machines, self.assumptions)
-
-    @cached_property
-    def counts(self) -> tuple[int, int]:
-        return layer_counts(self.arch, range(self.arch.layers))
-
-    @cached_property
     def dense_bytes(self) -> float:
         """Weights of one rank that every batch reads: all but routed experts and the input embedding."""
         arch = self.arch
@@ -197,7 +189,8 @@ class Engine:
     @cached_property
     def token_flops(self) -> float:
         """Products for one token on one rank, besides attention's core."""
-        layers = layers_flops(self.arch, self.counts, FORWARD, tokens=1.0, squares=0.0)
+        counts = layer_counts(self.arch, range(self.arch.layers))
+        layers = layers_flops(self.arch, counts, FORWARD, tokens=1.0, squares=0.0)
         return (layers.total + head_work(self.arch)) / self.tensor
 
     @cached_property
@@ -224,7 +217,8 @@ class Engine:
 
     def prefill_seconds(self, tokens: float, squares: float, prompts: float) -> float:
         """Whole prompts; `squares` is the sum of their squared lengths."""
-        flops = layers_flops(self.arch, self.counts, FORWARD, tokens, squares).total
+        counts = layer_counts(self.arch, range(self.arch.layers))
+        flops = layers_flops(self.arch, counts, FORWARD, tokens, squares).total
         flops = (flops + head_flops(self.arch, FORWARD, prompts)) / self.tensor
         return flops / (self.machines.gpu.flops * self.assumptions.prefill_efficiency) + self._sums_seconds(tokens)
 
@@ -232,7 +226,7 @@ class Engine:
         """All-reduces of hidden states over tensor ranks, two in each layer."""
         group = Group(self.tensor, min(self.tensor, self.machines.gpus_per_node))
         whole = tokens * self.arch.hidden * self.item_bytes
-        return 2 * self.arch.layers * 2 * gather(group, whole, 1, self.links)
+        return 2 * self.arch.layers * 2 * gather(group, whole, 1, Links.of(self.machines, self.assumptions))
 
 
 @lru_cache(maxsize=4096)

@@ -245,15 +245,11 @@ def adapter_parameters(arch: Architecture, layout: ParallelLayout, stage: int, l
     counts = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
     for sparse, count in enumerate(counts):
         for linear in adapted_linears(arch, sparse=bool(sparse)):
-            if not (parts := linear.targeted(lora)):
-                continue
+            matrices = linear.targeted(lora)
             cut = layout.expert_tensor if linear.of_expert else layout.tensor
-            inputs, outputs = linear.inputs, linear.outputs
-            if linear.cuts_outputs:
-                outputs //= cut
-            else:
-                inputs //= cut
-            elements = count * lora.rank * (parts * inputs + outputs)
+            inputs = linear.inputs if linear.cuts_outputs else linear.inputs // cut
+            outputs = linear.outputs // cut if linear.cuts_outputs else linear.outputs
+            elements = count * lora.rank * (matrices * inputs + outputs) if matrices else 0
             if linear.of_expert and arch.experts is not None:
                 experts += elements * arch.experts.count // layout.expert
             else:

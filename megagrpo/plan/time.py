@@ -1,13 +1,13 @@
-"""How long a step takes: its phases, and what each is made of. Plain data for printers and searches."""
+"""How long a step takes, by phase and by what each phase is made of."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megagrpo.plan.assumptions import Assumptions, Lengths, lengths_of
+from megagrpo.plan.assumptions import Assumptions, lengths_of
 from megagrpo.plan.communication import Seconds, added, sync_seconds
 from megagrpo.plan.engine import Engine, engine_memory, rollout_seconds
 from megagrpo.plan.machines import A_CPU, Machines
@@ -75,11 +75,8 @@ def step_time(
     assumptions: Assumptions,
     critic: Architecture | None = None,
 ) -> StepTime:
-    """Expected seconds of one step, by phase. A sixth phase, driver, is what metrics have between the others.
-
-    For a recipe on CPUs pass `A_CPU`, and believe the result only with calibrated assumptions. Evaluation and
-    checkpoints are not in it. `critic` is the model of algorithm.critic.path, if it is another.
-    """
+    """Expected seconds of one step, without evaluation and checkpoints. `critic` is the model of algorithm.critic.path,
+    if it is another. With `A_CPU` only calibrated assumptions give seconds that mean something."""
     lengths, device = lengths_of(recipe, assumptions), "cpu" if machines.gpu == A_CPU.gpu else "cuda"
     item_bytes, planned = ITEM_BYTES[dtype_name(recipe, device)], plan_devices(recipe, "cuda")
     ranks = TrainingRanks(architecture, recipe.train, machines, assumptions, item_bytes)
@@ -92,16 +89,9 @@ def step_time(
         rounds = list(prompts_of_rounds(recipe, assumptions.signal_share))
         samples = float(sum(rounds) * recipe.rollout.samples_per_prompt)
         batch = trained_batch(recipe, assumptions, sum(rounds))
-        critics = None
-        if recipe.algorithm.critic is not None:  # the same ranks with the critic's model, which never has adapters
-            whole = recipe.train.model_copy(update={"lora": None})
-            critics = replace(ranks, arch=critic_of(critic or architecture), train=whole)
-        engine = _engine(recipe, architecture, machines, assumptions, item_bytes)
-        fit = _responses_at_once(recipe, architecture, machines, device, lengths)
-        phases["rollout"] = added(*(_rollout(engine, recipe, planned, lengths, prompts, fit) for prompts in rounds))
+        phases["rollout"] = _rollout(recipe, architecture, machines, assumptions, planned, rounds, device)
         phases["reward"] = _reward(recipe, assumptions, samples)
-        phases["logprobs"] = _logprobs(recipe, ranks, critics, batch)
-        phases["update"] = _update(recipe, ranks, critics, batch)
+        phases["logprobs"], phases["update"] = _training(recipe, ranks, critic, batch)
         phases["weight_sync"] = sync_seconds(recipe, architecture, machines, assumptions, item_bytes)
     phases["driver"] = _driver(recipe, architecture, assumptions, samples, critic)
     times = []
@@ -132,30 +122,31 @@ def prompts_of_rounds(recipe: Recipe, signal_share: float) -> Iterator[int]:
         missing -= prompts * signal_share
 
 
-def _engine(recipe: Recipe, arch: Architecture, machines: Machines, assumed: Assumptions, item_bytes: int) -> Engine:
-    tensor = 1 if recipe.rollout.engine == "transformers" else recipe.rollout.layout.tensor
-    return Engine(arch, tensor, machines, assumed, item_bytes)
-
-
-def _responses_at_once(recipe: Recipe, arch: Architecture, machines: Machines, device: str, lengths: Lengths) -> float:
-    """Responses whose keys and values one engine holds. They end before they are longest: at their mean length."""
-    if recipe.rollout.engine != "sglang" or device == "cpu":
-        return math.inf
-    held = engine_memory(recipe, arch, machines.gpu.memory_bytes, "cuda")
-    return max(1.0, held.cache_tokens / lengths.sequence)
-
-
 def _rollout(
-    engine: Engine, recipe: Recipe, planned: DevicePlan, lengths: Lengths, prompts: int, fit: float
+    recipe: Recipe,
+    arch: Architecture,
+    machines: Machines,
+    assumed: Assumptions,
+    planned: DevicePlan,
+    rounds: list[int],
+    device: str,
 ) -> Seconds:
-    """`prompts` prompts that are sampled at once, on the devices that have most to do; engines that share a device take
-    turns, so they count as one."""
-    rollout, devices = recipe.rollout, planned.bundles_of_engine
+    """Rounds of so many prompts, on the devices that have most to do. Engines that share a device take turns, so they
+    count as one."""
+    rollout, devices, lengths = recipe.rollout, planned.bundles_of_engine, lengths_of(recipe, assumed)
+    tensor = 1 if rollout.engine == "transformers" else rollout.layout.tensor
+    engine = Engine(arch, tensor, machines, assumed, ITEM_BYTES[dtype_name(recipe, device)])
     blocks = len({own[0] for own in devices}) if devices[0] else rollout.engines
     greedy = 1 if recipe.algorithm.advantage.name == "remax" else 0
-    at_once = min(float(rollout.requests_at_once * math.ceil(rollout.engines / blocks)), fit)
-    own = math.ceil(prompts / blocks)  # all samples of a prompt are on one engine (rollout/requests.py)
-    return rollout_seconds(engine, lengths, own, rollout.samples_per_prompt + greedy, at_once)
+    at_once = float(rollout.requests_at_once * math.ceil(rollout.engines / blocks))
+    if rollout.engine == "sglang" and device == "cuda":
+        # Responses whose keys and values fit. They end before they are longest: at their mean length.
+        held = engine_memory(recipe, arch, machines.gpu.memory_bytes, "cuda")
+        at_once = min(at_once, max(1.0, held.cache_tokens / lengths.sequence))
+    own = (math.ceil(prompts / blocks) for prompts in rounds)  # all samples of a prompt are on one engine
+    return added(
+        *(rollout_seconds(engine, lengths, each, rollout.samples_per_prompt + greedy, at_once) for each in own)
+    )
 
 
 # --- the other phases ------------------------------------------------------------------------------------------------
@@ -183,26 +174,26 @@ def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
     }
 
 
-def _logprobs(recipe: Recipe, ranks: TrainingRanks, critics: TrainingRanks | None, batch: Batch) -> Seconds:
-    algorithm = recipe.algorithm
-    old, reference = algorithm.computes_old_logprobs, algorithm.kl.coefficient > 0
-    forward = ranks.forward_seconds(batch) if old or reference else {}
-    seconds = {"sending the batch": batch.sequences * ranks.assumptions.send_seconds_per_response}
-    seconds |= _named("old", forward) if old else {}
-    seconds |= _named("reference", forward) if reference else {}
-    return seconds | (_named("values", critics.forward_seconds(batch)) if critics else {})
-
-
-def _update(recipe: Recipe, ranks: TrainingRanks, critics: TrainingRanks | None, batch: Batch) -> Seconds:
+def _training(
+    recipe: Recipe, ranks: TrainingRanks, critic: Architecture | None, batch: Batch
+) -> tuple[Seconds, Seconds]:
+    """The passes before the update, and the update, of the policy and of a critic on the same ranks."""
     algorithm = recipe.algorithm
     minibatch, times = batch.share(1 / algorithm.minibatches), algorithm.minibatches * algorithm.epochs
-    seconds = ranks.update_seconds(minibatch)
-    if critics:
-        seconds |= _named("critic", critics.update_seconds(minibatch))
-    return {name: spent * times for name, spent in seconds.items()}
+    before = {"sending the batch": batch.sequences * ranks.assumptions.send_seconds_per_response}
+    passes = {"old": algorithm.computes_old_logprobs, "reference": algorithm.kl.coefficient > 0}
+    for name in (name for name, made in passes.items() if made):
+        before |= _named(name, ranks.forward_seconds(batch))
+    update = ranks.update_seconds(minibatch)
+    if algorithm.critic is not None:
+        whole = recipe.train.model_copy(update={"lora": None})  # adapters are never on a critic
+        critics = replace(ranks, arch=critic_of(critic or ranks.arch), train=whole)
+        before |= _named("values", critics.forward_seconds(batch))
+        update |= _named("critic", critics.update_seconds(minibatch))
+    return before, {name: spent * times for name, spent in update.items()}
 
 
-def _named(what: str, seconds: Mapping[str, float]) -> Seconds:
+def _named(what: str, seconds: Seconds) -> Seconds:
     return {f"{what}: {name}": spent for name, spent in seconds.items()}
 
 

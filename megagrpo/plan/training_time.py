@@ -70,10 +70,8 @@ FORWARD = Products()
 
 
 def training_products(train: TrainConfig) -> Products:
-    """Forward and backward, and forward once more for what train.recompute names.
-
-    With train.lora there are no gradients of the model's own weights.
-    """
+    """Forward and backward, and forward once more for what train.recompute names. With train.lora the model's own
+    weights have no gradients."""
     weights = 2 if train.lora is not None else 3
     again = 1 if train.recompute == "full" else 0
     core = 0 if train.recompute == "none" else 1
@@ -88,10 +86,8 @@ def layers_flops(
     squares: float,
     lora: LoraConfig | None = None,
 ) -> Flops:
-    """Operations of some layers: `counts` with an MLP and with experts.
-
-    `tokens` are those of all sequences together, `squares` the sum of the squared lengths.
-    """
+    """Operations of `counts` layers with an MLP and with experts. `tokens` are those of all sequences together,
+    `squares` the sum of the squared lengths."""
     dense = experts = attention = 0.0
     for sparse, count in enumerate(counts):
         if count:
@@ -110,10 +106,8 @@ def head_flops(arch: Architecture, over: Products, tokens: float) -> float:
 
 
 def _adapter_work(arch: Architecture, lora: LoraConfig, sparse: bool) -> float:
-    """Operations of one layer's adapters in a forward pass, for each token.
-
-    Adapters on matrices that Megatron fuses are one product, with zeros where they don't belong (megatron/lora.py).
-    """
+    """Operations of one layer's adapters in a forward pass, for each token. Adapters on matrices that Megatron fuses
+    are one product, with zeros between them (megatron/lora.py)."""
     columns = 0
     for linear in adapted_linears(arch, sparse):
         copies = arch.experts.per_token if linear.of_expert and arch.experts else 1
@@ -126,10 +120,8 @@ def _adapter_work(arch: Architecture, lora: LoraConfig, sparse: bool) -> float:
 
 @dataclass(frozen=True)
 class Batch:
-    """What all data ranks pass over together, between two optimizer steps.
-
-    `squares` is the sum of the squared lengths; `head_tokens` are those whose logprobs are wanted.
-    """
+    """What all data ranks pass over together, between two optimizer steps. `squares` is the sum of the squared lengths;
+    `head_tokens` are those whose logprobs are wanted."""
 
     sequences: float
     tokens: float
@@ -200,15 +192,14 @@ class TrainingRanks:
         kinds = [self._layer_seconds(sparse, over, own, passed) if whole[sparse] else {} for sparse in (False, True)]
         head = head_flops(self.arch, over, own.head_tokens) / (layout.tensor * layout.context)
         head /= self.machines.gpu.flops * self.assumptions.matrix_efficiency
-        found = []
+        seconds: Seconds = {}
         for counts, _, has_head in self._stages:
-            of_layers = (
-                {name: count * spent for name, spent in kind.items()}
-                for count, kind in zip(counts, kinds, strict=True)
-                if count
-            )
-            found.append(added(*of_layers, {"output layer": head} if has_head else {}))
-        seconds = max(found, key=lambda stage: sum(stage.values()))
+            of_stage: Seconds = {}
+            for count, kind in zip(counts, kinds, strict=True):
+                for name, spent in kind.items() if count else ():
+                    of_stage[name] = of_stage.get(name, 0.0) + count * spent
+            of_stage |= {"output layer": head} if has_head else {}
+            seconds = max(seconds, of_stage, key=lambda spent: sum(spent.values()))
         if layout.pipeline > 1:
             waits = (layout.pipeline - 1) / (layout.virtual_pipeline * micros)
             sends = stage_seconds(self.arch, layout, self._groups, passed, self._links)
@@ -217,8 +208,7 @@ class TrainingRanks:
         return seconds
 
     def _layer_seconds(self, sparse: bool, over: Products, own: Batch, passed: Exchanged) -> Seconds:
-        assumed, peak = self.assumptions, self.machines.gpu.flops
-        groups = self._groups
+        assumed, peak, groups = self.assumptions, self.machines.gpu.flops, self._groups
         ranks = groups.tensor.ranks * groups.context.ranks
         counts = (0, 1) if sparse else (1, 0)
         flops = layers_flops(self.arch, counts, over, own.tokens, own.squares, self.train.lora)
@@ -243,23 +233,19 @@ class TrainingRanks:
     @cached_property
     def _step_seconds(self) -> Seconds:
         """Gradients summed, Adam, and new weights back to all replicas."""
-        machines, assumed, groups = self.machines, self.assumptions, self._groups
-        held = [self._trained_elements(stage) for stage in self._stages.values()]
-        dense, routed = max(held, key=sum)
-        distributed = self.train.distributed_optimizer
-        found = replica_seconds(dense, routed, distributed, groups, self.item_bytes, self._links)
+        machines, assumed, groups, train = self.machines, self.assumptions, self._groups, self.train
+        dense = routed = 0
+        for stage in self._stages.values():
+            held = rank_parameters(self.arch, self.layout, stage, fused=True)
+            if train.lora is not None:
+                held = adapter_parameters(self.arch, self.layout, stage, train.lora)
+            if held.total > dense + routed:
+                dense, routed = held.total - held.experts, held.experts
+        found = replica_seconds(dense, routed, train.distributed_optimizer, groups, self.item_bytes, self._links)
         seconds = {name: spent * (1 - assumed.overlap) for name, spent in found.items()}
-        owned = dense + routed
-        if distributed:
+        owned = float(dense + routed)
+        if train.distributed_optimizer:
             owned = dense / groups.replicas.ranks + routed / groups.expert_replicas.ranks
         touched = ADAM_BYTES * owned + GRADIENT_BYTES_TOUCHED * (dense + routed)
         seconds["optimizer"] = touched / (machines.gpu.memory_bytes_per_second * assumed.optimizer_efficiency)
         return seconds
-
-    def _trained_elements(self, stage: int) -> tuple[float, float]:
-        """Elements that one rank of a stage trains: outside of experts, and in them."""
-        if self.train.lora is not None:
-            held = adapter_parameters(self.arch, self.layout, stage, self.train.lora)
-        else:
-            held = rank_parameters(self.arch, self.layout, stage, fused=True)
-        return held.total - held.experts, held.experts

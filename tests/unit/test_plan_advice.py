@@ -25,54 +25,32 @@ ONE_NODE: dict[str, Any] = {"model.path": LLAMA_8B, "train.layout": {"tensor": 2
 # what is unwise, where, and a remedy
 CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"train.layout": {"tensor": 16, "data": 8}}, "train.layout.tensor", {"train.layout": {"tensor": 8, "data": 16}}),
-    (
-        {**ONE_NODE, "train.layout": {"tensor": 2, "data": 6}, "rollout.engines": 1, "rollout.layout": {"tensor": 4}},
-        "cluster.gpus_per_node",
-        {"train.layout": {"tensor": 2, "data": 8}, "rollout.engines": 4},
-    ),
-    (
-        EXPERTS,
-        "train.layout.expert_tensor",
-        {"train.layout": {"tensor": 4, "expert": 4, "expert_tensor": 1, "data": 4}},
-    ),
-    (
-        {"algorithm.minibatches": 256, "train.layout": {"tensor": 8, "data": 16}},
-        "train.layout.data",
-        {"algorithm.minibatches": 2},
-    ),
-    (
-        {"train.tokens_per_microbatch": 200_000, "algorithm.minibatches": 16, "rollout.response_tokens_max": 2048},
-        "train.tokens_per_microbatch",
-        {"train.tokens_per_microbatch": 10240},
-    ),
-    (
-        {"train.layout": {"tensor": 8, "context": 2, "data": 8}},
-        "train.layout.context",
-        {"train.layout": {"tensor": 8, "data": 16}},
-    ),
+    ({**ONE_NODE, "train.layout": {"tensor": 2, "data": 6}, "rollout.layout": {"tensor": 4}}, "cluster.gpus_per_node",
+     {"train.layout": {"tensor": 2, "data": 8}, "rollout.engines": 4}),
+    (EXPERTS, "train.layout.expert_tensor",
+     {"train.layout": {"tensor": 4, "expert": 4, "expert_tensor": 1, "data": 4}}),
+    ({"algorithm.minibatches": 256, "train.layout": {"tensor": 8, "data": 16}}, "train.layout.data",
+     {"algorithm.minibatches": 2}),
+    ({"train.tokens_per_microbatch": 200_000, "algorithm.minibatches": 16, "rollout.response_tokens_max": 2048},
+     "train.tokens_per_microbatch", {"train.tokens_per_microbatch": 10240}),
+    ({"train.layout": {"tensor": 8, "context": 2, "data": 8}}, "train.layout.context",
+     {"train.layout": {"tensor": 8, "data": 16}}),
     ({**ONE_NODE, "train.recompute": "full", "cluster.gpu": "B300"}, "train.recompute", {"train.recompute": "none"}),
     ({"train.distributed_optimizer": False}, "train.distributed_optimizer", {"train.distributed_optimizer": True}),
-    (
-        {"rollout.sglang": {"mem_fraction_static": 0.23, "enable_memory_saver": True}},
-        "rollout.layout.tensor",
-        {"rollout.sglang": {"mem_fraction_static": 0.7, "enable_memory_saver": True}},
-    ),
+    ({"rollout.sglang": {"mem_fraction_static": 0.23, "enable_memory_saver": True}}, "rollout.layout.tensor",
+     {"rollout.sglang": {"mem_fraction_static": 0.7, "enable_memory_saver": True}}),
     ({"rollout.engines": 4}, "rollout.engines", {"rollout.engines": 16}),
-    (
-        {**ONE_NODE, "rollout.layout": {"tensor": 1}, "rollout.engines": 8, "rollout.prompts_per_step": 4,
-         "rollout.samples_per_prompt": 1, "algorithm.advantage": {"name": "reinforce_plus_plus"}},
-        "rollout.engines",
-        {"rollout.prompts_per_step": 64},
-    ),
-    (
-        {"cluster.placement": "disaggregated", "train.offload": [], "rollout.engines": 2},
-        "cluster.placement",
-        {"rollout.engines": 32},
-    ),
+    ({**ONE_NODE, "rollout.layout": {"tensor": 1}, "rollout.engines": 8, "rollout.prompts_per_step": 4,
+      "rollout.samples_per_prompt": 1, "algorithm.advantage": {"name": "reinforce_plus_plus"}}, "rollout.engines",
+     {"rollout.prompts_per_step": 64}),
+    ({"cluster.placement": "disaggregated", "train.offload": [], "rollout.engines": 2}, "cluster.placement",
+     {"rollout.engines": 32}),
     ({"rollout.timeout_seconds": 30.0}, "rollout.timeout_seconds", {"rollout.timeout_seconds": 3600.0}),
     ({"checkpoint": {"every_steps": 500}}, "checkpoint.every_steps", {"checkpoint": {"every_steps": 20}}),
     ({"train.optimizer": {"lr": 1e-3}}, "train.optimizer.lr", {"train.optimizer": {"lr": 1e-6}}),
     ({"cluster.gpu": "L40S"}, "train.layout.tensor", {"cluster.gpu": "H100"}),
+    ({"train.layout": {"tensor": 8, "pipeline": 8, "data": 2}, "rollout.prompts_per_step": 2}, "train.layout.pipeline",
+     {"train.layout": {"tensor": 8, "pipeline": 2, "data": 8}, "rollout.prompts_per_step": 256}),
 ]  # fmt: skip
 
 
@@ -96,16 +74,6 @@ def test_a_good_recipe_gets_no_advice() -> None:
     of = plan()
     assert not of.unwise
     assert not of.problems
-
-
-def test_the_bubble_is_told_with_its_share() -> None:
-    few = {
-        "train.layout": {"tensor": 8, "pipeline": 8, "data": 2},
-        "rollout.prompts_per_step": 2,
-        "rollout.engines": 16,
-    }
-    told = [problem for problem in _unwise(few) if problem.where == "train.layout.pipeline"]
-    assert "%" in told[0].given
 
 
 def test_engines_over_nodes_cannot_run() -> None:

@@ -11,11 +11,11 @@ from megagrpo.plan.calibrate import calibrated
 from megagrpo.plan.machines import A_CPU, GPUS, Machines
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.load import dump, load
-from megagrpo.recipe.schema import SftRecipe
 from megagrpo.weights.families import read_architecture
+from tests.plans import H100, sft_recipe
 from tests.tiny_run import make_run
 
-H100 = Machines(GPUS["H100"], 8, 50e9)
+LENGTHS = Assumptions(prompt_tokens=5.0, response_tokens=7.0, longest_response_tokens=15.0)
 
 
 @pytest.fixture
@@ -38,6 +38,10 @@ def metrics_of(assumed, time):
         "seconds/step": time.seconds,
         **seconds,
     }
+
+
+def on(recipe, device):
+    return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"device": device})})
 
 
 def write(directory, *steps, before=""):
@@ -70,29 +74,10 @@ def test_phases_of_a_known_run_are_recovered(planned, tmp_path, machines):
     assert calibrated(found, recipe, arch, machines, tmp_path) == found
 
 
-def test_medians_count_and_the_first_step_does_not(planned, tmp_path):
-    recipe, arch = planned
-    step = metrics_of(Assumptions(response_tokens=7), step_time(recipe, arch, A_CPU, Assumptions()))
-    usual = {name: value for name, value in step.items() if value is not None}
-    updates = (100.0, 3.0, 1.0, 2.0)
-    write(tmp_path, *({**usual, "seconds/update": seconds, "seconds/step": 200.0} for seconds in updates))
-    found = calibrated(Assumptions(), recipe, arch, None, tmp_path)
-    phases = {phase.phase: phase.seconds for phase in step_time(recipe, arch, A_CPU, found).phases}
-    assert phases["update"] == pytest.approx(2.0)
-
-
 def test_fine_tuning_has_examples(tmp_path):
-    recipe = SftRecipe.model_validate(
-        {
-            "kind": "sft",
-            "name": "tuned",
-            "model": {"path": "model"},
-            "data": {"train": [{"path": "train.jsonl"}], "examples_per_step": 8, "tokens_max": 100},
-            "train": {"total_epochs": 1},
-        }
-    )
     make_run(tmp_path / "other")
     arch = read_architecture(tmp_path / "other" / "model")
+    recipe = sft_recipe(examples=8)
     write(tmp_path, {"example_tokens/mean": 40.0, "seconds/update": 2.0, "seconds/step": 2.5})
     found = calibrated(Assumptions(), recipe, arch, None, tmp_path)
     time = step_time(recipe, arch, A_CPU, found)
@@ -108,10 +93,9 @@ def test_factors_are_those_of_the_run_s_own_recipe(planned, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "recipe.yaml").write_text(dump(small))
-    assumed = Assumptions(prompt_tokens=5.0, response_tokens=7.0, longest_response_tokens=15.0)
     on_l4 = Machines(GPUS["L4"], 8, 50e9)
-    time = step_time(small, read_architecture(tmp_path / "small" / "model"), on_l4, assumed)
-    write(run, metrics_of(assumed, time) | {"seconds/update": 3 * time.phases[3].seconds, "seconds/step": 1e9})
+    time = step_time(small, read_architecture(tmp_path / "small" / "model"), on_l4, LENGTHS)
+    write(run, metrics_of(LENGTHS, time) | {"seconds/update": 3 * time.phases[3].seconds, "seconds/step": 1e9})
 
     found = calibrated(Assumptions(), recipe, arch, H100, run)
     assert found.update_factor == pytest.approx(3)
@@ -123,10 +107,9 @@ def test_factors_are_those_of_the_run_s_own_recipe(planned, tmp_path):
 
 def test_a_run_on_cpus_is_compared_with_cpus(planned, tmp_path):
     recipe, arch = planned
-    own = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"device": "cpu"})})
+    own = on(recipe, "cpu")
     (tmp_path / "recipe.yaml").write_text(dump(own))
-    assumed = Assumptions(prompt_tokens=5.0, response_tokens=7.0, longest_response_tokens=15.0)
-    write(tmp_path, metrics_of(assumed, step_time(own, arch, A_CPU, assumed)))
+    write(tmp_path, metrics_of(LENGTHS, step_time(own, arch, A_CPU, LENGTHS)))
     assert calibrated(Assumptions(), own, arch, H100, tmp_path).update_factor == pytest.approx(1)
 
 
@@ -140,20 +123,10 @@ def test_a_run_of_a_model_that_is_not_there_is_refused(planned, tmp_path):
 
 
 def test_a_run_of_fine_tuning_says_nothing_of_grpo(planned, tmp_path):
-    recipe, arch = planned
-    own = SftRecipe.model_validate(
-        {
-            "kind": "sft",
-            "name": "other",
-            "model": {"path": recipe.model.path},
-            "data": {"train": [{"path": "unused"}], "examples_per_step": 8},
-            "train": {"total_steps": 1},
-        }
-    )
-    (tmp_path / "recipe.yaml").write_text(dump(own))
+    (tmp_path / "recipe.yaml").write_text(dump(sft_recipe()))
     write(tmp_path, {"seconds/update": 1.0, "seconds/step": 1.0})
     with pytest.raises(ReportError, match="kind sft"):
-        calibrated(Assumptions(), recipe, arch, H100, tmp_path)
+        calibrated(Assumptions(), *planned, H100, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -178,11 +151,7 @@ def test_a_directory_without_steps_is_refused(planned, tmp_path, content, says):
 def test_speeds_of_cpus_say_nothing_of_gpus(planned, tmp_path, ran_on, planned_for):
     recipe, arch = planned
     write(tmp_path, metrics_of(Assumptions(response_tokens=7), step_time(recipe, arch, A_CPU, Assumptions())))
-
-    def on(device):
-        return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"device": device})})
-
-    (tmp_path / "recipe.yaml").write_text(dump(on(ran_on)))
+    (tmp_path / "recipe.yaml").write_text(dump(on(recipe, ran_on)))
     machines = None if planned_for == "cpu" else H100
     with pytest.raises(ReportError, match="speeds of CPUs"):
-        calibrated(Assumptions(), on(planned_for), arch, machines, tmp_path)
+        calibrated(Assumptions(), on(recipe, planned_for), arch, machines, tmp_path)

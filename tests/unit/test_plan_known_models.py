@@ -61,9 +61,6 @@ def test_a_plan_refuses_a_misspelt_data_file_and_what_is_wrong_in_one(recipe: Pa
         preflight(load(recipe, ["data.train.0.path=held_bak.jsonl"]), plan_only=True)
     with pytest.raises(PreflightError, match="no 'prompt'"):
         preflight(load(recipe, ["data.train.0.path=held_back.jsonl"]), plan_only=True)
-
-
-def test_a_plan_looks_at_a_chat_template_that_is_here(recipe: Path) -> None:
     Path("template.jinja").write_text("{% for message in messages %}")
     with pytest.raises(PreflightError, match=r"model\.chat_template"):
         preflight(load(recipe, [KNOWN, "model.chat_template=template.jinja"]), plan_only=True)

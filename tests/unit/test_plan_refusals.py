@@ -1,4 +1,4 @@
-"""Impossible and unwise recipes, each a change or two to one that works: a plan alone gives the reason and a remedy."""
+"""Impossible recipes, each a change or two to one that works: a plan alone gives the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.errors import MegagrpoError, Problem
+from megagrpo.errors import MegagrpoError
 from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
@@ -23,24 +23,17 @@ NO_LOGPROBS = "train.logprob_tokens_per_microbatch=null"
 IMPOSSIBLE: list[tuple[str, str, str, str, str]] = [
     # the recipe by itself
     (SMALL, "train.layout.tensr=2", "train.layout.tensr", "unknown key", "did you mean `tensor`"),
-    (SMALL, "rollout.top_p=0.9", "rollout.top_p", "0.9", "top_p: 1.0"),
     (SMALL, "rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "1, with", "samples_per_prompt: 8"),
-    (SMALL, "train.total_steps=100", "train.total_steps", "total_steps and total_epochs", "keep one of them"),
     (SMALL, "train.tokens_per_microbatch=1024", "train.tokens_per_microbatch", "512 + 1024", "raise it"),
     (SMALL, "algorithm.minibatches=7", "algorithm.minibatches", "7 minibatches of 16 prompts", "minibatches: 8"),
     (SMALL, "train.layout.data=128", "train.layout.data", "80 samples in each", "lower train.layout.data to 80"),
-    (SMALL, "train.offload=[critic]", "train.offload", "critic, without", "remove critic"),
     (SMALL, f"algorithm.kl.coefficient=0 train.offload=[reference] {NO_LOGPROBS}", "train.offload", "coefficient 0",
      "give a coefficient"),
     (SMALL, "algorithm.advantage.name=gae", "algorithm.critic", "no critic", "critic: {lr: 1e-5}"),
-    (SMALL, "algorithm.kl.estimator=k1", "algorithm.kl.estimator", "k1 in the loss", "estimator: k3"),
-    (SMALL, "eval.samples_per_prompt=4", "eval.samples_per_prompt", "temperature 0", "eval.temperature: 1.0"),
-    (SMALL, "checkpoint.keep_best=mean@8", "checkpoint.keep_best", "mean@8", "did you mean `mean@1`"),
     (SMALL, "reward.functions.0.function=gsm8", "reward.functions.0.function", "gsm8", "did you mean gsm8k"),
     (SMALL, "cluster.gpu=H1000", "cluster.gpu", "H1000", "did you mean H100"),
     (SMALL, "rollout.sglang.tp_size=2", "rollout.sglang.tp_size", "2", "set rollout.layout.tensor"),
     (SMALL, "rollout.sglang.load_format=dummy", "rollout.sglang.load_format", "dummy", "remove it"),
-    (SMALL, "rollout.sglang.mem_fraction_static=half", "rollout.sglang.mem_fraction_static", "half", "0.5"),
     (SMALL, "rollout.sglang.mem_fraction_static=1.5", "rollout.sglang.mem_fraction_static", "1.5", "0.5"),
     (SMALL, "rollout.sglang.max_total_tokens=all", "rollout.sglang.max_total_tokens", "all", "remove it"),
     (SMALL, "rollout.layout.tensor=2", "rollout.layout.tensor", "1 training rank", "placement: disaggregated"),
@@ -77,22 +70,6 @@ IMPOSSIBLE: list[tuple[str, str, str, str, str]] = [
     (DEEPSEEK, "cluster.gpu=B200", "rollout.layout.tensor", "weights of 1", "more tensor ranks"),
 ]  # fmt: skip
 
-UNWISE: list[tuple[str, str, str, str, str]] = [
-    (SMALL, "train.optimizer.lr=1e-3", "train.optimizer.lr", "0.001", "lr: 1.0e-6"),
-    (NODE, "train.layout.tensor=16 train.layout.data=1", "train.layout.tensor", "over 2 nodes", "a divisor of 8"),
-    (NODE, "rollout.engines=2", "rollout.engines", "6 of 8 GPUs wait", "engines: 8"),
-    (NODE, "train.distributed_optimizer=false", "train.distributed_optimizer", "4 replicas", "true"),
-    (NODE, "rollout.timeout_seconds=60", "rollout.timeout_seconds", "60, and rollout is estimated", "timeout_seconds:"),
-    (NODE, "checkpoint.every_steps=1000", "checkpoint.every_steps", "a failure costs", "every_steps:"),
-    (NODE, "cluster.gpu=L40S", "train.layout.tensor", "32 GB/s between L40Ss", "tensor: 1"),
-    (NODE, f"train.layout.context=2 train.layout.data=2 rollout.response_tokens_max=2048 {NO_LOGPROBS}",
-     "train.layout.context", "2, for sequences of up to", "context: 1"),
-    (EXPERTS, "train.layout.expert_tensor=null train.layout.expert=4", "train.layout.expert_tensor", "768 columns",
-     "expert_tensor: 1"),
-    (LLAMA, "train.layout.pipeline=16 train.layout.data=1 rollout.prompts_per_step=8", "train.layout.pipeline",
-     "stages wait", "fewer stages"),
-]  # fmt: skip
-
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,33 +79,15 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "_asked", lambda *asked: ([], []))
 
 
-def planned(recipe: str, overrides: str) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
-    """Why the recipe cannot run, and what is unwise in it."""
-    try:
-        ready = preflight(load(RECIPES / f"{recipe}.yaml", overrides.split()), plan_only=True)
-        plan = plan_of(ready.recipe, ready.architecture)
-    except MegagrpoError as error:
-        return error.problems, ()
-    return plan.problems, plan.unwise
-
-
-def says(problem: Problem, where: str, given: str, fix: str) -> bool:
-    return where in problem.where and given in problem.given and fix in problem.fix
-
-
 @pytest.mark.parametrize(
     ("recipe", "overrides", "where", "given", "fix"), IMPOSSIBLE, ids=[f"{case[0]} {case[1]}" for case in IMPOSSIBLE]
 )
 def test_an_impossible_recipe_gets_the_reason_and_a_remedy(
     recipe: str, overrides: str, where: str, given: str, fix: str
 ) -> None:
-    problems, _ = planned(recipe, overrides)
-    assert any(says(problem, where, given, fix) for problem in problems), "\n".join(map(str, problems))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "where", "given", "fix"), UNWISE, ids=[f"{case[0]} {case[1]}" for case in UNWISE]
-)
-def test_an_unwise_recipe_is_advised_against(recipe: str, overrides: str, where: str, given: str, fix: str) -> None:
-    _, unwise = planned(recipe, overrides)
-    assert any(says(problem, where, given, fix) for problem in unwise), "\n".join(map(str, unwise))
+    try:
+        ready = preflight(load(RECIPES / f"{recipe}.yaml", overrides.split()), plan_only=True)
+        problems = plan_of(ready.recipe, ready.architecture).problems
+    except MegagrpoError as error:
+        problems = error.problems
+    assert any(where in problem.where and given in problem.given and fix in problem.fix for problem in problems)

@@ -1,6 +1,5 @@
 """Searches for layouts: legal, fitting, no slower than any other choice, and of few estimates."""
 
-import itertools
 import shlex
 from typing import Any
 
@@ -20,18 +19,7 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.section import broken_rules
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides.sglang import split_problems
-from tests.plans import (
-    H100,
-    LLAMA_8B,
-    ON_2048,
-    QWEN_30B,
-    architecture,
-    changed,
-    estimate,
-    plan,
-    recipe,
-    searched,
-)
+from tests.plans import H100, LLAMA_8B, ON_2048, QWEN_30B, architecture, changed, estimate, plan, recipe, searched
 
 SMALL: dict[str, Any] = {
     "model__path": LLAMA_8B,
@@ -58,6 +46,7 @@ def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[
     found = searched(of, gpus)
     assert found.choices
     assert found.nearest is None
+    assert 10 < found.legal < found.estimated < 1500  # milliseconds each
     seconds = [choice.estimate.time.seconds for choice in found.choices]
     assert seconds == sorted(seconds)
     model = architecture(of)
@@ -78,20 +67,15 @@ def test_the_best_choice_is_that_of_all_choices() -> None:
     model, assumptions = architecture(of), Assumptions()
     machines = machines_of(of, assumptions)
     assert machines is not None
-    together = (
-        options.placed({**layout, **saving, **engine}, colocated=True)
-        for layout in options.layouts(of, model, 2)
+    every = (
+        options.placed({**layout, **saving, **engine}, colocated=gpus == 2)
+        for gpus in (2, 1)
+        for layout in options.layouts(of, model, gpus)
         for saving in options.savings(of, layout["train.layout.context"])
-        for engine in options.engines(of, model, 2, colocated=True)
-    )
-    apart = (
-        options.placed({**layout, **saving, **engine}, colocated=False)
-        for layout in options.layouts(of, model, 1)
-        for saving in options.savings(of, layout["train.layout.context"])
-        for engine in options.engines(of, model, 1, colocated=False)
+        for engine in options.engines(of, model, gpus, colocated=gpus == 2)
     )
     best = float("inf")
-    for values in itertools.chain(together, apart):
+    for values in every:
         candidate = options.changed(of, values)
         if legal(candidate, model):
             told = estimate(candidate)
@@ -100,21 +84,12 @@ def test_the_best_choice_is_that_of_all_choices() -> None:
     assert searched(of, 2).choices[0].estimate.time.seconds == pytest.approx(best)
 
 
-def test_a_choice_is_never_slower_than_the_recipe_itself() -> None:
-    of = plan()
-    assert of.estimate is not None
-    assert searched(recipe(), 128).choices[0].estimate.time.seconds <= of.estimate.time.seconds
-
-
 def test_what_lacks_least_is_told_if_nothing_fits() -> None:
     found = searched(recipe(cluster__gpu="RTX-4090"), 8)
     assert not found.choices
     assert found.nearest is not None
     assert found.nearest.estimate.lacking_bytes > 0
     assert "too much" in found.nearest.reason
-    one = searched(recipe(cluster__gpu="RTX-4090"), 16)
-    assert one.nearest is not None
-    assert one.nearest.estimate.lacking_bytes < found.nearest.estimate.lacking_bytes
 
 
 def test_layouts_fit_a_critic_of_its_own() -> None:
@@ -155,12 +130,3 @@ def test_the_last_of_uneven_stages_is_the_shortest() -> None:
         if values["train.layout.virtual_pipeline"] == 1
     }
     assert (lengths[1], lengths[2], lengths[4], lengths[8], lengths[16], lengths[32]) == (None, 30, 13, 5, 1, None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "gpus", "most"), [({}, 128, 1500), pytest.param(ON_2048, 2048, 3000, marks=pytest.mark.long)]
-)
-def test_searches_estimate_a_small_part_of_all_choices(changes: dict[str, Any], gpus: int, most: int) -> None:
-    found = searched(changed(changes), gpus)
-    assert found.estimated < most  # milliseconds each
-    assert found.legal > 10
