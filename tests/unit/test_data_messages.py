@@ -134,7 +134,6 @@ def test_a_generation_prompt_that_no_message_begins_with_is_the_cause_that_is_to
         assert "messages[1]" in told
         assert "add_generation_prompt" in told
         assert r"<think>\n" in told
-        assert "end each row" not in told
     # each of the ways out that it names
     path = write(tmp_path / "a.jsonl", chat("1+1=", "2"))
     plain = load(path, tokenizer=tokenizer, template_arguments={"plain": True})

@@ -27,50 +27,43 @@ KL_IN_REWARD = "algorithm.kl={coefficient: 0.1, placement: reward}"
 ODD_LENGTHS = ["rollout.response_tokens_max=15", "data.prompt_tokens_max=18"]
 SPLIT_EXPERTS = "rollout.layout={tensor: 2, expert: 2}"
 
+ALONE = """
+    train.total_steps=null train.tokens_per_microbatch=31 train.logprob_tokens_per_microbatch=128
+    train.layout.virtual_pipeline=2 train.layout.last_stage_layers=2 train.optimizer.min_lr=1e-3
+    train.optimizer.min_lr=1e-7 train.optimizer.warmup_steps=3 train.offload=[reference] train.offload=[critic]
+    algorithm.minibatches=3 algorithm.advantage.epsilon=0 algorithm.loss.name=kl_cov algorithm.kl.target=0.1
+    algorithm.reference.update_every_steps=1 algorithm.correction.weights.high=0.5
+    algorithm.correction.weights.low=1.5 rollout.top_p=0.9 rollout.top_k=5 rollout.urls=[http://a:1]
+    rollout.api_key_variable=KEY rollout.layout.tensor=2 rollout.samples_per_prompt=1 cluster.engine_devices=1
+    eval.samples_per_prompt=4 eval.top_p=0.5 checkpoint.keep_best=mean@1 weights.transfer=disk
+    weights.directory=/tmp
+"""
+"""Values that break a rule by themselves."""
+
 BROKEN: list[tuple[str, list[str]]] = [
-    ("train.total_steps", ["train.total_steps=null"]),
+    *((override.partition("=")[0], [override]) for override in ALONE.split()),
     ("train.total_steps", ["train.total_epochs=1"]),
     ("train.total_episodes", ["train.total_steps=null", "train.total_episodes=15"]),
-    ("algorithm.minibatches", ["algorithm.minibatches=3"]),
     ("train.layout.data", ["algorithm.minibatches=8", "train.layout.data=4"]),
-    ("rollout.top_p", ["rollout.top_p=0.9"]),
-    ("rollout.top_k", ["rollout.top_k=5"]),
-    ("train.tokens_per_microbatch", ["train.tokens_per_microbatch=31"]),
     ("train.tokens_per_microbatch", ["train.tokens_per_microbatch=16", "train.layout.context=2", *ODD_LENGTHS]),
     ("train.logprob_tokens_per_microbatch", ["train.logprob_tokens_per_microbatch=96", "algorithm.minibatches=2"]),
-    ("train.logprob_tokens_per_microbatch", ["train.logprob_tokens_per_microbatch=128"]),
-    ("train.layout.virtual_pipeline", ["train.layout.virtual_pipeline=2"]),
-    ("train.layout.last_stage_layers", ["train.layout.last_stage_layers=2"]),
     ("train.layout.expert", ["train.layout.tensor=2", "train.layout.expert=2"]),
     ("train.layout.expert", ["train.layout.expert=3", "train.layout.data=2"]),
-    ("cluster.engine_devices", ["cluster.engine_devices=1"]),
     ("cluster.engine_devices", ["cluster.engine_devices=2", "cluster.placement=disaggregated"]),
-    ("train.optimizer.min_lr", ["train.optimizer.min_lr=1e-3"]),
-    ("train.optimizer.min_lr", ["train.optimizer.min_lr=1e-7"]),
-    ("train.optimizer.warmup_steps", ["train.optimizer.warmup_steps=3"]),
     ("train.offload", ["train.offload=[optimizer, optimizer]"]),
-    ("train.offload", ["train.offload=[reference]"]),
     ("train.offload", ["train.offload=[optimizer]", "cluster.placement=disaggregated"]),
     ("train.layer_spec", ["cluster.device=cpu", "train.layer_spec=transformer_engine"]),
-    ("eval.samples_per_prompt", ["eval.samples_per_prompt=4"]),
-    ("eval.top_p", ["eval.top_p=0.5"]),
     ("eval.early_stopping.target", [EVAL, "eval.early_stopping={}"]),
     ("eval.early_stopping.metric", ["eval.early_stopping.target=0.9"]),
-    ("checkpoint.keep_best", ["checkpoint.keep_best=mean@1"]),
     ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=pass@4"]),
     ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=accuracy"]),
-    ("rollout.urls", ["rollout.urls=[http://a:1]"]),
-    ("rollout.api_key_variable", ["rollout.api_key_variable=KEY"]),
     ("rollout.urls", ["rollout.engine=external"]),
     ("rollout.urls", ["rollout.engine=external", "rollout.urls=[http://a:1, http://b:1]"]),
     ("rollout.urls", ["rollout.engine=external", "rollout.engines=2", "rollout.urls=[http://a:1, http://a:1]"]),
     ("rollout.urls", ["rollout.engine=external", "rollout.urls=[host:30000]"]),
     ("rollout.sglang", ["rollout.sglang={mem_fraction_static: 0.5}"]),
-    ("rollout.layout.tensor", ["rollout.layout.tensor=2"]),
     ("rollout.layout.expert", [*EXTERNAL, "rollout.layout={tensor: 2, expert: 3}"]),
     ("rollout.layout.expert", [*SGLANG, "cluster.device=cpu", "train.layout.data=2", SPLIT_EXPERTS]),
-    ("weights.transfer", ["weights.transfer=disk"]),
-    ("weights.directory", ["weights.directory=/tmp"]),
     ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=sums/maen@1"]),
     ("algorithm.advantage.epsilon", ["algorithm.advantage={standard_deviation: none, epsilon: 0.5}"]),
     ("algorithm.advantage.epsilon", ["algorithm.advantage={name: pass_k, standard_deviation: none, epsilon: 0.5}"]),
@@ -78,8 +71,6 @@ BROKEN: list[tuple[str, list[str]]] = [
         "algorithm.advantage.epsilon",
         [PLAIN_GDPO, TWO_FUNCTIONS],
     ),
-    ("rollout.samples_per_prompt", ["rollout.samples_per_prompt=1"]),
-    ("algorithm.advantage.epsilon", ["algorithm.advantage.epsilon=0"]),
     ("algorithm.advantage.epsilon", ["algorithm.advantage={epsilon: 0, standard_deviation: population}"]),
     ("rollout.dynamic_sampling", ["algorithm.advantage.name=remax", "rollout.dynamic_sampling={}"]),
     ("algorithm.advantage.name", [GDPO]),
@@ -90,22 +81,16 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("algorithm.critic", [CRITIC]),
     ("algorithm.critic.warmup_steps", [GAE, "algorithm.critic.warmup_steps=2"]),
     ("algorithm.critic.warmup_steps", [GAE, "algorithm.critic.warmup_steps=1", "train.optimizer.warmup_steps=2"]),
-    ("train.offload", ["train.offload=[critic]"]),
     ("algorithm.loss.covariance_low", ["algorithm.loss={name: clip_cov, covariance_low: 5.0}"]),
-    ("algorithm.loss.name", ["algorithm.loss.name=kl_cov"]),
     ("algorithm.loss.name", [GAE, CRITIC, "algorithm.loss.name=gmpo"]),
     ("algorithm.loss.name", [DISCOUNTED, "algorithm.loss.name=gmpo"]),
-    ("algorithm.kl.target", ["algorithm.kl.target=0.1"]),
     ("algorithm.kl.horizon", ["algorithm.kl={coefficient: 0.1, horizon: 5}"]),
     ("algorithm.kl.straight_through", ["algorithm.kl={coefficient: 0.1, placement: reward, straight_through: true}"]),
     ("algorithm.kl.estimator", ["algorithm.kl={coefficient: 0.1, estimator: k1}"]),
-    ("algorithm.reference.update_every_steps", ["algorithm.reference.update_every_steps=1"]),
     ("algorithm.reference.share", ["algorithm.kl.coefficient=0.1", "algorithm.reference.share=0.5"]),
     ("algorithm.rollout_logprobs_as_old", [AS_OLD, WEIGHTS]),
     ("algorithm.rollout_logprobs_as_old", [AS_OLD, REINFORCE]),
     ("algorithm.rollout_logprobs_as_old", [AS_OLD, REINFORCE, "algorithm.kl.coefficient=0.1"]),
-    ("algorithm.correction.weights.high", ["algorithm.correction.weights.high=0.5"]),
-    ("algorithm.correction.weights.low", ["algorithm.correction.weights.low=1.5"]),
     ("algorithm.correction.reject.0.high", ["algorithm.correction.reject=[{level: token}]"]),
     ("algorithm.correction.reject.0.high", ["algorithm.correction.reject=[{level: token, high: 0.5}]"]),
     ("algorithm.correction.reject.0.low", ["algorithm.correction.reject=[{level: token, low: 0.1, statistic: k1}]"]),

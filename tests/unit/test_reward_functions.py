@@ -24,29 +24,17 @@ def patient(monkeypatch):
 @pytest.mark.parametrize(
     ("response", "answer"),
     [
-        ("6 * 3 = 18\n#### 18", "18"),
-        ("####18", "18"),
-        ("#### -5", "-5"),
-        ("#### \u22125", "-5"),
+        *((response, "18") for response in ("6 * 3 = 18\n#### 18", "####18", "#### $18", "#### 0018")),
+        *((response, "-5") for response in ("#### -5", "#### \u22125")),
         ("#### +5.", "5"),
         ("#### 1,234,567.50 dollars.", "1234567.5"),
-        ("#### $18", "18"),
         ("#### -$18 or $-3", "-18"),
         ("#### $-3", "-3"),
         ("#### .5", "0.5"),
         ("#### 1\n#### 2", "2"),
         ("#### 50%", "50"),
-        ("#### 0018", "18"),
-        ("18", None),
-        ("", None),
-        ("####", None),
-        ("#### x 18", None),
-        ("#### 18\n####", None),
-        ("#### 1/2", None),
-        ("#### 1e3", None),
-        ("#### 1,2", None),
-        ("#### 1000,000", None),
-        ("#### 2^10", None),
+        *((response, None) for response in ("18", "", "####", "#### x 18", "#### 18\n####")),
+        *((f"#### {written}", None) for written in ("1/2", "1e3", "1,2", "1000,000", "2^10")),
         ("#### \u0661", None),  # an Arabic-Indic digit one
     ],
 )
@@ -160,6 +148,14 @@ mean = good
 """
 
 
+RAISED = {
+    "syntax": "SyntaxError: invalid syntax (line 1)",
+    "missing": "No module named 'nowhere_at_all' (line 1)",
+    "raises": "ZeroDivisionError: division by zero (line 2)",
+    "exits": "SystemExit",
+}
+
+
 def reward(*functions: str | dict, **options) -> schema.RewardConfig:
     entries = [{"function": f} if isinstance(f, str) else f for f in functions]
     return schema.RewardConfig.model_validate({"functions": entries, **options})
@@ -187,28 +183,24 @@ def test_a_good_section_has_no_problems(user_file):
 
 
 def test_all_load_errors_are_found_at_once_before_a_run(user_file, tmp_path):
-    (tmp_path / "syntax.py").write_text("def good(:")
-    (tmp_path / "missing.py").write_text("import nowhere_at_all")
-    (tmp_path / "raises.py").write_text("x = 1\nx / 0")
-    (tmp_path / "exits.py").write_text("import sys\nsys.exit()")
+    broken = ("def good(:", "import nowhere_at_all", "x = 1\nx / 0", "import sys\nsys.exit()")
+    for file, code in zip(RAISED, broken, strict=True):
+        (tmp_path / f"{file}.py").write_text(code)
     wrong = {
-        "gsm8": "did you mean gsm8k?",
+        "gsm8": "gsm8k",
         "mine.py": "FILE.py:FUNCTION",
-        "nowhere.py:good": "nowhere.py, which does not exist",
-        "gsm8k method=loose": "'loose', not strict or flexible",
-        "gsm8k methd=strict": "unexpected keyword argument 'methd'",
-        "math precision=3": "math has no arguments",
-        "format": "missing a required argument: 'pattern'",
-        "format pattern=(": "not a regular expression",
+        "nowhere.py:good": "nowhere.py",
+        "gsm8k method=loose": "'loose'",
+        "gsm8k methd=strict": "'methd'",
+        "math precision=3": "arguments",
+        "format": "'pattern'",
+        "format pattern=(": "regular expression",
         f"{user_file}:mean": "reward/mean",  # would be the metric of the whole reward
-        f"{user_file}:nothing": "one of its functions: good, few",
-        f"{user_file}:number": "has no function number",
+        f"{user_file}:nothing": "good, few",
+        f"{user_file}:number": "number",
         f"{user_file}:few": "called by these names",
-        f"{user_file}:good size=1": "unexpected keyword argument 'size'",
-        f"{tmp_path / 'syntax.py'}:good": "SyntaxError: invalid syntax (line 1)",
-        f"{tmp_path / 'missing.py'}:good": "ModuleNotFoundError: No module named 'nowhere_at_all' (line 1)",
-        f"{tmp_path / 'raises.py'}:good": "ZeroDivisionError: division by zero (line 2)",
-        f"{tmp_path / 'exits.py'}:good": "SystemExit",
+        f"{user_file}:good size=1": "'size'",
+        **{f"{tmp_path}/{file}.py:good": error for file, error in RAISED.items()},
     }
     entries = []
     for entry in wrong:

@@ -54,7 +54,6 @@ def test_a_recipe_is_planned_on_a_machine_that_has_nothing(file: Path, elsewhere
     ready = preflight(load(file), plan_only=True)
     assert ready.recipe.model.path in known_models()
     missing = [f"the tokenizer of {ready.recipe.model.path}", "train.parquet", "test.parquet"]
-    assert len(ready.unchecked) == len(missing)
     assert all(what in said for what, said in zip(missing, ready.unchecked, strict=True))
 
 
