@@ -13,7 +13,7 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-# `pytest --hypothesis-profile=new_examples` looks for cases that nobody has seen.
+# `pytest --hypothesis-profile=new_examples` looks for new cases.
 settings.register_profile("new_examples", settings.get_profile("same_examples"), derandomize=False)
 settings.load_profile("same_examples")
 

@@ -1,4 +1,4 @@
-"""Recipes of published models on imagined machines, and their plans, from nothing but values."""
+"""Recipes of published models on imagined machines, and their plans; no files."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 def reference_logits(
     directory: str | Path, sequences: list[list[int]], dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """What transformers says of each sequence alone: a list of [tokens, vocab] float32, computed in `dtype`."""
+    """transformers' logits of each sequence alone: a list of [tokens, vocab] float32, computed in `dtype`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="eager"
     ).eval()

@@ -1,12 +1,11 @@
-"""Records te_manifest.json: what Megatron's transformer-engine layer spec names its parameters and how it shards them.
+"""Records te_manifest.json: names and shards of the parameters of Megatron's transformer-engine layer spec.
 
     python tests/golden/record_te_manifest.py
 
-transformer-engine needs a GPU to be built, so its modules are stood in for by classes that only allocate their
-parameters, under the names and shapes of transformer_engine.pytorch 2.8 (weight, bias, layer_norm_weight, weight{i}).
-All the rest is megatron-core's own code, in a model as megagrpo builds it: which module is used where, prefixes, sizes
-per rank, and the sharding, which is read from sharded_state_dict(). Ranks are taken one after another over torch's fake
-process group.
+Building transformer-engine needs a GPU, so classes that only allocate parameters stand in for its modules, with the
+names and shapes of transformer_engine.pytorch 2.8 (weight, bias, layer_norm_weight, weight{i}). All else is
+megatron-core's own code in a model as megagrpo builds it: which module is used where, prefixes, sizes per rank, and the
+sharding, read from sharded_state_dict(). Ranks are recorded one after another over torch's fake process group.
 """
 
 from __future__ import annotations
@@ -41,12 +40,8 @@ class Linear(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.parallel_mode, self.use_bias = (
-            in_features,
-            out_features,
-            parallel_mode,
-            bias,
-        )
+        self.in_features, self.out_features = in_features, out_features
+        self.parallel_mode, self.use_bias = parallel_mode, bias
         if parallel_mode == "column":
             self.out_features //= tp_size
         elif parallel_mode == "row":
@@ -207,12 +202,8 @@ CASES: list[dict[str, Any]] = [
         ("qwen2 tied, tensor 4 (more than query groups)", "dense", {"tied_embeddings": True}, {"tensor": 4}),
         ("qwen3, tensor 2", "dense", {"family": "qwen3", "qkv_bias": False, "qk_norm": True}, {"tensor": 2}),
         ("qwen3_moe, expert 2", "experts", {}, {"data": 2, "expert": 2}),
-        (
-            "qwen3_moe, expert 2 x expert_tensor 2",
-            "experts",
-            {},
-            {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2},
-        ),
+        ("qwen3_moe, expert 2 x expert_tensor 2", "experts", {},
+         {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}),
         ("mixtral, tensor 2", "experts", {"family": "mixtral", "qk_norm": False}, {"tensor": 2, "expert_tensor": 2}),
         ("deepseek_v3, tensor 2", "latent", {"layers": 4}, {"tensor": 2, "expert_tensor": 2}),
         ("deepseek_v3, pipeline 2 x expert 2", "latent", {"layers": 4}, {"pipeline": 2, "data": 2, "expert": 2}),

@@ -1,4 +1,4 @@
-"""What transformers says of the tokens that a server sampled."""
+"""transformers' logits and logprobs of tokens that a server sampled."""
 
 from __future__ import annotations
 

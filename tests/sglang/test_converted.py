@@ -1,4 +1,4 @@
-"""A llama that was converted to torch_dist and back, in a real SGLang server: what it samples, and one weight sync."""
+"""A llama, converted to torch_dist and back, in a real SGLang server: its samples, and one weight sync."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted_server(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Of what `megagrpo convert` makes of the original by way of torch_dist."""
+    """A server of the original, converted to torch_dist and back."""
     root = tmp_path_factory.mktemp("converted")
     megatron, hugging_face = root / "torch_dist", root / "llama"
     for conversion, source, output in (
@@ -38,7 +38,7 @@ def converted_server(original: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.long
-def test_a_converted_model_is_sampled_from_as_transformers_says_of_the_original(
+def test_a_converted_models_logprobs_are_those_of_the_original_in_transformers(
     converted_server: Served, original: Path
 ) -> None:
     samples = converted_server.engine.generate(ASKED)

@@ -8,6 +8,7 @@ pid.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -20,9 +21,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megagrpo.ports import free_port
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = REPOSITORY / "slurm"
+EDIT = re.compile(r"^.*?( *# EDIT (\d).*)$", re.MULTILINE)
 NODES = ("n1", "n2")
 CPUS_PER_NODE = 1
 """Two ranks of one CPU each then need both nodes."""
@@ -307,3 +312,13 @@ def slurm(state: Path) -> Iterator[Slurm]:
         yield started
     finally:
         started.stop()
+
+
+def edited(script: Path, *lines: str) -> str:
+    """A Slurm script as its user leaves it: one of `lines` on each line marked EDIT, before the mark."""
+    return EDIT.sub(lambda marked: lines[int(marked[2]) - 1] + marked[1], script.read_text())
+
+
+def overrides(recipe: dict[str, Any]) -> list[str]:
+    """A whole recipe as overrides that replace the sections of another."""
+    return [f"{section}={json.dumps(value)}" for section, value in recipe.items()]

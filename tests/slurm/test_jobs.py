@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from tests.loop import small_run
-from tests.slurm.cluster import Slurm, UnavailableError, slurm
-from tests.slurm.scripts import REPOSITORY, SCRIPTS, edited, overrides
+from tests.slurm.cluster import REPOSITORY, SCRIPTS, Slurm, UnavailableError, edited, overrides, slurm
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * small_run.RUN_SECONDS)]
 RUN_SECONDS = 600.0
@@ -51,7 +50,6 @@ def recipe(place: Path, name: str, steps: int) -> dict[str, Any]:
     """Two data ranks: nodes have one CPU each, so one rank is on each."""
     values = small_run.recipe(place, place / "runs", name)
     values["train"] |= {"layout": {"data": 2}, "total_steps": steps}
-    values["track"] |= {"mlflow": None}
     return values
 
 
