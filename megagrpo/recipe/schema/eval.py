@@ -82,13 +82,9 @@ def metric_rules(where: str, metric: str, evaluation: EvalConfig) -> Iterator[Pr
         return
     same = f"{name.partition('@')[0]}@{samples}"
     near = [same] if same in valid else difflib.get_close_matches(name, valid, n=1)
-    yield Problem(
-        where,
-        given=metric,
-        needed=f"one of {', '.join(valid)} (with eval.samples_per_prompt {samples}), "
-        f"or of a single data source, as SOURCE/{valid[0]}",
-        fix=f"did you mean `{source}{slash}{near[0]}`?" if near else f"write {valid[0]}",
-    )
+    of_samples = f"one of {', '.join(valid)} (with eval.samples_per_prompt {samples})"
+    fix = f"did you mean `{source}{slash}{near[0]}`?" if near else f"write {valid[0]}"
+    yield Problem(where, metric, f"{of_samples}, or of a single data source, as SOURCE/{valid[0]}", fix)
 
 
 def evaluation_metrics(samples: int) -> list[str]:

@@ -76,13 +76,11 @@ class Recipe(Section):
             fix = f"minibatches: {min(divisors, key=lambda n: abs(n - minibatches))}"
             yield Problem("algorithm.minibatches", given, "minibatches of equal size", fix)
         elif samples // minibatches < data:
-            yield Problem(
-                "train.layout.data",
-                given=f"{data} data ranks, and {product} in {minibatches} minibatches, "
-                f"so {samples // minibatches} samples in each",
-                needed="at least one sample of every minibatch for each data rank",
-                fix=f"lower train.layout.data to {samples // minibatches}, lower algorithm.minibatches, or sample more",
-            )
+            each = samples // minibatches
+            given = f"{data} data ranks, and {product} in {minibatches} minibatches, so {each} samples in each"
+            needed = "at least one sample of every minibatch for each data rank"
+            fix = f"lower train.layout.data to {each}, lower algorithm.minibatches, or sample more"
+            yield Problem("train.layout.data", given, needed, fix)
         if self.train.total_episodes is not None and self.train.total_episodes < samples:
             given = f"{self.train.total_episodes}, and one step takes {samples} responses"
             fix = "raise it, or lower rollout.prompts_per_step or rollout.samples_per_prompt"
@@ -160,22 +158,17 @@ class Recipe(Section):
         rollout, own, each = self.rollout, self.cluster.engine_devices, self.rollout.devices_of_engine
         ranks, colocated = self.train.layout.parallel().ranks, self.cluster.placement == "colocated"
         if own is not None and (colocated or each == 0):
-            yield Problem(
-                "cluster.engine_devices",
-                given=f"{own}, with " + ("placement: colocated" if colocated else "rollout.engine: external"),
-                needed="nothing: "
-                + ("colocated engines share the trainer's devices" if colocated else "the run does not start them"),
-                fix="remove it, or write placement: disaggregated" if colocated else "remove it",
-            )
+            given, reason, fix = f"{own}, with rollout.engine: external", "the run does not start them", "remove it"
+            if colocated:
+                given, reason = f"{own}, with placement: colocated", "colocated engines share the trainer's devices"
+                fix = "remove it, or write placement: disaggregated"
+            yield Problem("cluster.engine_devices", given, f"nothing: {reason}", fix)
         elif own is not None and (own > rollout.engines * each or own % each):
-            yield Problem(
-                "cluster.engine_devices",
-                given=f"{own} devices for {rollout.engines} engine{'s' if rollout.engines > 1 else ''} of {each}",
-                needed="at most one device for each engine"
-                if each == 1
-                else f"a multiple of rollout.layout.tensor = {each}, at most {rollout.engines * each}",
-                fix=f"engine_devices: {rollout.engines * each}",
-            )
+            most = rollout.engines * each
+            given = f"{own} devices for {rollout.engines} engine{'s' if rollout.engines > 1 else ''} of {each}"
+            multiple = f"a multiple of rollout.layout.tensor = {each}, at most {most}"
+            needed = "at most one device for each engine" if each == 1 else multiple
+            yield Problem("cluster.engine_devices", given, needed, f"engine_devices: {most}")
         elif colocated and each > ranks:
             given = f"{each}, with {ranks} training rank{'s' if ranks > 1 else ''} and placement: colocated"
             needed = f"at most {ranks}: colocated engines share the trainer's devices"

@@ -107,10 +107,7 @@ def address_problem(address: str, where: str) -> Problem | None:
     if not found:
         return None
     host = rest.partition("/")[0].rpartition(":")[0] or "HOST"
-    return Problem(
-        where,
-        given=f"{scheme}://, from where a run can be started but not driven",
-        needed="auto or HOST:PORT, on a node of the cluster: training ranks and engines meet at the driver, and "
-        "it shares directories with them",
-        fix=f"on any machine: ray job submit --address http://{host}:8265 -- megagrpo train RECIPE",
-    )
+    given = f"{scheme}://, from where a run can be started but not driven"
+    reason = "training ranks and engines meet at the driver, and it shares directories with them"
+    fix = f"on any machine: ray job submit --address http://{host}:8265 -- megagrpo train RECIPE"
+    return Problem(where, given, f"auto or HOST:PORT, on a node of the cluster: {reason}", fix)

@@ -159,13 +159,10 @@ def longest_rules(
     multiple = 1 if context == 1 else 2 * context  # context ranks each take two equal pieces of a sequence
     padded = -(-longest // multiple) * multiple
     if train.tokens_per_microbatch * context < padded:
-        yield Problem(
-            "train.tokens_per_microbatch",
-            given=f"{train.tokens_per_microbatch} tokens x {context} context ranks, and {described}"
-            + (f", padded to {padded} for context ranks" if padded > longest else ""),
-            needed=f"at least {-(-padded // context)}, to hold the longest {what}",
-            fix=f"raise it, or lower {' or '.join(limits)}",
-        )
+        given = f"{train.tokens_per_microbatch} tokens x {context} context ranks, and {described}"
+        given += f", padded to {padded} for context ranks" if padded > longest else ""
+        needed = f"at least {-(-padded // context)}, to hold the longest {what}"
+        yield Problem("train.tokens_per_microbatch", given, needed, f"raise it, or lower {' or '.join(limits)}")
 
 
 def device_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[Problem]:

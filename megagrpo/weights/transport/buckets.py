@@ -366,14 +366,12 @@ class _Flow:
             case ["sent", sender, number, index, ticket]:
                 bucket = self._awaited.pop((sender, number), None)
                 if bucket is None:
-                    raise WeightSyncError(
-                        Problem(
-                            f"{name_of(self._plan, self._peer)}: bucket {number + 1} from "
-                            f"{name_of(self._plan, sender)}",
-                            "it came twice, or is not in the plan",
-                            "the same plan and bucket size at both ends",
-                        )
+                    ends = name_of(self._plan, self._peer), name_of(self._plan, sender)
+                    where, given = (
+                        f"{ends[0]}: bucket {number + 1} from {ends[1]}",
+                        "it came twice, or is not in the plan",
                     )
+                    raise WeightSyncError(Problem(where, given, "the same plan and bucket size at both ends"))
                 received = self._transport.receive(sender, bucket.bytes, ticket, label_of(self._plan, bucket))
                 self._arriving.append((bucket, index, received))
             case ["received", index]:

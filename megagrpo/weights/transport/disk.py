@@ -79,9 +79,9 @@ class DiskSender:
                 self._lead(sync, export, tensors)
             else:
                 missing = self._missing("the files to be laid out", [LEADER])
-                self._member.next_message(_source_queue(self._source), lambda: missing)
+                self._member.next_message(f"source {self._source}", lambda: missing)
                 write_part(export, self._plan, self._source, tensors)
-                self._member.push(_source_queue(LEADER), ["written", self._source])
+                self._member.push(f"source {LEADER}", ["written", self._source])
 
     def bucket_digests(
         self, tensors: Mapping[str, torch.Tensor], tensor: str, active: frozenset[int]
@@ -96,14 +96,14 @@ class DiskSender:
         others = set(range(len(self._plan.sources))) - {LEADER}
         engines = sorted({index // self._ranks_per_engine for index in sync.destinations})
         for engine in engines:
-            self._member.push(_engine_queue(engine), ["begun", str(export.directory)])
+            self._member.push(f"engine {engine}", ["begun", str(export.directory)])
         try:
             self._begin(export)
             for source in sorted(others):
-                self._member.push(_source_queue(source), ["laid out", LEADER])
+                self._member.push(f"source {source}", ["laid out", LEADER])
             write_part(export, self._plan, LEADER, tensors)
             while others:
-                pop = partial(self._member.pop, _source_queue(LEADER))
+                pop = partial(self._member.pop, f"source {LEADER}")
                 _, source = self._member.wait(pop, partial(self._missing, "their parts of the files", others))
                 others.discard(source)
             finish_export(export)
@@ -111,7 +111,7 @@ class DiskSender:
             shutil.rmtree(export.partial, ignore_errors=True)  # a full disk gets its room back
             raise
         for engine in engines:
-            self._member.push(_engine_queue(engine), ["ready", str(export.directory)])
+            self._member.push(f"engine {engine}", ["ready", str(export.directory)])
 
     def _begin(self, export: Export) -> None:
         if export.directory.exists() and not (export.directory / MARKER).is_file():
@@ -149,7 +149,7 @@ class DiskReceiver:
         with self._member.attend(version):
             kind = ""
             while kind != "ready":
-                kind, directory = self._member.next_message(_engine_queue(self._engine), lambda: missing)
+                kind, directory = self._member.next_message(f"engine {self._engine}", lambda: missing)
             self.loaded = Path(directory)
             body = {"model_path": directory, "load_format": "auto", "flush_cache": False}
             with server_errors(f"{self._member.name}: {directory}"):
@@ -213,11 +213,3 @@ def _as_sync_error() -> Iterator[None]:
         raise WeightSyncError(
             [Problem(p.where, p.given, p.needed or needed, p.fix or fix) for p in error.problems]
         ) from error
-
-
-def _source_queue(source: int) -> str:
-    return f"source {source}"
-
-
-def _engine_queue(engine: int) -> str:
-    return f"engine {engine}"
