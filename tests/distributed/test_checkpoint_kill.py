@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megagrpo.checkpoint.store import CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import state
 from tests.distributed.conftest import Tiny
 from tests.distributed.tiny_training import TinyTraining
@@ -24,7 +25,7 @@ from tests.rank_group import RankGroupError, run_ranks
 
 def save_twice_and_die(model: Path, root: Path, victim: int, moment: float) -> None:
     """Save step 1; begin to save step 2, in which `victim` is killed after `moment` of the time that the first took."""
-    training = TinyTraining(model, {"pipeline": 2})
+    training = TinyTraining(model, ParallelLayout(pipeline=2))
     store = CheckpointStore(root, keep_last=1)
     seconds = 0.0
     for step in (1, 2):
@@ -47,13 +48,13 @@ def save_twice_and_die(model: Path, root: Path, victim: int, moment: float) -> N
 
 
 def load_and_step(model: Path, directory: Path) -> tuple[float, float]:
-    training = TinyTraining(model, {}, weights=False)
+    training = TinyTraining(model, weights=False)
     state.load(training.state, directory)
     return training.step()
 
 
 def second_step(model: Path) -> tuple[float, float]:
-    return TinyTraining(model, {}).steps(2)[1]
+    return TinyTraining(model).steps(2)[1]
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.export import begin_export, finish_export, write_part
 from megagrpo.weights.plan import make_plan
 from tests.distributed.conftest import Tiny
+from tests.distributed.layouts import ROWS
 from tests.distributed.parity_ranks import RankLogits, load_model, logits_of_chunks
 from tests.distributed.test_parity_logits import MICROBATCHES, assemble, references
 from tests.distributed.tiny_training import TinyTraining
@@ -31,29 +32,25 @@ from tests.rank_group import run_ranks
 from tests.safetensors_files import assert_same_files
 from tests.tiny_models import FAMILIES, WITH_EXPERTS
 
-LAYOUTS = {
-    "tensor": ParallelLayout(tensor=2, expert_tensor=2),
-    "pipeline": ParallelLayout(pipeline=2),
-    "tensor and pipeline": ParallelLayout(tensor=2, pipeline=2, expert_tensor=2),
-    "virtual pipeline": ParallelLayout(pipeline=2, virtual_pipeline=2),
-    "expert": ParallelLayout(data=2, expert=2),
-}
+# The row with most kinds of cuts in every test run; the others, which cost as much each, in the long one.
+IN_TURN = [
+    "tensor, unequal",
+    *(
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("virtual, context", "expert, data", "expert over tensor", "unequal, data")
+    ),
+]
 
 
-# The layout with most kinds of cuts in every test run; the others, which cost as much each, in the long one.
-IN_TURN = [name if name == "tensor and pipeline" else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
-
-
-def families_for(name: str) -> list[str]:
-    """Every family over tensor and pipeline together, and each in one of the two alone."""
-    if name == "expert":
-        return list(WITH_EXPERTS)
-    return list(FAMILIES)[{"tensor": slice(0, None, 2), "pipeline": slice(1, None, 2)}.get(name, slice(None))]
+def layout_and_models(name: str, tiny: Tiny) -> tuple[ParallelLayout, list[Path]]:
+    """A row for families with experts, or for all of them at once where it does not share experts out."""
+    layout = ROWS[name].of("qwen3_moe")
+    return layout, [tiny(family) for family in (FAMILIES if layout.expert == 1 else WITH_EXPERTS)]
 
 
 @pytest.mark.parametrize("name", IN_TURN)
 def test_megatron_loads_what_was_converted(name: str, tiny: Tiny, tmp_path: Path) -> None:
-    layout, models = LAYOUTS[name], [tiny(family) for family in families_for(name)]
+    layout, models = layout_and_models(name, tiny)
     cases = [(model, to_megatron(model, tmp_path / model.name).directory / "iter_0000000") for model in models]
     by_rank = run_ranks(layout.ranks, logits_of_torch_dist, cases, layout, MICROBATCHES)
     for index, model in enumerate(models):
@@ -64,7 +61,7 @@ def test_megatron_loads_what_was_converted(name: str, tiny: Tiny, tmp_path: Path
 
 @pytest.mark.parametrize("name", IN_TURN)
 def test_what_megatron_saved_is_converted_bit_by_bit(name: str, tiny: Tiny, tmp_path: Path) -> None:
-    layout, models = LAYOUTS[name], [tiny(family) for family in families_for(name)]
+    layout, models = layout_and_models(name, tiny)
     cases = [(model, tmp_path / model.name / "iter_0000007") for model in models]
     run_ranks(layout.ranks, save_torch_dist, cases, layout)
     for model in models:
@@ -75,17 +72,17 @@ def test_what_megatron_saved_is_converted_bit_by_bit(name: str, tiny: Tiny, tmp_
 
 
 def test_a_training_checkpoint_is_converted_as_the_run_would_export_it(tiny: Tiny, tmp_path: Path) -> None:
-    families, sizes = ["qwen2_tied", "deepseek_v3"], {"tensor": 2, "expert_tensor": 2}
+    families, layout = ["qwen2_tied", "deepseek_v3"], ParallelLayout(tensor=2, expert_tensor=2)
     stores = {family: CheckpointStore(tmp_path / family, keep_last=1) for family in families}
     saving = {family: store.begin(4) for family, store in stores.items()}
-    files = run_ranks(2, save_training, [(tiny(family), saving[family]) for family in families], sizes)
+    files = run_ranks(2, save_training, [(tiny(family), saving[family]) for family in families], layout)
     cases = []
     for index, family in enumerate(families):
         recipe = {"model": {"path": str(tiny(family))}}
         state = TrainerState(4, weight_version=5, data_cursor={}, recipe=recipe)
         saved = stores[family].commit(state, [file for of_rank in files for file in of_rank[index]])
         cases.append((tiny(family), saved.rank_directory, tmp_path / f"{family}.exported"))
-    run_ranks(1, export_training, cases, {})
+    run_ranks(1, export_training, cases)
     for family in families:
         exported = tmp_path / f"{family}.exported"
         to_hugging_face(tmp_path / family, tmp_path / f"{family}.hf")
@@ -119,21 +116,21 @@ def save_torch_dist(cases: list[tuple[Path, Path]], layout: ParallelLayout, dtyp
         dist_checkpointing.save(sharded(chunks) | {"iteration": 7}, str(iteration))
 
 
-def save_training(cases: list[tuple[Path, Path]], sizes: dict[str, int]) -> list[tuple[SavedFile, ...]]:
+def save_training(cases: list[tuple[Path, Path]], layout: ParallelLayout) -> list[tuple[SavedFile, ...]]:
     """Trains each model for a step, and saves the training state into the given directory."""
     files = []
     for directory, saved in cases:
-        training = TinyTraining(directory, sizes)
+        training = TinyTraining(directory, layout)
         training.steps(1)
         files.append(state.save(training.state, saved))
         process.stop_parallel()
     return files
 
 
-def export_training(cases: list[tuple[Path, Path, Path]], sizes: dict[str, int]) -> None:
+def export_training(cases: list[tuple[Path, Path, Path]]) -> None:
     """Loads each saved training state, and exports its weights to a Hugging Face directory."""
     for directory, saved, exported in cases:
-        training = TinyTraining(directory, sizes, weights=False)
+        training = TinyTraining(directory, weights=False)
         state.load(training.state, saved)
         weights = named_tensors(training.wrapped)
         if torch.distributed.get_rank() == 0:

@@ -28,16 +28,11 @@ from megagrpo.weights.sides import transformers as transformers_side
 from megagrpo.weights.views import box_view
 from tests.distributed.grpo_case import LONGEST, LR, PROMPTS, RESPONSES, assemble, make_batches, make_recipe
 from tests.distributed.grpo_ranks import Parts, boxes, on_ranks
+from tests.distributed.layouts import ROWS
 from tests.rank_group import RankGroupError
 from tests.tiny_models import make_model, randomize
 
 CLIP = 0.3
-LAYOUTS = {
-    "tensor and pipeline": ParallelLayout(tensor=2, pipeline=2),
-    "context": ParallelLayout(context=2),
-    "data": ParallelLayout(data=2),
-}
-EXPERT_LAYOUTS = {"all": ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2, context=2, expert=2, expert_tensor=2)}
 
 
 def recipe_of(layout: ParallelLayout, **train: Any) -> Recipe:
@@ -264,13 +259,13 @@ def test_the_case_clips_on_both_sides(dense):
     assert dense.in_torch.metrics["grad_norm"] > 0.5  # and the gradient is clipped
 
 
-def test_one_rank_agrees_with_transformers_and_autograd(dense):
-    assert_same_step(run(dense, ParallelLayout()), dense.in_torch)
+@pytest.mark.parametrize("name", ["one rank", "tensor", "context, data", "three stages"])
+def test_every_layout_takes_the_step_of_transformers_and_autograd(name, dense):
+    assert_same_step(run(dense, ROWS[name].layout), dense.in_torch)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_has_the_same_values_and_takes_the_same_step(name, dense):
-    assert_same_step(run(dense, LAYOUTS[name]), dense.in_torch)
+def test_so_does_a_layout_of_every_cut_of_experts(experts):
+    assert_same_step(run(experts, ROWS["all"].layout), experts.in_torch)
 
 
 def test_values_do_not_depend_on_how_many_microbatches_pass_at_once(dense):
@@ -279,11 +274,6 @@ def test_values_do_not_depend_on_how_many_microbatches_pass_at_once(dense):
 
 def test_beside_a_policy_with_adapters_all_weights_of_the_critic_are_trained(dense):
     assert_same_step(run(dense, ParallelLayout(tensor=2), lora={"rank": 2, "alpha": 4}), dense.in_torch)
-
-
-@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
-def test_so_does_every_layout_of_experts(name, experts):
-    assert_same_step(run(experts, EXPERT_LAYOUTS[name]), experts.in_torch)
 
 
 # --- a new head, several steps, memory --------------------------------------------------------------------------------

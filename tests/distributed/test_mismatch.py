@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from megagrpo.batching.rank_batches import RankBatch
-from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.trainer.step import group_of_row, train_sequences
 from megagrpo.trainer.step_metrics import mismatch_record
 from megagrpo.types import Group, Prompt, Sample
@@ -30,6 +29,7 @@ from tests.distributed.grpo_case import (
     response_logprobs,
 )
 from tests.distributed.grpo_ranks import on_ranks
+from tests.distributed.layouts import ROWS
 from tests.tiny_models import make_model
 
 TEMPERATURE = 0.8
@@ -52,7 +52,7 @@ class Step:
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory) -> Step:
-    directory = make_model("qwen3", tmp_path_factory.mktemp("mismatch") / "qwen3", num_hidden_layers=2)
+    directory = make_model("qwen3", tmp_path_factory.mktemp("mismatch") / "qwen3")
     model = load_reference(directory)
     random = np.random.default_rng(0)
     groups, differences, planted = [], [], {}
@@ -91,17 +91,18 @@ def letters(tokens: Sequence[int]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("layout", "algorithm"),
+    ("name", "algorithm"),
     [
-        (ParallelLayout(), ONE),
-        (ParallelLayout(tensor=2, data=2), SEVERAL),
-        (ParallelLayout(pipeline=2, context=2), ONE),
-        (ParallelLayout(context=2, data=2), SEVERAL),
-        (ParallelLayout(tensor=2, pipeline=2, context=2), SEVERAL),
+        ("one rank", ONE),
+        ("tensor, data", SEVERAL),
+        ("unequal, context, expert", ONE),
+        ("context, data", SEVERAL),
+        ("all", SEVERAL),
     ],
-    ids=lambda value: "several updates" if value is SEVERAL else "one update" if value is ONE else str(value),
+    ids=lambda value: "several updates" if value is SEVERAL else "one update" if value is ONE else value,
 )
-def test_every_layout_finds_what_transformers_finds(step, layout, algorithm):
+def test_every_layout_finds_what_transformers_finds(step, name, algorithm):
+    layout = ROWS[name].of("qwen3")
     recipe = make_recipe(layout, algorithm=algorithm)
     batches = make_batches(recipe, train_sequences(step.groups, step.rows))
     advantages = np.random.default_rng(0).normal(0, 1, len(step.rows)).astype(np.float32)

@@ -13,15 +13,16 @@ from megagrpo.megatron.model import named_tensors
 from megagrpo.megatron.offload import Offload
 from megagrpo.megatron.state import shards_of
 from tests.distributed.conftest import Tiny
-from tests.distributed.tiny_training import TinyTraining, options
+from tests.distributed.layouts import ROWS, Row
+from tests.distributed.tiny_training import TinyTraining
 from tests.rank_group import run_ranks
 
 PARTS = ("parameters", "gradients", "optimizer", "reference")
 
 
-def train(model: Path, layout: dict[str, Any], release: bool) -> dict[str, Any]:
+def train(model: Path, row: Row, release: bool) -> dict[str, Any]:
     """Three steps, with everything released and restored before and after each of them if asked."""
-    training = TinyTraining(model, **options(layout))
+    training = TinyTraining(model, row.layout, row.distributed_optimizer, row.dtype)
     reference = [tensor.clone() for tensor in named_tensors(training.wrapped).values()]
     offload = Offload(training.wrapped, training.optimizer, reference)
     steps, held = [], []
@@ -39,22 +40,13 @@ def train(model: Path, layout: dict[str, Any], release: bool) -> dict[str, Any]:
     return {"steps": steps, "held": held, "tensors": training.tensors(), "reference": reference}
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("qwen2_tied", {"data": 2, "dtype": torch.bfloat16}),
-        ("qwen2_tied", {"pipeline": 2, "distributed_optimizer": False}),
-        ("qwen2_tied", {"tensor": 2, "dtype": torch.bfloat16, "distributed_optimizer": False}),
-        ("qwen3_moe", {"expert": 2, "data": 2}),
-    ],
-)
-def test_released_memory_is_gone_and_the_numbers_stay_bit_for_bit(
-    family: str, layout: dict[str, Any], tiny: Tiny
-) -> None:
-    ranks = layout.get("data", 1) * layout.get("pipeline", 1) * layout.get("tensor", 1)
-    without = run_ranks(ranks, train, tiny(family), layout, False)
-    released = run_ranks(ranks, train, tiny(family), layout, True)
-    for rank in range(ranks):
+@pytest.mark.parametrize("name", ["tensor", "three stages", "expert, data", "expert over tensor"])
+def test_released_memory_is_gone_and_the_numbers_stay_bit_for_bit(name: str, tiny: Tiny) -> None:
+    row = ROWS[name]
+    without, released = (
+        run_ranks(row.layout.ranks, train, tiny(row.family, **row.changes), row, release) for release in (False, True)
+    )
+    for rank in range(row.layout.ranks):
         assert released[rank]["held"] == [0, 0, 0]
         assert released[rank]["steps"] == without[rank]["steps"]
         assert released[rank]["tensors"].keys() == without[rank]["tensors"].keys()
@@ -64,7 +56,7 @@ def test_released_memory_is_gone_and_the_numbers_stay_bit_for_bit(
 
 
 def use_while_released(model: Path) -> tuple[str, list[str]]:
-    training = TinyTraining(model, {})
+    training = TinyTraining(model)
     offload = Offload(training.wrapped, training.optimizer)
     offload.release(["gradients", "optimizer"])
     offload.release(["optimizer"])

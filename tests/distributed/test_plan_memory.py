@@ -15,24 +15,9 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from tests.distributed import memory_ranks
 from tests.distributed.grpo_case import make_recipe
+from tests.distributed.layouts import ROWS
 from tests.rank_group import run_ranks
-from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_model
-
-# Of 4 ranks. Among them are more tensor ranks than query groups, and expert_tensor that is not tensor.
-LAYOUTS = [
-    ParallelLayout(tensor=4, expert_tensor=4),
-    ParallelLayout(tensor=2, data=2, expert_tensor=2),
-    ParallelLayout(pipeline=2, data=2, first_stage_layers=1),
-    ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2, expert_tensor=2),
-    ParallelLayout(context=2, data=2),
-    ParallelLayout(pipeline=2, virtual_pipeline=2, context=2),
-]
-EXPERT_LAYOUTS = [
-    ParallelLayout(data=4, expert=2),
-    ParallelLayout(tensor=2, data=2, expert=2, expert_tensor=1),
-    ParallelLayout(tensor=2, data=2, expert=2, expert_tensor=2),
-    ParallelLayout(pipeline=2, virtual_pipeline=2, data=2, expert=2),
-]
+from tests.tiny_models import FAMILIES, make_model
 
 TOLERANCE = 0.002
 NUMBERS = [(dtype, distributed) for dtype in ("float32", "bfloat16") for distributed in (False, True)]
@@ -47,37 +32,31 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("family", ["qwen2_tied", "deepseek_v3"])
 def test_planned_bytes_are_those_of_real_ranks(family: str, models: dict[str, Path]) -> None:
     """Every layout with one dtype and one kind of optimizer, in turn."""
+    numbers = cycle(reversed(NUMBERS))
     check(
         models[family],
         [
             recipe_of(layout, dtype, distributed_optimizer=distributed)
-            for layout, (dtype, distributed) in zip(layouts_of(family), cycle(reversed(NUMBERS)), strict=False)
+            for layout, (dtype, distributed) in zip(layouts_of(family, 4), numbers, strict=False)
         ],
     )
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_planned_bytes_are_those_of_real_ranks_in_every_layout(family: str, models: dict[str, Path]) -> None:
+def test_planned_bytes_are_those_of_real_ranks_in_every_layout(
+    family: str, ranks: int, models: dict[str, Path]
+) -> None:
+    numbers = (("float32", False), ("bfloat16", True))
     check(
         models[family],
         [
             recipe_of(layout, dtype, distributed_optimizer=distributed)
-            for layout in layouts_of(family)
-            for dtype, distributed in (("float32", False), ("bfloat16", True))
+            for layout in layouts_of(family, ranks)
+            for dtype, distributed in numbers
         ],
     )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen2_tied", "deepseek_v3"])
-def test_planned_bytes_are_those_of_eight_ranks(family: str, models: dict[str, Path]) -> None:
-    expert = 2 if family in WITH_EXPERTS else 1
-    layouts = [
-        ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2, context=2, expert=expert, expert_tensor=2),
-        ParallelLayout(tensor=2, data=4, expert=expert, expert_tensor=3 - expert),
-    ]
-    check(models[family], [recipe_of(layout, dtype) for layout in layouts for dtype in ("float32", "bfloat16")])
 
 
 def test_planned_bytes_of_adapters(models: dict[str, Path]) -> None:
@@ -112,8 +91,8 @@ def test_planned_bytes_of_a_reference_and_a_critic(models: dict[str, Path]) -> N
     check(models["qwen2_tied"], recipes)
 
 
-def layouts_of(family: str) -> list[ParallelLayout]:
-    return LAYOUTS + (EXPERT_LAYOUTS if family in WITH_EXPERTS else [])
+def layouts_of(family: str, ranks: int) -> list[ParallelLayout]:
+    return list(dict.fromkeys(row.of(family) for row in ROWS.values() if row.layout.ranks == ranks and not row.changes))
 
 
 def recipe_of(layout: ParallelLayout, dtype: str, algorithm: dict[str, Any] | None = None, **train: Any) -> Recipe:

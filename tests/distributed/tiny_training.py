@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,29 +25,29 @@ from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 
 LENGTHS = (9, 17, 5, 12)
+ALONE = ParallelLayout()
 
 
 @dataclass
 class TinyTraining:
-    """The model in `directory` in a layout (sizes as in ParallelLayout), on ranks that tests.rank_group has started."""
+    """The model in `directory` in a layout on ranks that tests.rank_group has started."""
 
     directory: Path
-    sizes: dict[str, int]
+    layout: ParallelLayout = ALONE
     distributed_optimizer: bool = True
-    dtype: torch.dtype = torch.float32
+    dtype: str = "float32"
     weights: bool = True  # load them; otherwise they are noise, for a checkpoint to replace
     state: TrainingState = field(init=False)
 
     def __post_init__(self) -> None:
-        self.layout = ParallelLayout(**self.sizes)
         process.start_parallel(self.layout, seed=7)
         self.where = rank_grid(self.layout)[dist.get_rank()]
         self.architecture = read_architecture(self.directory)
-        train = schema.TrainConfig(layout=schema.LayoutConfig(**self.sizes), total_steps=1)
-        self.config = transformer_config(self.architecture, train, self.dtype, "cpu")
+        train = schema.TrainConfig(layout=schema.LayoutConfig(**vars(self.layout)), total_steps=1)
+        dtype = getattr(torch, self.dtype)
+        self.config = transformer_config(self.architecture, train, dtype, "cpu")
         chunks = build_chunks(self.architecture, self.config, self.layout)
-        dtype_name = str(self.dtype).removeprefix("torch.")
-        manifest = LOCAL_SPEC.manifest(self.architecture, self.layout, self.where, dtype_name)
+        manifest = LOCAL_SPEC.manifest(self.architecture, self.layout, self.where, self.dtype)
         tensors = named_tensors(chunks)
         if self.weights:
             load_files(self.directory, manifest, tensors)
@@ -57,7 +56,7 @@ class TinyTraining:
                 tensor.normal_()
         self.wrapped = wrap_chunks(chunks, self.config, self.distributed_optimizer)
         settings = schema.OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0)
-        self.optimizer = make_optimizer(self.wrapped, settings, self.distributed_optimizer, self.dtype)
+        self.optimizer = make_optimizer(self.wrapped, settings, self.distributed_optimizer, dtype)
         sum_gradients(self.config)
         self.state = TrainingState(self.wrapped, self.optimizer, tensors_of(self.architecture), self.layout, manifest)
 
@@ -114,9 +113,3 @@ def _sequence(row: int, length: int, vocab: int) -> TrainSequence:
     mask = np.ones(length, dtype=bool)
     mask[0] = False
     return TrainSequence(random.integers(0, vocab, length), mask, np.zeros(length, dtype=np.float32), row=row)
-
-
-def options(values: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of TinyTraining from a flat description: sizes of the layout and the rest."""
-    rest = {key: values[key] for key in ("distributed_optimizer", "dtype", "weights") if key in values}
-    return {"sizes": {key: value for key, value in values.items() if key not in rest}, **rest}
