@@ -21,29 +21,20 @@ if TYPE_CHECKING:
     from megagrpo.weights.transport.rendezvous import Rendezvous
 
 
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
 def prepare_process(device: str) -> None:
-    """Sets this process's network interface, and hides the node's GPUs from an actor for device cpu.
-
-    Call it before torch is imported: torch asks CUDA for its devices only once. Neither this module nor the recipe
-    imports torch.
-    """
-    use_interface_of(ray.util.get_node_ip_address())
-    if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def use_interface_of(address: str) -> None:
-    """Sets the interface of the process groups of this process and its children, unless the user has set it.
+    """Sets the network interface of the process groups of this process and its children, unless the user has set it,
+    and hides the node's GPUs from an actor for device cpu.
 
     Without it, gloo takes the address that the host name resolves to, which on many machines is 127.0.1.1, and NCCL
     takes the first interface that it finds. An address that no interface has (an alias of loopback) changes nothing.
+    Call it before torch is imported: torch asks CUDA for its devices only once. Neither this module nor the recipe
+    imports torch.
     """
-    if name := interface_of(address):
-        for variable in INTERFACE_VARIABLES:
+    if name := interface_of(ray.util.get_node_ip_address()):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, name)
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def interface_of(address: str) -> str | None:

@@ -92,8 +92,9 @@ class TrainRanks:
 
         `plan`'s sources are the ranks' manifests, or adapter_manifests, in order.
         """
-        method, shared = "write_adapter_export" if adapters else "write_export", ray.put(plan)
-        writing = [actor.call.remote(method, export, shared, source) for source, actor in enumerate(self.ranks)]
+        shared = ray.put(plan)
+        ranks = enumerate(self.ranks)
+        writing = [actor.call.remote("write_export", export, shared, source, adapters) for source, actor in ranks]
         self.wait("export", writing)
 
     def save(self, directory: Path) -> list[SavedFile]:

@@ -23,7 +23,7 @@ from megagrpo.algorithm.correction import correct
 from megagrpo.algorithm.policy_losses import CovarianceLoss
 from megagrpo.algorithm.selection import choose_by_covariance, token_draws
 from megagrpo.algorithm.sequences import Sequences
-from megagrpo.batching.rank_batches import Microbatch, RankBatch, joined_microbatches
+from megagrpo.batching.rank_batches import Microbatch, RankBatch, joined_microbatches, padded_lengths
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import PackedSequences, positions_on
 from megagrpo.recipe.schema import Recipe
@@ -123,8 +123,7 @@ def pack(
 
 def _with_padding(lengths: np.ndarray, layout: ParallelLayout) -> tuple[np.ndarray, np.ndarray]:
     """Real and padded lengths of all sequences; a last one of real length 0 is the dummy."""
-    multiple = 2 * layout.context if layout.context > 1 else 1
-    padded = -(-lengths // multiple) * multiple
+    padded = padded_lengths(lengths, layout.context)
     tokens_per_rank = int(padded.sum()) // layout.context
     dummy = -tokens_per_rank % layout.tensor if tokens_per_rank else layout.tensor
     if layout.context > 1 and dummy % 2:

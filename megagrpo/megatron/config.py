@@ -166,8 +166,8 @@ def _of_layout(layout: ParallelLayout) -> dict[str, Any]:
         # Microbatches differ in length. Megatron then wants this dispatcher, even without experts.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # Batched sends to two neighbours have no tags. Interleaved over 2 stages, where both neighbours are the same
-        # rank, they silently mix activations and gradients up.
+        # Batched sends have no tags. With interleaved schedules over 2 stages both neighbours are the same rank, and
+        # batched sends silently mix up activations and gradients.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }
@@ -209,7 +209,7 @@ def _of_machine(spec: LayerSpec, device: str, arch: Architecture) -> dict[str, A
     }
 
 
-# Fields that follow from another key of the recipe.
+# Fields that another key of the recipe decides: train.megatron may not set them.
 OWNED = {
     "tensor_model_parallel_size": "train.layout.tensor",
     "pipeline_model_parallel_size": "train.layout.pipeline",
@@ -254,7 +254,7 @@ OWNED = {
     "model.path (the model's own config)",
 )  # fmt: skip
 
-# Fields that keep our contracts only with these values, and why.
+# Fields that train.megatron may set to these values only, and why: other values break what megagrpo promises.
 _SAME_LOGPROBS = "old and new logprobs of the same weights must be equal, and this makes them random"
 _ISOLATED = "a token's logprob must not depend on the other sequences of its microbatch"
 _OWN_LOSS = "the loss is GRPO's, with global denominators; a loss added inside the model has others"

@@ -109,8 +109,8 @@ class Adapters:
                 # Megatron recomputes a layer's gradients only if its input asks for one.
                 chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
         linears = adapters.adapted_linears(arch, base, lora.targets)
-        self.matrices = adapters.adapted_matrices(arch, lora.targets)
-        self.checkpoint_tensors = adapters.adapter_tensors(self.matrices, lora.rank)
+        matrices = adapters.adapted_matrices(arch, lora.targets)
+        self.checkpoint_tensors = adapters.adapter_tensors(matrices, lora.rank)
         self.manifest = adapters.adapter_manifest(base, linears, lora.rank)
         self._layers = {held.weight: _attach(chunks, held, lora) for held in linears}
         for layer in self._layers.values():

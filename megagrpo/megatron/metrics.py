@@ -57,10 +57,6 @@ class MetricSums:
         if sums is not None:
             self._correction = sums if self._correction is None else self._correction + sums
 
-    def loss(self) -> float:
-        """This rank's part of the loss so far."""
-        return self._loss.item()
-
     def reduce(self, grad_norms: Sequence[float], mismatch: Mismatch) -> StepMetrics:
         """Means over all ranks' tokens. Collective over the ranks that hold them."""
         sums = torch.cat([self._loss[None], self._tokens])

@@ -112,16 +112,14 @@ class ModelRank:
         self.offload.require(["parameters"])
         return self.policy.tensors()
 
-    def write_export(self, export: Export, plan: WeightPlan, source: int) -> None:
-        """Writes this rank's part of a Hugging Face export. It is the plan's `source`-th. Raises CheckpointError."""
-        require_own(plan.sources[source], self.manifest())
-        write_part(export, plan, source, self.tensors())
+    def write_export(self, export: Export, plan: WeightPlan, source: int, adapters: bool) -> None:
+        """Writes this rank's part of an export of the policy, or of its adapters alone. Raises CheckpointError.
 
-    def write_adapter_export(self, export: Export, plan: WeightPlan, source: int) -> None:
-        """The same for a PEFT directory; the plan's sources are the ranks' adapter_manifest."""
-        require_own(plan.sources[source], self.adapter_manifest())
+        This rank is the plan's `source`-th, with its manifest or its adapter_manifest.
+        """
+        require_own(plan.sources[source], self.adapter_manifest() if adapters else self.manifest())
         self.offload.require(["parameters"])
-        write_part(export, plan, source, self.policy.trained_adapters.tensors())
+        write_part(export, plan, source, self.policy.trained_adapters.tensors() if adapters else self.tensors())
 
     # --- checkpoints, memory, process ---------------------------------------------------------------------------------
 

@@ -48,10 +48,6 @@ class Offload:
         self._reference = reference
         self._released: dict[Part, list[_Released]] = {}
 
-    @property
-    def released(self) -> frozenset[Part]:
-        return frozenset(self._released)
-
     def release(self, parts: Iterable[Part]) -> None:
         """Moves `parts` to host memory and frees their device memory. Does nothing for parts that are released."""
         for part in parts:

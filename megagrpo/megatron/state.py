@@ -5,9 +5,9 @@ Every state is written in the coordinates of the Hugging Face checkpoint:
 that it holds (checkpoint/state_boxes.py). The files are in Megatron's dist_checkpointing format, torch_dist. So a
 checkpoint has no layout: every layout loads it, with or without experts split and the distributed optimizer.
 
-It does not hold the learning rate (a function of the step), a reference policy that stays as it was and padding (both
-known from the model), or the model's own bfloat16 weights (the main weights, rounded). It does hold routers' biases,
-which are not trained, and a reference policy that follows.
+It holds routers' biases, which are not trained, and a reference policy that follows the policy. It does not hold what
+is known without it: the learning rate (a function of the step), a reference policy that stays as the model was,
+padding, and the model's own bfloat16 weights (the main weights, rounded).
 """
 
 from __future__ import annotations
@@ -65,19 +65,18 @@ READ_FAILURES = (
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What this rank trains, and where each part of it belongs.
+    """What this rank trains, and where each part of it lies in the checkpoint.
 
-    `manifest` is this rank's, from its layer spec (weights/sides/megatron_rank.py); with adapters it
-    is theirs, and the weights that they adapt are not part of the state.
-    The parameters, gradients and optimizer must be on the device (offload.py) when it is saved or loaded.
+    With adapters, `manifest` and `tensors` are the adapters', and the frozen weights are not part of the state.
+    Parameters, gradients and optimizer must be on the device (offload.py) when the state is saved or loaded.
     """
 
     chunks: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
-    tensors: Sequence[Tensor]  # of the checkpoint: all that some rank trains, and what is saved besides
+    tensors: Sequence[Tensor]  # of the checkpoint, all that any rank saves: trained ones and routers' biases
     layout: ParallelLayout
     manifest: Manifest
-    reference: Mapping[str, torch.Tensor] | None = None  # by storage; None: known from the model
+    reference: Mapping[str, torch.Tensor] | None = None  # by storage; None: it stays as the model was
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -93,9 +92,9 @@ def save(state: TrainingState, directory: Path) -> tuple[SavedFile, ...]:
     """Writes this rank's part of the state into `directory`, which exists and is empty. Every rank calls it.
 
     Returns the files that this rank wrote, with checksums, for CheckpointStore.commit. Raises CheckpointError on every
-    rank if any rank fails; the directory is then worthless. Equal boxes are replicas, on tensor ranks, data ranks and
-    the two stages of a tied embedding: torch's plan has one rank write each, balanced by size, and is refused if boxes
-    overlap or leave gaps. It starts no process, so it works in an actor.
+    rank if any rank fails; the directory is then worthless. Tensor ranks, data ranks and the two stages of a tied
+    embedding hold equal boxes: torch's plan has one rank write each, balanced by size, and refuses boxes that overlap
+    or leave gaps. No process is started, so this works in an actor.
     """
     steps = adam_steps(state.optimizer)
     if len(steps) > 1:
@@ -195,8 +194,8 @@ def _fill_padding(state: TrainingState) -> None:
 def _read_common(state: TrainingState, directory: Path) -> dict[str, Any]:
     """What rank 0 saved for all ranks.
 
-    Raises the same CheckpointError on every rank if any rank cannot read the checkpoint, or needs a tensor that the
-    checkpoint lacks or has in another shape.
+    Raises the same CheckpointError on every rank if any rank cannot read the checkpoint, or if a tensor that it needs
+    is missing or has another shape.
     """
     common: dict[str, Any] = {}
     problems: list[Problem] = []

@@ -132,7 +132,7 @@ class TrainedModel:
         return float(grad_norm)
 
     def save_reference(self, reference: Reference) -> None:
-        """Makes a reference that follows the policy part of the training state."""
+        """Adds a reference that follows the policy to the training state."""
         self._reference = reference
         self._state = replace(self._state, reference=reference.named(self.chunks))
 

@@ -22,28 +22,18 @@ from megagrpo.cluster import runtime
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.data.cursor import AnyItem, Cursor
-from megagrpo.data.mixture import FileCount
+from megagrpo.data.mixture import Mixture
 from megagrpo.errors import MegagrpoError, Problem, RecipeError
 from megagrpo.preflight.preflight import Preflight
-from megagrpo.recipe.defaults import dtype_name, run_directory, total_steps
+from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory, total_steps
 from megagrpo.recipe.load import Kind
-from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.recipe.schema import AnyRecipe, DataFileConfig, Recipe
 from megagrpo.tokenizer import load_chat_tokenizer
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.evaluation import EarlyStopping
 from megagrpo.trainer.run import PhaseClock
-from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, open_store, recipe_values, save
+from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, save
 from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
-
-
-@dataclass(frozen=True)
-class RunData(Generic[AnyItem]):
-    """The items that a run trains on and is evaluated on, and what each of its files gave."""
-
-    items: Sequence[AnyItem]
-    held_out: Sequence[AnyItem]
-    files: Sequence[FileCount]
-    noun: str  # prompts or examples
 
 
 @dataclass(frozen=True)
@@ -114,15 +104,17 @@ class Progress:
 
 def run_to_end(
     checked: Preflight[Kind],
-    read: Callable[[Kind, PreTrainedTokenizerBase], RunData[AnyItem]],
+    read: Callable[[Kind, PreTrainedTokenizerBase, Sequence[DataFileConfig]], Mixture[AnyItem]],
     start: Callable[[Setup[Kind, AnyItem], Runtime, ExitStack], Training],
 ) -> int:
     """Runs the recipe to its end, from its newest checkpoint if it has one; 0.
 
-    `start` starts the processes on the reserved devices and leaves their ends to the stack.
-    Raises MegagrpoError; RunStopped, once everything is saved, if the process was sent SIGTERM or SIGUSR1.
+    `read` reads data.train, then eval.files. `start` starts the processes on the reserved devices and leaves their ends
+    to the stack. Raises MegagrpoError; RunStopped if the process was sent SIGTERM or SIGUSR1, once everything is saved.
     """
-    store = open_store(checked.recipe)
+    saving = checked.recipe.checkpoint
+    directory = checkpoint_directory(checked.recipe).absolute()  # ranks may have other working directories
+    store = CheckpointStore(directory, keep_last=saving.keep_last, keep_best=saving.keep_best)
     return until_stopped(lambda stopping: _run(checked, store, stopping, read, start), store.newest)
 
 
@@ -130,7 +122,7 @@ def _run(
     checked: Preflight[Kind],
     store: CheckpointStore,
     stopping: Stopping,
-    read: Callable[[Kind, PreTrainedTokenizerBase], RunData[AnyItem]],
+    read: Callable[[Kind, PreTrainedTokenizerBase, Sequence[DataFileConfig]], Mixture[AnyItem]],
     start: Callable[[Setup[Kind, AnyItem], Runtime, ExitStack], Training],
 ) -> int:
     recipe = checked.recipe
@@ -138,7 +130,9 @@ def _run(
         closing.enter_context(only_process_of(run_directory(recipe)))
         resumed = checkpoint_to_resume(store, recipe)
         tokenizer = load_chat_tokenizer(checked.tokenizer_directory, recipe.model.chat_template)
-        data = read(recipe, tokenizer)
+        data = read(recipe, tokenizer, recipe.data.train)
+        evaluated = read(recipe, tokenizer, recipe.eval.files) if recipe.eval.files else Mixture((), ())
+        held_out = evaluated.items
         cursor = Cursor(data.items, seed=recipe.seed, shuffle=recipe.data.shuffle)
         if resumed:
             cursor.restore(resumed.state.data_cursor)
@@ -148,9 +142,10 @@ def _run(
         tracker = closing.enter_context(Tracker(recipe, steps))
         runs = resumed.state.tracker_runs if resumed else None
         tracker.start(progress.step, runs, unlogged=progress.unlogged is not None)
-        for file in data.files:
+        noun = "prompts" if isinstance(recipe, Recipe) else "examples"
+        for file in (*data.files, *evaluated.files):
             overlong = f", {file.overlong} over-long" if file.overlong else ""
-            tracker.say(f"{file.path}: {file.used} {data.noun} of {file.rows} rows{overlong}")
+            tracker.say(f"{file.path}: {file.used} {noun} of {file.rows} rows{overlong}")
         if resumed:
             for line in (f"continuing after step {progress.step} from {resumed.path}", *resumed.warnings):
                 tracker.say(line)
@@ -160,7 +155,7 @@ def _run(
                 tracker.say("the run is complete: nothing to do")
                 return 0
 
-        setup = Setup(checked, tokenizer, cursor, data.held_out, steps, store, resumed, tracker, stopping, PhaseClock())
+        setup = Setup(checked, tokenizer, cursor, held_out, steps, store, resumed, tracker, stopping, PhaseClock())
         with stopping.giving_up():
             with stopping.while_ray_starts():
                 ray = runtime.start(recipe, stopping.check)
@@ -291,7 +286,7 @@ def _save(setup: Setup[Any, Any], training: Training, progress: Progress, *, goe
             step=progress.step,
             weight_version=progress.step,
             data_cursor=progress.data_cursor,
-            recipe=recipe_values(setup.recipe),
+            recipe=setup.recipe.model_dump(mode="json"),
             episodes=progress.episodes,
             kl_coefficient=progress.kl_coefficient,
             evaluation=progress.evaluation,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,7 +12,7 @@ from megagrpo.checkpoint.trainer_state import TrainerState, allow_changes
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.errors import MegagrpoError, Problem, RecipeError
 from megagrpo.preflight.preflight import Preflight
-from megagrpo.recipe.defaults import adapter_directory, checkpoint_directory, export_directory
+from megagrpo.recipe.defaults import adapter_directory, export_directory
 from megagrpo.recipe.schema import AnyRecipe, LoraConfig
 from megagrpo.weights.files.adapters import adapted_matrices, adapter_tensors, peft_config
 from megagrpo.weights.files.export import begin_adapter_export, begin_export, finish_export
@@ -22,19 +21,11 @@ from megagrpo.weights.plan import make_plan
 EXPORTED_BY = "megagrpo.json"
 
 
-def open_store(recipe: AnyRecipe) -> CheckpointStore:
-    saving = recipe.checkpoint
-    # Absolute, because ranks may have other working directories.
-    return CheckpointStore(
-        checkpoint_directory(recipe).absolute(), keep_last=saving.keep_last, keep_best=saving.keep_best
-    )
-
-
 def checkpoint_to_resume(store: CheckpointStore, recipe: AnyRecipe) -> Checkpoint | None:
     """The newest complete checkpoint of this run; None if there is none.
 
-    Raises RecipeError if there is one and the recipe says never to resume, or if the recipe has changed in a way that
-    the checkpoint cannot continue with.
+    Raises RecipeError if there is one though checkpoint.resume is never, or if the recipe has changed so that the
+    checkpoint cannot continue with it.
     """
     store.remove_leftovers()
     found = store.latest_complete()
@@ -49,13 +40,8 @@ def checkpoint_to_resume(store: CheckpointStore, recipe: AnyRecipe) -> Checkpoin
                 fix="give the recipe another name, delete the directory, or set checkpoint.resume to auto",
             )
         )
-    allow_changes(found.state.recipe, recipe_values(recipe))
+    allow_changes(found.state.recipe, recipe.model_dump(mode="json"))
     return found
-
-
-def recipe_values(recipe: AnyRecipe) -> dict[str, Any]:
-    """The resolved recipe as JSON values, as checkpoints store it."""
-    return recipe.model_dump(mode="json")
 
 
 def save(ranks: TrainRanks, store: CheckpointStore, state: TrainerState) -> Path:

@@ -14,13 +14,11 @@ from megagrpo.batching.rank_batches import RankBatch, TrainSequence, imbalance, 
 from megagrpo.batching.work import Work, work_of
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import SftRanks
-from megagrpo.data.cursor import Cursor
 from megagrpo.data.messages import Example, load_examples
 from megagrpo.data.mixture import Mixture
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.schema import DataFileConfig, SftRecipe
-from megagrpo.trainer.run import PhaseClock
-from megagrpo.trainer.run_loop import RunData, Setup, StepDone, run_to_end
+from megagrpo.trainer.run_loop import Setup, StepDone, run_to_end
 
 
 def sft(checked: Preflight[SftRecipe]) -> int:
@@ -28,22 +26,18 @@ def sft(checked: Preflight[SftRecipe]) -> int:
     return run_to_end(checked, read_conversations, start_fine_tuning)
 
 
-def read_conversations(recipe: SftRecipe, tokenizer: PreTrainedTokenizerBase) -> RunData[Example]:
-    """The rendered conversations of data.train and eval.files. Raises DataError."""
-
-    def read(files: Sequence[DataFileConfig]) -> Mixture[Example]:
-        return load_examples(
-            files,
-            tokenizer,
-            tokens_max=recipe.data.tokens_max,
-            overlong=recipe.data.overlong_examples,
-            template_arguments=recipe.data.chat_template_arguments,
-            seed=recipe.seed,
-        )
-
-    examples = read(recipe.data.train)
-    held_out = read(recipe.eval.files) if recipe.eval.files else Mixture((), ())
-    return RunData(examples.items, held_out.items, (*examples.files, *held_out.files), "examples")
+def read_conversations(
+    recipe: SftRecipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[DataFileConfig]
+) -> Mixture[Example]:
+    """Conversations as the chat template renders them. Raises DataError."""
+    return load_examples(
+        files,
+        tokenizer,
+        tokens_max=recipe.data.tokens_max,
+        overlong=recipe.data.overlong_examples,
+        template_arguments=recipe.data.chat_template_arguments,
+        seed=recipe.seed,
+    )
 
 
 def start_fine_tuning(setup: Setup[SftRecipe, Example], ray: Runtime, closing: ExitStack) -> FineTuning:
@@ -54,31 +48,26 @@ def start_fine_tuning(setup: Setup[SftRecipe, Example], ray: Runtime, closing: E
     closing.callback(ranks.close)
     if setup.resumed:
         ranks.load(setup.resumed.rank_directory)
-    work = work_of(setup.checked.architecture)
-    return FineTuning(setup.recipe, setup.total_steps, setup.cursor, setup.held_out, ranks, setup.clock, work)
+    return FineTuning(setup, ranks, work_of(setup.checked.architecture))
 
 
 @dataclass(frozen=True)
 class FineTuning:
     """What the run loop asks of supervised fine-tuning."""
 
-    recipe: SftRecipe
-    total_steps: int
-    cursor: Cursor[Example]
-    held_out: Sequence[Example]
+    setup: Setup[SftRecipe, Example]
     ranks: SftRanks
-    clock: PhaseClock
     work: Work  # the model's; data ranks get equal parts of it
 
     def step(self, step: int, kl_coefficient: float | None) -> StepDone:
         """One optimizer step on the next examples."""
-        with self.clock.phase("step"):
-            recipe = self.recipe
-            epoch = self.cursor.epoch + self.cursor.position / len(self.cursor)
-            examples = self.cursor.next(recipe.data.examples_per_step)
+        recipe, cursor, clock = self.setup.recipe, self.setup.cursor, self.setup.clock
+        with clock.phase("step"):
+            epoch = cursor.epoch + cursor.position / len(cursor)
+            examples = cursor.next(recipe.data.examples_per_step)
             batches = self._pack(examples)
-            lr = learning_rate(step, self.total_steps, recipe.train.optimizer)
-            with self.clock.phase("update"):
+            lr = learning_rate(step, self.setup.total_steps, recipe.train.optimizer)
+            with clock.phase("update"):
                 update = self.ranks.update(batches, lr)
             tokens = sum(len(example.tokens) for example in examples)
             layout = recipe.train.layout.parallel()
@@ -97,10 +86,10 @@ class FineTuning:
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss of all held-out assistant tokens; as many examples pass at a time as in a step."""
-        at_once = self.recipe.data.examples_per_step
+        held_out, at_once = self.setup.held_out, self.setup.recipe.data.examples_per_step
         losses = [
-            self.ranks.evaluate(self._pack(self.held_out[first : first + at_once]))
-            for first in range(0, len(self.held_out), at_once)
+            self.ranks.evaluate(self._pack(held_out[first : first + at_once]))
+            for first in range(0, len(held_out), at_once)
         ]
         loss = sum(losses[1:], losses[0])
         return {"loss": loss.mean, "perplexity": loss.perplexity}
@@ -124,11 +113,12 @@ class FineTuning:
             )
             for row, example in enumerate(examples)
         ]
+        recipe = self.setup.recipe
         return make_rank_batches(
             sequences,
-            layout=self.recipe.train.layout.parallel(),
+            layout=recipe.train.layout.parallel(),
             minibatches=1,
-            tokens_per_microbatch=self.recipe.train.tokens_per_microbatch,
-            seed=self.recipe.seed,
+            tokens_per_microbatch=recipe.train.tokens_per_microbatch,
+            seed=recipe.seed,
             work=self.work,
         )

@@ -23,7 +23,7 @@ from megagrpo.reward.scorer import Scorer
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.evaluation import evaluation_metrics
 from megagrpo.trainer.run import Run
-from megagrpo.trainer.run_loop import RunData, Setup, StepDone, run_to_end
+from megagrpo.trainer.run_loop import Setup, StepDone, run_to_end
 from megagrpo.trainer.schedule import grpo_step
 from megagrpo.trainer.step import require_version
 from megagrpo.trainer.step_metrics import report_mismatch
@@ -35,22 +35,18 @@ def train(checked: Preflight[Recipe]) -> int:
     return run_to_end(checked, read_prompts, start_training)
 
 
-def read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RunData[Prompt]:
-    """The rendered prompts of data.train and eval.files. Raises DataError."""
-
-    def read(files: Sequence[DataFileConfig]) -> Mixture[Prompt]:
-        return load_prompts(
-            files,
-            tokenizer,
-            tokens_max=recipe.data.prompt_tokens_max,
-            overlong=recipe.data.overlong_prompts,
-            template_arguments=recipe.data.chat_template_arguments,
-            seed=recipe.seed,
-        )
-
-    prompts = read(recipe.data.train)
-    held_out = read(recipe.eval.files) if recipe.eval.files else Mixture((), ())
-    return RunData(prompts.items, held_out.items, (*prompts.files, *held_out.files), "prompts")
+def read_prompts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[DataFileConfig]
+) -> Mixture[Prompt]:
+    """Prompts as the chat template renders them. Raises DataError."""
+    return load_prompts(
+        files,
+        tokenizer,
+        tokens_max=recipe.data.prompt_tokens_max,
+        overlong=recipe.data.overlong_prompts,
+        template_arguments=recipe.data.chat_template_arguments,
+        seed=recipe.seed,
+    )
 
 
 def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack) -> GrpoTraining:

@@ -19,7 +19,7 @@ from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.state import parameters_of
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.train import LoraConfig
-from megagrpo.weights.files.adapters import peft_config
+from megagrpo.weights.files.adapters import adapted_matrices, peft_config
 from megagrpo.weights.files.export import begin_adapter_export, finish_export
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.views import box_view
@@ -134,10 +134,10 @@ def export_adapter(rank: Any, directory: Path, lora: LoraConfig, dtype: str) -> 
     dist.all_gather_object(manifests, rank.adapter_manifest())
     adapters, begun = rank.policy.adapters, [None]
     if dist.get_rank() == 0:
-        config = peft_config(adapters.matrices, lora.rank, lora.alpha, "base")
+        config = peft_config(adapted_matrices(rank.policy.architecture, lora.targets), lora.rank, lora.alpha, "base")
         begun = [begin_adapter_export(directory, adapters.checkpoint_tensors, config, dtype)]
     dist.broadcast_object_list(begun)
-    rank.write_adapter_export(begun[0], make_plan(manifests, begun[0].files), dist.get_rank())
+    rank.write_export(begun[0], make_plan(manifests, begun[0].files), dist.get_rank(), adapters=True)
     dist.barrier()
     if dist.get_rank() == 0:
         finish_export(begun[0])

@@ -65,7 +65,7 @@ def use_while_released(model: Path) -> tuple[str, list[str]]:
     try:
         offload.require(PARTS)
     except RankError as error:
-        return str(error), sorted(offload.released)
+        return str(error), sorted(offload._released)
     return "", []
 
 

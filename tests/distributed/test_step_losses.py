@@ -57,7 +57,7 @@ def gradients_of_variants(
         update = compute_gradients(rank, advantages, step=3)
         gradients = {name: p.main_grad for name, p in parameters_of(rank.policy.chunks).items()}
         ((_, weights),) = update.minibatches
-        loss = update.metrics.loss() if rank.where.tensor == 0 else 0.0
+        loss = update.metrics._loss.item() if rank.where.tensor == 0 else 0.0
         weighed = sum(int((w > 0).sum()) for w in weights.weights) if rank.where.tensor == 0 else 0
         found[name] = (loss, boxes(rank, gradients), weighed)
     return found

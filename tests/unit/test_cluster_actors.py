@@ -74,8 +74,8 @@ def test_every_end_refuses_a_plan_made_from_manifests_in_another_order(tmp_path:
 
     for open_end, end in (
         (lambda: actor.connect(plan, 0, *sync), own),
-        (lambda: rank.write_export(export, plan, 0), own),
-        (lambda: rank.write_adapter_export(export, plan, 0), own),
+        (lambda: rank.write_export(export, plan, 0, adapters=False), own),
+        (lambda: rank.write_export(export, plan, 0, adapters=True), own),
         (lambda: engine.connect(plan, [0], *sync), held),
         (lambda: server.connect(plan, [0], *sync), held),
     ):
