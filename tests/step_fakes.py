@@ -57,16 +57,9 @@ class FakeRollouts:
 
 
 def _sample(prompt: Prompt, index: int) -> Sample:
-    count = index + 2
-    return Sample(
-        prompt.id,
-        index,
-        np.arange(count, dtype=np.int32),
-        np.full(count, -1.0, np.float32),
-        np.zeros(count, np.int32),
-        "stop",
-        "",
-    )
+    tokens = np.arange(index + 2, dtype=np.int32)
+    logprobs = np.full(len(tokens), -1.0, np.float32)
+    return Sample(prompt.id, index, tokens, logprobs, np.zeros_like(tokens), "stop", "")
 
 
 @dataclass

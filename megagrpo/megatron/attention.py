@@ -162,15 +162,12 @@ def attend(
             q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=scale, enable_gqa=True
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return _collect(outputs[0] if len(outputs) == 1 else torch.cat(outputs), plan.query_slots)
+    padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return padded if plan.query_slots is None else Collect.apply(padded, plan.query_slots)
 
 
 def _spread(tokens: torch.Tensor, slots: torch.Tensor | None, size: int) -> torch.Tensor:
     return tokens if slots is None else Spread.apply(tokens, slots, size)
-
-
-def _collect(padded: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
-    return padded if slots is None else Collect.apply(padded, slots)
 
 
 class Spread(torch.autograd.Function):

@@ -22,6 +22,12 @@ from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
 
 LayerSpec = Literal["local", "transformer_engine"]
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Megatron's fields by the recipe's train.recompute."""
 
 
 def layer_spec(train: TrainConfig, device: str) -> LayerSpec:
@@ -56,7 +62,7 @@ def transformer_config(arch: Architecture, train: TrainConfig, dtype: torch.dtyp
         _of_architecture(arch)
         | _of_layout(train.layout.parallel())
         | _of_numbers(dtype)
-        | _of_recompute(train.recompute)
+        | RECOMPUTE[train.recompute]
         | _of_machine(layer_spec(train, device), device, arch)
         | train.megatron
     )
@@ -182,16 +188,6 @@ def _of_numbers(dtype: torch.dtype) -> dict[str, Any]:
         # The loss has global denominators: gradients are summed over ranks and microbatches, and divided by nothing.
         "calculate_per_token_loss": True,
     }
-
-
-def _of_recompute(recompute: Literal["none", "selective", "full"]) -> dict[str, Any]:
-    match recompute:
-        case "none":
-            return {}
-        case "selective":
-            return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-        case "full":
-            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _of_machine(spec: LayerSpec, device: str, arch: Architecture) -> dict[str, Any]:

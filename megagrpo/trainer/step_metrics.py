@@ -50,7 +50,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
     metrics = {
-        **_spread("reward", scores[~np.isnan(scores)]),
+        **_spread(scores[~np.isnan(scores)]),
         "reward/errors": float(sum(bool(score.error) for group in groups for score in group.scores)),
         "reward/truncated_masked": float(sum(bool(score.masked) for group in groups for score in group.scores)),
         "reward/solved_share": float(np.mean([score.solved for group in groups for score in group.scores])),
@@ -100,14 +100,14 @@ def batch_metrics(recipe: Recipe, advantages: np.ndarray, batches: Sequence[Rank
     }
 
 
-def _spread(name: str, values: np.ndarray) -> dict[str, float]:
-    if not len(values):
+def _spread(scores: np.ndarray) -> dict[str, float]:
+    if not len(scores):
         return {}
     return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/std": float(values.std()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
+        "reward/mean": float(scores.mean()),
+        "reward/std": float(scores.std()),
+        "reward/max": float(scores.max()),
+        "reward/min": float(scores.min()),
     }
 
 

@@ -64,11 +64,6 @@ def test_only_the_passes_that_something_reads_are_run(overrides: list[str], pass
     assert calls(*overrides) == ["load_batch", *passes, "update"]
 
 
-def test_old_logprobs_are_needed_whenever_anything_reads_them() -> None:
-    assert not make_run(scores=one_right).recipe.algorithm.needs_old_logprobs
-    assert make_run(KL, scores=one_right).recipe.algorithm.needs_old_logprobs
-
-
 def test_ppo_computes_values_then_updates_the_critic_and_after_its_warm_up_the_policy() -> None:
     assert calls(*PPO, step=1) == ["load_batch", "compute_values", "update_critic"]
     assert calls(*PPO, step=2) == ["load_batch", "compute_values", "update_critic", "update"]
