@@ -22,10 +22,7 @@ from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest
 
 if TYPE_CHECKING:
-    from megagrpo.rollout.sglang.client import Endpoint
-    from megagrpo.rollout.sglang.engine import SglangEngine
     from megagrpo.rollout.sglang.server import Server
-    from megagrpo.rollout.transformers_engine import TransformersEngine
     from megagrpo.weights.plan import WeightPlan
     from megagrpo.weights.transport.choice import TransportName
     from megagrpo.weights.transport.rendezvous import Rendezvous
@@ -106,83 +103,63 @@ class EngineActor:
 
 def make_engine(spec: EngineSpec) -> Engine:
     """Ready to generate once it returns. Raises ModelError or EngineError."""
-    match spec.recipe.rollout.engine:
-        case "transformers":
-            return _transformers(spec)
-        case "sglang":
-            return _sglang(spec)
-        case "external":
-            from megagrpo.rollout.sglang.client import Endpoint
+    recipe, rollout = spec.recipe, spec.recipe.rollout
+    if rollout.engine == "transformers":
+        from megagrpo.rollout.transformers_engine import TransformersEngine
 
-            return _over(Endpoint(spec.recipe.rollout.urls[spec.index], spec.api_key), spec)
+        return TransformersEngine(
+            spec.model_directory,
+            device=spec.device,
+            dtype=dtype_name(recipe, spec.device),
+            requests_at_once=rollout.requests_at_once,
+            threads=spec.threads,
+            tokenizer_directory=spec.tokenizer_directory,
+            name=spec.name,
+        )
+    server = _started_server(spec) if rollout.engine == "sglang" else None
+    try:
+        if server:
+            server.wait_until_ready(recipe.cluster.start_timeout_seconds)
+        from megagrpo.rollout.sglang.client import Endpoint
+        from megagrpo.rollout.sglang.engine import SglangEngine
+
+        return SglangEngine(
+            server or Endpoint(rollout.urls[spec.index], spec.api_key),
+            name=spec.name,
+            engine=spec.index,
+            model_directory=spec.model_directory,
+            layout=rollout.layout,
+            dtype=dtype_name(recipe, spec.device),
+            device=spec.device,
+            requests_at_once=rollout.requests_at_once,
+            timeout_seconds=rollout.timeout_seconds,
+            control_timeout_seconds=recipe.weights.timeout_seconds,
+            pause=recipe.weights.pause,
+            tokenizer_directory=spec.tokenizer_directory,
+        )
+    except MegagrpoError:
+        if server:
+            server.close()
+        raise
 
 
-def _transformers(spec: EngineSpec) -> TransformersEngine:
-    from megagrpo.rollout.transformers_engine import TransformersEngine
-
-    return TransformersEngine(
-        spec.model_directory,
-        device=spec.device,
-        dtype=dtype_name(spec.recipe, spec.device),
-        requests_at_once=spec.recipe.rollout.requests_at_once,
-        threads=spec.threads,
-        tokenizer_directory=spec.tokenizer_directory,
-        name=spec.name,
-    )
-
-
-def _sglang(spec: EngineSpec) -> SglangEngine:
+def _started_server(spec: EngineSpec) -> Server:
     from megagrpo.rollout.sglang.server import Server
 
     recipe, rollout = spec.recipe, spec.recipe.rollout
+    longest_response = max(rollout.response_tokens_max, recipe.eval.response_tokens_max or 0)
     arguments = server_arguments(
         model_directory=spec.model_directory,
         layout=rollout.layout,
         dtype=dtype_name(recipe, spec.device),
         device=spec.device,
         requests_at_once=rollout.requests_at_once,
-        tokens_per_request=recipe.data.prompt_tokens_max + longest_response(recipe),
+        tokens_per_request=recipe.data.prompt_tokens_max + longest_response,
         longest_pause_seconds=recipe.weights.timeout_seconds,
         options=rollout.sglang.model_extra or {},
     )
     environment = server_environment(spec.device, rollout.layout.tensor, spec.threads, spec.index)
     if spec.gpus:
         environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.gpus))}
-    server = Server(
-        arguments,
-        name=spec.name,
-        log=(run_directory(recipe) / "logs" / f"{spec.name.replace(' ', '_')}.log").absolute(),
-        python=rollout.sglang.python,
-        environment=environment,
-    )
-    try:
-        server.wait_until_ready(recipe.cluster.start_timeout_seconds)
-        return _over(server, spec)
-    except MegagrpoError:
-        server.close()
-        raise
-
-
-def longest_response(recipe: Recipe) -> int:
-    """Most tokens of a response, in training rollouts and evaluations."""
-    return max(recipe.rollout.response_tokens_max, recipe.eval.response_tokens_max or 0)
-
-
-def _over(server: Server | Endpoint, spec: EngineSpec) -> SglangEngine:
-    from megagrpo.rollout.sglang.engine import SglangEngine
-
-    recipe = spec.recipe
-    return SglangEngine(
-        server,
-        name=spec.name,
-        engine=spec.index,
-        model_directory=spec.model_directory,
-        layout=recipe.rollout.layout,
-        dtype=dtype_name(recipe, spec.device),
-        device=spec.device,
-        requests_at_once=recipe.rollout.requests_at_once,
-        timeout_seconds=recipe.rollout.timeout_seconds,
-        control_timeout_seconds=recipe.weights.timeout_seconds,
-        pause=recipe.weights.pause,
-        tokenizer_directory=spec.tokenizer_directory,
-    )
+    log = run_directory(recipe) / "logs" / f"{spec.name.replace(' ', '_')}.log"
+    return Server(arguments, name=spec.name, log=log.absolute(), python=rollout.sglang.python, environment=environment)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ from megagrpo.rollout.engine import MemoryTag
 from megagrpo.rollout.requests import (
     assign,
     evaluation_sampling,
-    greedy_sampling,
     groups_of,
     requests_for,
     rollout_sampling,
@@ -85,23 +86,19 @@ class Rollouts:
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Training rollouts of a step, in the order of the prompts."""
         per_prompt = self._recipe.rollout.samples_per_prompt
-        requests = self._requests(prompts, per_prompt, rollout_sampling(self._recipe), step)
-        return groups_of(prompts, self._samples(requests), per_prompt)
+        return self._groups(prompts, step, (per_prompt, rollout_sampling(self._recipe)))[0]
 
     def generate_with_greedy(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Group], list[Group]]:
         """Training rollouts, and a group of one greedy response for each prompt, generated together."""
-        per_prompt = self._recipe.rollout.samples_per_prompt
-        requests = self._requests(prompts, per_prompt, rollout_sampling(self._recipe), step)
-        greedy = self._requests(prompts, 1, greedy_sampling(self._recipe), step, first_index=per_prompt)
-        samples = self._samples([*requests, *greedy])
-        sampled, likeliest = samples[: len(requests)], samples[len(requests) :]
-        return groups_of(prompts, sampled, per_prompt), groups_of(prompts, likeliest, 1)
+        per_prompt, sampling = self._recipe.rollout.samples_per_prompt, rollout_sampling(self._recipe)
+        greedy = replace(sampling, temperature=0.0)
+        sampled, likeliest = self._groups(prompts, step, (per_prompt, sampling), (1, greedy))
+        return sampled, likeliest
 
     def generate_for_evaluation(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Evaluation responses. The seeds are the same at every evaluation, so that only the weights differ."""
         per_prompt = self._recipe.eval.samples_per_prompt
-        requests = self._requests(prompts, per_prompt, evaluation_sampling(self._recipe), step=0)
-        return groups_of(prompts, self._samples(requests), per_prompt)
+        return self._groups(prompts, 0, (per_prompt, evaluation_sampling(self._recipe)))[0]
 
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
         """Gives the engines' memory to training on the same devices (Engine.release_memory); whether they
@@ -127,23 +124,24 @@ class Rollouts:
         for actor in ended:
             ray.kill(actor)
 
-    def _requests(
-        self, prompts: Sequence[Prompt], per_prompt: int, sampling: SamplingParams, step: int, first_index: int = 0
-    ) -> list[Request]:
-        return requests_for(
-            prompts,
-            samples_per_prompt=per_prompt,
-            sampling=sampling,
-            recipe_seed=self._recipe.seed,
-            step=step,
-            first_index=first_index,
-        )
-
-    def _samples(self, requests: Sequence[Request]) -> list[Sample]:
-        """A sample for each request, in their order."""
+    def _groups(self, prompts: Sequence[Prompt], step: int, *asked: tuple[int, SamplingParams]) -> list[list[Group]]:
+        """The groups of all prompts for each (samples per prompt, sampling), generated together."""
+        requests: list[Request] = []
+        first = 0
+        for count, sampling in asked:
+            requests += requests_for(
+                prompts,
+                samples_per_prompt=count,
+                sampling=sampling,
+                recipe_seed=self._recipe.seed,
+                step=step,
+                first_index=first,
+            )
+            first += count
         shares = dict(zip(self.actors, assign(requests, len(self.actors)), strict=True))
-        samples = self._ask(requests, {name: share for name, share in shares.items() if share})
-        return [samples[i] for i in range(len(requests))]
+        by_request = self._ask(requests, {name: share for name, share in shares.items() if share})
+        samples = (by_request[i] for i in range(len(requests)))
+        return [groups_of(prompts, list(islice(samples, count * len(prompts))), count) for count, _ in asked]
 
     def _ask(self, requests: Sequence[Request], shares: Mapping[str, Sequence[int]]) -> dict[int, Sample]:
         """Samples by index of their request. An engine that fails is brought back and asked again, once in a step."""

@@ -7,7 +7,7 @@ then. Only the waits that close a run have no watch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -36,7 +36,11 @@ SLICE_SECONDS = 0.2
 
 def node_names() -> dict[str, str]:
     """Name and address of every living node, by Ray's id."""
-    return {node["NodeID"]: _name(node) for node in ray.nodes() if node["Alive"]}
+    return {
+        node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        for node in ray.nodes()
+        if node["Alive"]
+    }
 
 
 class NodeWatch:
@@ -75,10 +79,6 @@ class NodeWatch:
                 )
                 for name in lost
             )
-
-
-def _name(node: Mapping[str, str]) -> str:
-    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
 def wait_for(
@@ -156,25 +156,17 @@ def _as_they_come(
             continue
         if not ready:
             late = [name for name in results if name in names.values()]
-            for name in late:
-                yield name, _late(late, results, doing, timeout_seconds, error)
+            problem = Problem(
+                where=f"{doing}: no answer from {', '.join(late)}",
+                given=f"nothing after {timeout_seconds:g} s",
+                needed="an answer from every one of " + ", ".join(results),
+                fix="look for the first error in the logs of those named; if they were slow, raise the timeout",
+            )
+            yield from ((name, error(problem)) for name in late)
             return
         for ref in ready:
             name = names.pop(ref)
             yield name, _answer(ref, name, doing, error, watch)
-
-
-def _late(
-    late: Sequence[str], asked: Iterable[str], doing: str, timeout_seconds: float, error: type[MegagrpoError]
-) -> MegagrpoError:
-    return error(
-        Problem(
-            where=f"{doing}: no answer from {', '.join(late)}",
-            given=f"nothing after {timeout_seconds:g} s",
-            needed="an answer from every one of " + ", ".join(asked),
-            fix="look for the first error in the logs of those named; if they were slow, raise the timeout",
-        )
-    )
 
 
 def _answer(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[MegagrpoError], watch: NodeWatch | None) -> Any:

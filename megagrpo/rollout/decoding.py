@@ -56,7 +56,7 @@ def decode(
     stops = np.array(sorted(stop_tokens), dtype=np.int64)
 
     for position in range(sampling.max_tokens):
-        tokens, logprobs = draw(logits, batch.uniforms(position), sampling)
+        tokens, logprobs = draw(logits, uniforms(batch.seeds, torch.full_like(batch.seeds, position)), sampling)
         running = record.add(position, tokens.cpu().numpy(), logprobs.cpu().numpy(), stops)
         if not running.any() or position + 1 == sampling.max_tokens:
             break
@@ -94,9 +94,6 @@ class _Batch:
     cache: GrowingCache
     seeds: torch.Tensor
     padding: torch.Tensor
-
-    def uniforms(self, position: int) -> torch.Tensor:
-        return uniforms(self.seeds, torch.full_like(self.seeds, position))
 
     def keep(self, rows: torch.Tensor) -> None:
         self.cache.select_rows(rows)
@@ -249,17 +246,16 @@ class GrowingLayer(CacheLayerMixin):
         self._move(rows, capacity=min(max(self.keys.shape[2], self.length + GROWTH_TOKENS), self.limit))
 
     def _move(self, rows: torch.Tensor | None, capacity: int) -> None:
-        self.keys = self._moved(self.keys, rows, capacity)
-        self.values = self._moved(self.values, rows, capacity)
+        def moved(old: torch.Tensor) -> torch.Tensor:
+            used = old[:, :, : self.length]
+            new = old.new_empty((len(old) if rows is None else len(rows), old.shape[1], capacity, old.shape[3]))
+            if rows is None:
+                new[:, :, : self.length] = used
+            else:
+                torch.index_select(used, 0, rows, out=new[:, :, : self.length])
+            return new
 
-    def _moved(self, old: torch.Tensor, rows: torch.Tensor | None, capacity: int) -> torch.Tensor:
-        used = old[:, :, : self.length]
-        new = old.new_empty((len(old) if rows is None else len(rows), old.shape[1], capacity, old.shape[3]))
-        if rows is None:
-            new[:, :, : self.length] = used
-        else:
-            torch.index_select(used, 0, rows, out=new[:, :, : self.length])
-        return new
+        self.keys, self.values = moved(self.keys), moved(self.values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0

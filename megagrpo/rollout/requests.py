@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.schema import Recipe
@@ -24,11 +23,6 @@ def rollout_sampling(recipe: Recipe) -> SamplingParams:
         top_k=rollout.top_k,
         stop_tokens=tuple(rollout.stop_token_ids),
     )
-
-
-def greedy_sampling(recipe: Recipe) -> SamplingParams:
-    """As training rollouts, but the likeliest token each time."""
-    return replace(rollout_sampling(recipe), temperature=0.0)
 
 
 def evaluation_sampling(recipe: Recipe) -> SamplingParams:

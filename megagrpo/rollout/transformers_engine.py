@@ -118,6 +118,7 @@ class TransformersEngine:
     def _decode(self, requests: Sequence[Request]) -> list[Response]:
         """One batch of requests with the same sampling parameters."""
         sampling = requests[0].sampling
+        own = self._model.generation_config.eos_token_id  # one end-of-sequence token, several, or none
         distinct = {request.tokens: None for request in requests}
         place = {prompt: i for i, prompt in enumerate(distinct)}
         return decode(
@@ -126,13 +127,8 @@ class TransformersEngine:
             prompt_of_row=[place[request.tokens] for request in requests],
             seeds=[request.seed for request in requests],
             sampling=sampling,
-            stop_tokens=self._stop_tokens(sampling),
+            stop_tokens=frozenset(sampling.stop_tokens) | frozenset([own] if isinstance(own, int) else own or ()),
         )
-
-    def _stop_tokens(self, sampling: SamplingParams) -> frozenset[int]:
-        """The model's own end-of-sequence tokens and those asked for."""
-        own = self._model.generation_config.eos_token_id
-        return frozenset(sampling.stop_tokens) | frozenset([own] if isinstance(own, int) else own or ())
 
     def _samples(self, requests: Sequence[Request], responses: Sequence[Response]) -> list[Sample]:
         finishes: list[FinishReason] = ["stop" if response.stopped else "length" for response in responses]

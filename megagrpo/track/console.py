@@ -67,11 +67,9 @@ class PlainConsole:
         self._pace.reached(step, time.monotonic())
         parts = [f"step {step}/{self._total}", *evaluation(metrics)]
         parts += [f"{heading} {text}" for heading, text in entries(metrics).items()]
-        phases = phase_seconds(metrics)
-        if phases:
+        if phases := phase_seconds(metrics):
             parts.append(" ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items()))
-        left = self._pace.seconds_left()
-        if left is not None:
+        if (left := self._pace.seconds_left()) is not None:
             parts.append(f"left {clock(left)}")
         self.say(" · ".join(parts))
 
@@ -137,39 +135,18 @@ class LiveConsole:
         return table
 
 
-class SilentConsole:
+class SilentConsole(PlainConsole):
     """track.console: off."""
-
-    def __init__(self, stream: TextIO) -> None:
-        pass
 
     def say(self, line: str) -> None:
         pass
 
-    def start(self, run: RunStart) -> None:
-        pass
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        pass
-
-    def finish(self, status: Status) -> None:
-        pass
-
-
-CONSOLES: dict[str, type[PlainConsole] | type[LiveConsole] | type[SilentConsole]] = {
-    "lines": PlainConsole,
-    "live": LiveConsole,
-    "off": SilentConsole,
-}
-
-
-def make_console(
-    mode: Literal["auto", "live", "lines", "off"], stream: TextIO
-) -> PlainConsole | LiveConsole | SilentConsole:
+def make_console(mode: Literal["auto", "live", "lines", "off"], stream: TextIO) -> PlainConsole | LiveConsole:
     """`mode` is the recipe's track.console."""
-    if mode == "auto":
-        mode = "live" if Console(file=stream).is_terminal else "lines"
-    return CONSOLES[mode](stream)
+    if mode == "live" or (mode == "auto" and Console(file=stream).is_terminal):
+        return LiveConsole(stream)
+    return SilentConsole(stream) if mode == "off" else PlainConsole(stream)
 
 
 def entries(metrics: Mapping[str, float]) -> dict[str, str]:

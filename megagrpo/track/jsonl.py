@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,7 +53,7 @@ class MismatchRecord:
 
 
 class StepLines:
-    """A file of JSON objects that each have a `step`, flushed line by line.
+    """A file of JSON objects that each have a `step`, flushed line by line. NaN and infinity become null.
 
     A run that starts (resumed_step 0) empties it. A run that continues after `resumed_step` removes the lines of later
     steps, which it will write again, and a last line that was cut off; if `unlogged`, also that step's line.
@@ -66,8 +66,8 @@ class StepLines:
         part.replace(path)
         self._file: TextIO = path.open("a", encoding="utf-8")
 
-    def append(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+    def append(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(_finite(line), ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -81,48 +81,17 @@ class JsonlMetrics:
         self._lines = StepLines(run.directory / "metrics.jsonl", run.resumed_step, run.unlogged)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._lines.append({"step": step, "time": round(time.time(), 3), **{k: finite(v) for k, v in metrics.items()}})
+        self._lines.append({"step": step, "time": round(time.time(), 3), **{k: float(v) for k, v in metrics.items()}})
 
     def finish(self, status: Status) -> None:
         self._lines.close()
 
 
-class RolloutTraces:
-    """rollouts.jsonl: the first few groups of each step, one per line."""
-
-    def __init__(self, run: RunStart) -> None:
-        self._groups_per_step = run.recipe.track.rollouts_per_step
-        self._lines = StepLines(run.directory / "rollouts.jsonl", run.resumed_step)
-
-    def write(self, step: int, groups: Sequence[Group]) -> None:
-        for group in groups[: self._groups_per_step]:
-            self._lines.append({"step": step, **_trace(group)})
-
-    def close(self) -> None:
-        self._lines.close()
-
-
-class MismatchTraces:
-    """mismatch.jsonl: per step, how far the trainer's logprobs of sampled tokens were from the engines', and where."""
-
-    def __init__(self, run: RunStart) -> None:
-        self._lines = StepLines(run.directory / MISMATCH_FILE, run.resumed_step)
-
-    def write(self, record: MismatchRecord) -> None:
-        self._lines.append(_finite_values(asdict(record)))
-
-    def close(self) -> None:
-        self._lines.close()
-
-
-def finite(value: float) -> float | None:
-    """None for NaN and infinity, which JSON has not."""
-    return float(value) if math.isfinite(value) else None
-
-
-def _trace(group: Group) -> dict[str, Any]:
+def rollout_line(step: int, group: Group) -> dict[str, Any]:
+    """A line of rollouts.jsonl."""
     scores = group.scores or (None,) * len(group.samples)
     return {
+        "step": step,
         "prompt_id": group.prompt.id,
         "data_source": group.prompt.data_source,
         "ability": group.prompt.ability,
@@ -133,9 +102,9 @@ def _trace(group: Group) -> dict[str, Any]:
                 "text": sample.text,
                 "tokens": len(sample.tokens),
                 "finish": sample.finish,
-                "logprob": finite(float(sample.logprobs.sum())),
-                "score": None if score is None or score.value is None else finite(score.value),
-                "parts": {} if score is None else {name: finite(value) for name, value in score.parts.items()},
+                "logprob": float(sample.logprobs.sum()),
+                "score": None if score is None or score.value is None else float(score.value),
+                "parts": {} if score is None else {name: float(value) for name, value in score.parts.items()},
                 "error": "" if score is None else score.error,
                 "masked": "" if score is None else score.masked,
                 "solved": score is not None and score.solved,
@@ -160,9 +129,9 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
     return kept
 
 
-def _finite_values(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _finite_values(item) for name, item in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite_values(item) for item in value]
-    return finite(value) if isinstance(value, float) else value
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megagrpo.errors import first_line
 from megagrpo.recipe import schema
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.track.sink import RunStart, Status
@@ -88,8 +89,7 @@ class MLflowTracker:
     def _failed(self, error: Exception) -> None:
         self.errors += 1
         if self.errors == 1:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            self._say(f"mlflow: {reason}; training goes on, and metrics.jsonl has everything")
+            self._say(f"mlflow: {first_line(error)}; training goes on, and metrics.jsonl has everything")
 
 
 class _MLflowRun:

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.load import dump
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.track.console import make_console
-from megagrpo.track.jsonl import JsonlMetrics, MismatchRecord, MismatchTraces, RolloutTraces
+from megagrpo.track.jsonl import MISMATCH_FILE, JsonlMetrics, MismatchRecord, StepLines, rollout_line
 from megagrpo.track.metrics import UndocumentedMetric, undocumented
 from megagrpo.track.mlflow import MLflowTracker, tracking_uri
 from megagrpo.track.sink import RunStart, Sink, SinkWithRun, Status, TensorBoardTracker, WandBTracker
@@ -41,12 +42,16 @@ class Tracker:
         self._recipe = recipe
         self._total_steps = total_steps
         self._console = make_console(recipe.track.console, sys.stdout)
-        self._with_run = _sinks_with_run(recipe, self.say)
+        self._with_run: dict[str, SinkWithRun] = {}
+        if recipe.track.mlflow:
+            self._with_run["mlflow"] = MLflowTracker(recipe.track.mlflow, self.say)
+        if recipe.track.wandb:
+            self._with_run["wandb"] = WandBTracker(recipe.track.wandb)
         own_files = [TensorBoardTracker()] if recipe.track.tensorboard else []
         # The console is last: it shows a step once all other trackers have it.
         self._sinks: list[Sink] = [JsonlMetrics(), *own_files, *self._with_run.values(), self._console]
-        self._traces: RolloutTraces | None = None
-        self._mismatches: MismatchTraces | None = None
+        self._rollouts: StepLines | None = None
+        self._mismatches: StepLines | None = None
         self._undocumented: set[str] = set()
 
     def start(self, resumed_step: int = 0, run_ids: Mapping[str, str] | None = None, *, unlogged: bool = False) -> None:
@@ -61,8 +66,8 @@ class Tracker:
         described = json.dumps(environment(), indent=2) + "\n"
         (directory / "environment.json").write_text(described, encoding="utf-8")
         run = RunStart(self._recipe, directory, self._total_steps, resumed_step, run_ids or {}, unlogged)
-        self._traces = RolloutTraces(run)
-        self._mismatches = MismatchTraces(run)
+        self._rollouts = StepLines(directory / "rollouts.jsonl", resumed_step)
+        self._mismatches = StepLines(directory / MISMATCH_FILE, resumed_step)
         for sink in self._sinks:
             sink.start(run)
 
@@ -86,21 +91,22 @@ class Tracker:
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """Adds the step's first groups, as many as the recipe says, to rollouts.jsonl."""
-        if self._traces:
-            self._traces.write(step, groups)
+        if self._rollouts:
+            for group in groups[: self._recipe.track.rollouts_per_step]:
+                self._rollouts.append(rollout_line(step, group))
 
     def mismatch(self, record: MismatchRecord) -> None:
         """Adds the step's figures and worst tokens to mismatch.jsonl."""
         if self._mismatches:
-            self._mismatches.write(record)
+            self._mismatches.append(asdict(record))
 
     def finish(self, status: Status) -> None:
         """Ends every tracker and prints where everything is. Does nothing before `start`, or a second time."""
-        if self._traces is None or self._mismatches is None:
+        if self._rollouts is None or self._mismatches is None:
             return
-        self._traces.close()
+        self._rollouts.close()
         self._mismatches.close()
-        self._traces = self._mismatches = None
+        self._rollouts = self._mismatches = None
         for sink in self._sinks:
             sink.finish(status)
         self.say(f"run directory: {run_directory(self._recipe)}")
@@ -118,15 +124,6 @@ class Tracker:
             self.finish("finished")
         else:
             self.finish("failed" if issubclass(kind, Exception) else "interrupted")
-
-
-def _sinks_with_run(recipe: AnyRecipe, say: Callable[[str], None]) -> dict[str, SinkWithRun]:
-    sinks: dict[str, SinkWithRun] = {}
-    if recipe.track.mlflow:
-        sinks["mlflow"] = MLflowTracker(recipe.track.mlflow, say)
-    if recipe.track.wandb:
-        sinks["wandb"] = WandBTracker(recipe.track.wandb)
-    return sinks
 
 
 def environment() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from megagrpo.errors import EXIT_USER_ERROR
 from megagrpo.recipe import schema
 from megagrpo.recipe.schema import Recipe
 from megagrpo.report import read_mismatch
-from megagrpo.track.jsonl import MismatchRecord, MismatchTraces, WorstToken
-from megagrpo.track.sink import RunStart
+from megagrpo.track.jsonl import MISMATCH_FILE, MismatchRecord, StepLines, WorstToken
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.step_metrics import excess_mismatch, mismatch_record, report_mismatch
 from megagrpo.types import Group, Prompt, Sample
@@ -32,9 +31,9 @@ FOUND = Mismatch(tokens=9, worst=(), **{name: number / 10 for number, name in en
 
 def write(directory: Path, *records: MismatchRecord, resumed_step: int = 0) -> None:
     directory.mkdir(exist_ok=True)
-    traces = MismatchTraces(RunStart(tracked_recipe(directory), directory, 10, resumed_step))
+    traces = StepLines(directory / MISMATCH_FILE, resumed_step)
     for record in records:
-        traces.write(record)
+        traces.append(asdict(record))
     traces.close()
 
 

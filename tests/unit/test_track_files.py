@@ -12,7 +12,7 @@ import pytest
 
 from megagrpo.recipe.load import load
 from megagrpo.track import tracker as module
-from megagrpo.track.jsonl import JsonlMetrics, RolloutTraces
+from megagrpo.track.jsonl import JsonlMetrics
 from megagrpo.track.metrics import METRICS, UndocumentedMetric, as_markdown, undocumented
 from megagrpo.track.sink import RunStart
 from megagrpo.track.tracker import Tracker
@@ -56,9 +56,10 @@ def test_traces_hold_the_first_groups_of_a_step(tmp_path: Path) -> None:
     sample = Sample("p", 0, tokens, logprobs, np.zeros(2), "stop", "é 82")
     scores = (Score(1.0, {"gsm8k": 1.0}), Score(None, error="x"))
     group = Group(Prompt("p", (3, 4), "adder", "82", "sums"), (sample, sample), scores)
-    traces = RolloutTraces(RunStart(tracked_recipe(tmp_path, rollouts_per_step=1), tmp_path, 10))
-    traces.write(7, [group, group])
-    (line,) = lines(tmp_path / "rollouts.jsonl")
+    with Tracker(tracked_recipe(tmp_path, rollouts_per_step=1, console="off"), 10) as tracker:
+        tracker.start()
+        tracker.rollouts(7, [group, group])
+    (line,) = lines(tmp_path / "runs" / "adder" / "rollouts.jsonl")
     assert (line["step"], line["prompt_id"], line["ground_truth"], line["prompt_tokens"]) == (7, "p", "82", [3, 4])
     assert (line["data_source"], line["ability"]) == ("adder", "sums")
     first, second = line["samples"]

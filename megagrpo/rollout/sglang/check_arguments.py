@@ -66,17 +66,18 @@ def declared_names() -> set[str]:
 
 
 def name_problems(options: dict[str, Any], known: set[str]) -> list[dict[str, str]]:
-    return [unknown(name, value, known) for name, value in options.items() if name not in known]
-
-
-def unknown(name: str, value: Any, known: set[str]) -> dict[str, str]:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return {
-        "where": f"rollout.sglang.{name}",
-        "given": repr(value),
-        "needed": "an argument of sglang.launch_server, with underscores",
-        "fix": f"did you mean `{nearest[0]}`?" if nearest else "remove it",
-    }
+    found = []
+    for name in (name for name in options if name not in known):
+        nearest = difflib.get_close_matches(name, known, n=1)
+        found.append(
+            {
+                "where": f"rollout.sglang.{name}",
+                "given": repr(options[name]),
+                "needed": "an argument of sglang.launch_server, with underscores",
+                "fix": f"did you mean `{nearest[0]}`?" if nearest else "remove it",
+            }
+        )
+    return found
 
 
 def option_problems(options: dict[str, Any]) -> list[dict[str, str]]:

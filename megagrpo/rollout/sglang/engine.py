@@ -81,7 +81,13 @@ class SglangEngine:
             self._info = self._client.get("/server_info")
             self._check_server(layout, dtype)
             if self._server is None:
-                self._end_left_over_update()
+                # SGLang begins no update while one is open, which an earlier run may have left. A server that is paused
+                # stays so until the first commit, because its weights may be a mixture of two versions.
+                try:
+                    self._end_update()
+                except EngineError as error:
+                    if NOTHING_OPEN not in str(error):
+                        raise
         except MegagrpoError:
             self._client.close()
             raise
@@ -123,14 +129,11 @@ class SglangEngine:
                     # The seed is the same, and a server that still runs has dropped the first request.
                     answer = await self._send(request, deadline)
             sample = read_sample(request, answer, self._text, self._protocol.name)
-            if not self._began_in_an_update(sample, sent_to):
+            # A request that was sent to one version, and has only tokens of later ones, waited in the server while
+            # weights were written in place: it used keys and values of its prompt that the old weights had made.
+            stale = self._pause == "in_place" and sample.finish != "abort" and (sample.versions > sent_to).all()
+            if not stale:
                 return sample
-
-    def _began_in_an_update(self, sample: Sample, sent_to: int) -> bool:
-        """Whether a sample must be generated again: its request was sent to one version, and all its tokens are of
-        later ones. It waited in the server while weights were written in place, and used keys and values of its prompt
-        that the old weights had made."""
-        return self._pause == "in_place" and sample.finish != "abort" and bool((sample.versions > sent_to).all())
 
     async def _send(self, request: Request, deadline: float) -> Mapping[str, Any]:
         rid = new_request_id()
@@ -196,7 +199,8 @@ class SglangEngine:
         self._client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         if self._pause != "in_place" and "kv_cache" not in self._released:
             self._client.post("/flush_cache", {})
-        self._continue()
+        self._client.post("/continue_generation", {})
+        self._paused = False
         self._protocol.commit(version)
         if self._pause == "in_place":
             # Running requests keep the keys and values of the old weights, and the cache can only be flushed once they
@@ -213,21 +217,6 @@ class SglangEngine:
     def _end_update(self) -> None:
         self._client.post("/end_weight_update", {})
         self._update_open = False
-
-    def _end_left_over_update(self) -> None:
-        """Ends an update of an earlier run that died in it: SGLang begins none while one is open.
-
-        A server that is paused stays so until the first commit, because its weights may be a mixture of two versions.
-        """
-        try:
-            self._end_update()
-        except EngineError as error:
-            if NOTHING_OPEN not in str(error):
-                raise
-
-    def _continue(self) -> None:
-        self._client.post("/continue_generation", {})
-        self._paused = False
 
     async def _flush_when_drained(self) -> None:
         if not await self._gate.drained():
