@@ -19,14 +19,8 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # noqa: BLE001  the Rust tokenizers raise plain Exception for a bad tokenizer.json
-        raise ModelError(
-            Problem(
-                f"{directory}: no usable tokenizer",
-                given=first_line(error),
-                needed="a directory with tokenizer files (tokenizer.json, tokenizer_config.json)",
-                fix=fix,
-            )
-        ) from None
+        needed = "a directory with tokenizer files (tokenizer.json, tokenizer_config.json)"
+        raise ModelError(Problem(f"{directory}: no usable tokenizer", first_line(error), needed, fix)) from None
     # Without tokenizer files, transformers makes up an empty tokenizer for a model type that it knows.
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
         raise ModelError(Problem(f"{directory}: the tokenizer has no vocabulary", needed="tokenizer files", fix=fix))
@@ -46,13 +40,9 @@ def load_chat_tokenizer(directory: str | Path, template_file: str | None = None)
             where = f"{template_file}: the chat template cannot be read"
             raise ModelError(Problem(where, given=first_line(error), needed="a Jinja file")) from None
     if not tokenizer.chat_template:
-        raise ModelError(
-            Problem(
-                f"{directory}: the tokenizer has no chat template",
-                needed="a Jinja template that turns messages into text",
-                fix="set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model",
-            )
-        )
+        where, needed = f"{directory}: the tokenizer has no chat template", "a Jinja template for messages"
+        fix = "set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model"
+        raise ModelError(Problem(where, needed=needed, fix=fix))
     return tokenizer
 
 

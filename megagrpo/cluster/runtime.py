@@ -85,12 +85,12 @@ def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None) -> R
     with ExitStack() as undoing:
         undoing.callback(ray.shutdown)
         if address == "local":
-            device = _local_device(recipe)
+            device = _device(recipe, None)
             # As many CPUs as the run reserves: Ray starts a worker for each before any is asked for.
             _connect(address, {"num_cpus": plan_devices(recipe, device).bundles, "include_dashboard": False})
         else:
             _connect(address, {})
-            device = _device_of(ray.cluster_resources(), recipe)
+            device = _device(recipe, ray.cluster_resources())
         devices = plan_devices(recipe, device)
         names = node_names()
         group, nodes = _reserve(devices, recipe, names, NodeWatch({}, check_stop))
@@ -160,13 +160,8 @@ def _gpus(group: PlacementGroup, nodes: Sequence[str], timeout_seconds: float, w
         name: gpu.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
         for index, name in enumerate(names)
     }
-    found = wait_for(
-        asked,
-        doing="cluster: which GPUs the run has",
-        timeout_seconds=timeout_seconds,
-        error=RankError,
-        watch=watch,
-    )
+    doing = "cluster: which GPUs the run has"
+    found = wait_for(asked, doing=doing, timeout_seconds=timeout_seconds, error=RankError, watch=watch)
     return {index: found[name] for index, name in enumerate(names)}
 
 
@@ -220,19 +215,18 @@ def _connect(address: str, settings: dict[str, Any]) -> None:
         ) from error
 
 
-def _local_device(recipe: AnyRecipe) -> str:
+def _device(recipe: AnyRecipe, cluster: Mapping[str, float] | None) -> str:
+    """cpu or cuda: by default GPUs if the cluster that was joined has any, or, without one, this machine.
+
+    The driver's machine may have none. `cluster`: its resources by name.
+    """
     if recipe.cluster.device != "auto":
         return recipe.cluster.device
+    if cluster is not None:
+        return "cuda" if cluster.get("GPU", 0) > 0 else "cpu"
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _device_of(resources: Mapping[str, float], recipe: AnyRecipe) -> str:
-    """The device on a cluster that was joined: GPUs if it has any, even if the driver's machine has none."""
-    if recipe.cluster.device != "auto":
-        return recipe.cluster.device
-    return "cuda" if resources.get("GPU", 0) > 0 else "cpu"
 
 
 def stop(runtime: Runtime) -> None:

@@ -78,18 +78,11 @@ def path_problem(path: Path) -> Problem | None:
         fix = f"did you mean {near}?" if near else "check the path; relative paths start at the working directory"
         return Problem(f"{path}: no such file", needed="a parquet or JSONL file", fix=fix)
     if not path.is_file():
-        return Problem(
-            f"{path}: not a file",
-            given="a directory" if path.is_dir() else "a special file",
-            needed="a parquet or JSONL file",
-        )
+        given = "a directory" if path.is_dir() else "a special file"
+        return Problem(f"{path}: not a file", given, needed="a parquet or JSONL file")
     if path.suffix not in SUFFIXES:
-        return Problem(
-            f"{path}: unknown kind of file",
-            given=f"extension {path.suffix!r}",
-            needed=" or ".join(SUFFIXES),
-            fix="convert it, or rename it if only the name is wrong",
-        )
+        given, fix = f"extension {path.suffix!r}", "convert it, or rename it if only the name is wrong"
+        return Problem(f"{path}: unknown kind of file", given, needed=" or ".join(SUFFIXES), fix=fix)
     if path.stat().st_size == 0:
         return Problem(f"{path}: the file is empty", given="0 bytes", needed="at least one row")
     return None
@@ -119,12 +112,17 @@ def records(path: Path, wanted: Iterable[str] | None = None) -> Iterator[tuple[i
     `wanted` restricts a parquet file to these columns. Raises DataError if the file as a whole cannot be read.
     """
     _raise_path_problem(path)
-    yield from _parquet_records(path, wanted) if path.suffix == ".parquet" else _jsonl_records(path)
+    if path.suffix == ".parquet":
+        yield from _parquet_records(path, wanted)
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, _json_record(line, place(path, number))
 
 
 def _raise_path_problem(path: Path) -> None:
-    problem = path_problem(path)
-    if problem is not None:
+    if problem := path_problem(path):
         raise DataError(problem)
 
 
@@ -160,30 +158,20 @@ def _parquet_records(path: Path, wanted: Iterable[str] | None) -> Iterator[tuple
             raise _unreadable(path, error, after_row=number) from None
         if batch is None:
             return
-        for record in _batch_records(batch, path, number):
+        try:
+            decoded: list[Any] = batch.to_pylist()
+        except UnicodeDecodeError:
+            decoded = [_batch_record(batch, i, place(path, number + i)) for i in range(batch.num_rows)]
+        for record in decoded:
             yield number, record
             number += 1
 
 
-def _batch_records(batch: pa.RecordBatch, path: Path, first: int) -> list[Any]:
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError:
-        return [_batch_record(batch, i, path, first) for i in range(batch.num_rows)]
-
-
-def _batch_record(batch: pa.RecordBatch, index: int, path: Path, first: int) -> Record | Problem:
+def _batch_record(batch: pa.RecordBatch, index: int, where: str) -> Record | Problem:
     try:
         return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
     except UnicodeDecodeError as error:
-        return _not_utf8(place(path, first + index), error)
-
-
-def _jsonl_records(path: Path) -> Iterator[tuple[int, Record | Problem]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, _json_record(line, place(path, number))
+        return _not_utf8(where, error)
 
 
 def _json_record(line: bytes, where: str) -> Record | Problem:

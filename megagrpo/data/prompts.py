@@ -68,7 +68,10 @@ class Reader(Generic[AnyRow, AnyItem]):
                     continue
                 longer += 1
                 if self.overlong == "error":
-                    findings.add([self._too_long(place(path, number), len(item.tokens))])
+                    where = f"{place(path, number)}: the {self.noun} is too long"
+                    needed = f"at most {self.tokens_max} ({self.tokens_field})"
+                    fix = f"raise {self.tokens_field}, or set {self.overlong_field} to drop or {self.truncate}"
+                    findings.add([Problem(where, f"{len(item.tokens)} tokens", needed, fix)])
                 elif self.overlong == self.truncate and (short := self.shortened(item)) is not None:
                     kept.append(short)
         findings.raise_if_any()
@@ -80,14 +83,6 @@ class Reader(Generic[AnyRow, AnyItem]):
                 fix += f", or set {self.overlong_field} to {self.truncate}"
             raise DataError(Problem(f"{path}: no {self.noun} is left", given=given, fix=fix))
         return kept, len(rows), longer
-
-    def _too_long(self, where: str, length: int) -> Problem:
-        return Problem(
-            f"{where}: the {self.noun} is too long",
-            given=f"{length} tokens",
-            needed=f"at most {self.tokens_max} ({self.tokens_field})",
-            fix=f"raise {self.tokens_field}, or set {self.overlong_field} to drop or {self.truncate}",
-        )
 
 
 def load_prompts(

@@ -43,8 +43,7 @@ def read(path: Path, schema: RowSchema[AnyRow]) -> list[AnyRow]:
 
 def quick_look(path: Path, schema: RowSchema[AnyRow]) -> list[Problem]:
     """Problems of the file as a whole, of its columns and of its first rows, whatever its size. Raises nothing."""
-    problem = path_problem(path)
-    if problem is not None:
+    if problem := path_problem(path):
         return [problem]
     try:
         findings, _ = _check(path, schema, limit=ROWS_IN_QUICK_CHECK)
@@ -120,17 +119,6 @@ class Row:
     extra_info: Mapping[str, Any]
 
 
-def _row(record: Record, number: int) -> Row:
-    return Row(
-        number=number,
-        data_source=record["data_source"],
-        messages=given_fields(record["prompt"]),
-        ground_truth=record["reward_model"]["ground_truth"],
-        ability=record.get("ability") or "",
-        extra_info=record.get("extra_info") or {},
-    )
-
-
 def _row_problems(record: Record, where: str) -> list[Problem]:
     problems = _text_problems(record["data_source"], f"{where}, data_source")
     problems += _prompt_problems(record["prompt"], f"{where}, prompt")
@@ -179,6 +167,13 @@ PROMPT_ROWS = RowSchema(
     required=("data_source", "prompt", "reward_model"),
     optional=("ability", "extra_info"),
     problems=_row_problems,
-    row=_row,
+    row=lambda record, number: Row(
+        number=number,
+        data_source=record["data_source"],
+        messages=given_fields(record["prompt"]),
+        ground_truth=record["reward_model"]["ground_truth"],
+        ability=record.get("ability") or "",
+        extra_info=record.get("extra_info") or {},
+    ),
     documentation="docs/data.md",
 )

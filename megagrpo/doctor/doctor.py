@@ -136,12 +136,8 @@ def gpu_findings() -> Iterator[Finding]:
     import torch
 
     if torch.version.cuda is None:
-        yield Finding(
-            "GPUs",
-            "absent",
-            f"torch {torch.__version__} is built without CUDA",
-            "training and rollouts on GPUs: install torch's CUDA build; cluster.device: cpu does without",
-        )
+        remedy = "training and rollouts on GPUs: install torch's CUDA build; cluster.device: cpu does without"
+        yield Finding("GPUs", "absent", f"torch {torch.__version__} is built without CUDA", remedy)
         return
     count = torch.cuda.device_count()
     if count == 0:

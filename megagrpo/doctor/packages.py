@@ -150,9 +150,5 @@ def _transformer_engine() -> Finding:
     if done.returncode == 0:
         return Finding("Transformer Engine", "ok", "can be imported")
     reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return Finding(
-        "Transformer Engine",
-        "wrong",
-        f"cannot be imported: {reason}",
-        "build it for the installed torch: pip install --no-build-isolation 'transformer-engine[pytorch]'",
-    )
+    remedy = "build it for the installed torch: pip install --no-build-isolation 'transformer-engine[pytorch]'"
+    return Finding("Transformer Engine", "wrong", f"cannot be imported: {reason}", remedy)

@@ -55,10 +55,7 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None) -> l
         return []
     import torch
 
-    from megagrpo.megatron.config import (
-        option_problems,
-        transformer_config,  # imports megatron: seconds
-    )
+    from megagrpo.megatron.config import option_problems, transformer_config  # imports megatron: seconds
 
     problems = option_problems(recipe.train.megatron)
     if problems or architecture is None:
@@ -80,30 +77,19 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         yield from sglang_problems(rollout.sglang, plan_only=plan_only)
     variable = rollout.api_key_variable
     if variable is not None and not plan_only and not os.environ.get(variable):
-        yield Problem(
-            "rollout.api_key_variable",
-            given=f"{variable}, which is not set",
-            needed="the API key of the servers in it",
-            fix=f"export {variable}=...",
-        )
+        given, needed = f"{variable}, which is not set", "the API key of the servers in it"
+        yield Problem("rollout.api_key_variable", given, needed, fix=f"export {variable}=...")
     # A recipe that is only planned here may be for a cluster with GPUs, where SGLang supports more splits.
     device = "cuda" if plan_only and recipe.cluster.device == "auto" else _device(recipe)
     if architecture:
-        sizes = [
-            n
-            for n in divisors(architecture.heads)
-            if not split_problems(architecture, EngineLayoutConfig(tensor=n), device)
-        ]
+        layouts = (EngineLayoutConfig(tensor=size) for size in divisors(architecture.heads))
+        sizes = [layout.tensor for layout in layouts if not split_problems(architecture, layout, device)]
         for problem in split_problems(architecture, rollout.layout, device):
             fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1"
             yield replace(problem, where=f"rollout.layout: {problem.where}", fix=fix)
     if device == "cpu" and recipe.cluster.device == "auto" and rollout.layout.expert > 1:
-        yield Problem(
-            "rollout.layout.expert",
-            given=f"{rollout.layout.expert} on CPUs",
-            needed="1: SGLang's expert parallelism needs GPUs",
-            fix="expert: 1",
-        )
+        needed = "1: SGLang's expert parallelism needs GPUs"
+        yield Problem("rollout.layout.expert", f"{rollout.layout.expert} on CPUs", needed, fix="expert: 1")
 
 
 def _device(recipe: AnyRecipe) -> str:
@@ -152,10 +138,8 @@ def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
     for field, directory in directories.items():
         existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
         if not existing.is_dir():
-            yield Problem(
-                field, given=f"{directory}, and {existing} is a file", needed="a directory, or a place to make one"
-            )
+            needed = "a directory, or a place to make one"
+            yield Problem(field, given=f"{directory}, and {existing} is a file", needed=needed)
         elif not os.access(existing, os.W_OK | os.X_OK):
-            yield Problem(
-                field, given=f"{directory}, and {existing} is not writable", needed="a directory that can be written"
-            )
+            needed = "a directory that can be written"
+            yield Problem(field, given=f"{directory}, and {existing} is not writable", needed=needed)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megagrpo.data.files import near_file
 from megagrpo.errors import ModelError, PreflightError, Problem, first_line
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
@@ -131,9 +131,8 @@ def tokenizer_problems(directory: Path, chat_template: str | None, vocabulary: i
 
 
 def _near(directory: Path) -> str:
-    siblings = [p.name for p in directory.parent.iterdir() if p.is_dir()] if directory.parent.is_dir() else []
-    near = difflib.get_close_matches(directory.name, siblings, n=1)
-    return f"did you mean {directory.parent / near[0]}?" if near else ""
+    near = near_file(directory)
+    return f"did you mean {near}?" if near and near.is_dir() else ""
 
 
 def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Problem]:
@@ -153,12 +152,8 @@ def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Proble
     largest = max(tokens.values(), default=-1)
     if vocabulary is not None and largest >= vocabulary:
         token = next(token for token, number in tokens.items() if number == largest)
-        given = f"token {token!r} has the id {largest}"
-        return [
-            Problem(
-                str(path), given, f"ids below {vocabulary}, the model's vocab_size", "use the model's own tokenizer"
-            )
-        ]
+        given, needed = f"token {token!r} has the id {largest}", f"ids below {vocabulary}, the model's vocab_size"
+        return [Problem(str(path), given, needed, "use the model's own tokenizer")]
     return []
 
 

@@ -155,10 +155,8 @@ def _metric_problems(recipe: Recipe) -> Iterator[Problem]:
     sources = sorted({str(record.get("data_source")) for record in found if isinstance(record, dict)})
     for field, source in named.items():
         if source not in sources:
-            yield Problem(
-                field, given=f"the data source {source}", needed=f"one of {', '.join(sources)}, as in eval.files"
-            )
+            needed = f"one of {', '.join(sources)}, as in eval.files"
+            yield Problem(field, given=f"the data source {source}", needed=needed)
         elif len(sources) == 1:
-            yield Problem(
-                field, given=f"{source}, the only data source of eval.files", needed="a metric without a source"
-            )
+            given = f"{source}, the only data source of eval.files"
+            yield Problem(field, given, needed="a metric without a source")

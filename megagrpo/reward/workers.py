@@ -191,20 +191,18 @@ class _Run:
             return
         if self.suspects and not worker.in_flight:
             worker.alone = True
-            self._send(worker, self.suspects.popleft())
+            number = self.suspects.popleft()
+            worker.send(number, *self.calls[number])
             return
         while self.waiting and len(worker.in_flight) < ASYNC_AT_ONCE and not worker.broken:
             is_async = worker.is_async[self.calls[self.waiting[0]][0]]
             if worker.in_flight and not is_async:
                 return
-            self._send(worker, self.waiting.popleft())
+            number = self.waiting.popleft()
+            worker.send(number, *self.calls[number])
             if not is_async:
                 worker.alone = True
                 return
-
-    def _send(self, worker: Worker, number: int) -> None:
-        function, task = self.calls[number]
-        worker.send(number, function, task)
 
     def _read(self, worker: Worker) -> None:
         try:

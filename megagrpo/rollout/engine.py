@@ -128,9 +128,8 @@ class UpdateProtocol:
 
     def end(self, version: int) -> None:
         self._require(self.state is EngineState.RECEIVING, f"end_update({version})", "begin_update first")
-        self._require(
-            version == self.incoming, f"end_update({version})", f"the version being received, {self.incoming}"
-        )
+        wanted = f"the version being received, {self.incoming}"
+        self._require(version == self.incoming, f"end_update({version})", wanted)
         self.state = EngineState.UNVERIFIED
 
     def check_commit(self, version: int) -> None:
@@ -154,9 +153,7 @@ class UpdateProtocol:
 
     def _require(self, condition: bool, called: str, needed: str) -> None:
         if not condition:
-            raise EngineError(
-                Problem(where=f"{self.name}: {called}", given=f"the engine is {self.state.value}", needed=needed)
-            )
+            raise EngineError(Problem(f"{self.name}: {called}", f"the engine is {self.state.value}", needed))
 
 
 def check_prompts(requests: Sequence[Request], engine: str) -> None:

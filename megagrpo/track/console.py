@@ -108,21 +108,13 @@ class LiveConsole:
             self._live = None
 
     def _picture(self) -> Group:
+        name, elapsed, left = self._run.recipe.name, clock(time.monotonic() - self._began), self._pace.seconds_left()
         if not self._steps:
-            return Group(Text(f"{self._run.recipe.name} · starting · {clock(time.monotonic() - self._began)}", "bold"))
-        last = self._steps[-1][1]
-        return Group(self._title(), self._table(), bars(phase_seconds(last)))
-
-    def _title(self) -> Text:
-        left = self._pace.seconds_left()
-        parts = [
-            self._run.recipe.name,
-            f"step {self._steps[-1][0]}/{self._run.total_steps}",
-            *self._evaluations,
-            clock(time.monotonic() - self._began),
-            *([f"left {clock(left)}"] if left is not None else []),
-        ]
-        return Text(" · ".join(parts), "bold")
+            return Group(Text(f"{name} · starting · {elapsed}", "bold"))
+        step, metrics = self._steps[-1]
+        parts = [name, f"step {step}/{self._run.total_steps}", *self._evaluations, elapsed]
+        parts += [f"left {clock(left)}"] if left is not None else []
+        return Group(Text(" · ".join(parts), "bold"), self._table(), bars(phase_seconds(metrics)))
 
     def _table(self) -> Table:
         rows = [(step, entries(metrics), evaluation(metrics)) for step, metrics in self._steps]

@@ -135,11 +135,7 @@ def environment() -> dict[str, Any]:
         "git": _git(Path(__file__).resolve().parents[2]),
         "python": platform.python_version(),
         "libraries": {name: _version(name) for name in LIBRARIES},
-        "host": {
-            "name": socket.gethostname(),
-            "system": platform.platform(),
-            "cores": os.cpu_count(),
-        },
+        "host": {"name": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
     }
 
 

@@ -4,6 +4,7 @@ that belongs to it. Linux. launch.py imports this module in SGLang's environment
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -212,10 +213,8 @@ def remove(files: Iterable[Path]) -> None:
 
 def kill_group(group: int) -> None:
     """SIGKILL to every member. SGLang's graceful end waits for requests that are not needed any more."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def note_leftovers(note: Path, group: int, directory: str, files: Iterable[Path]) -> None:
@@ -224,14 +223,9 @@ def note_leftovers(note: Path, group: int, directory: str, files: Iterable[Path]
 
     The note names the machine: several may share the note's directory, but not memory and temporary files.
     """
-    content = {
-        "host": socket.gethostname(),
-        "group": group,
-        "directory": directory,
-        "files": sorted(map(str, files)),
-    }
+    own = {"group": group, "directory": directory, "files": sorted(map(str, files))}
     part = note.with_name(f"{note.name}.part")
-    part.write_text(json.dumps(content))
+    part.write_text(json.dumps({"host": socket.gethostname(), **own}))
     part.replace(note)
 
 
