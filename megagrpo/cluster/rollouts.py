@@ -29,11 +29,11 @@ from megagrpo.weights.boxes import Manifest, Place
 
 END_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
-"""For an engine that may not answer any more to close its server, with its files, before it is killed."""
+"""Time for an engine that may be stuck to close its server and remove its files before it is killed."""
 
 ABORT_MARGIN_SECONDS = 60.0
-"""After rollout.timeout_seconds an engine aborts what runs, for which it gives its server 30 s, and its samples still
-have to travel. If it counted as dead earlier, all of them would be lost to a few that are long."""
+"""After rollout.timeout_seconds an engine aborts its requests, which takes up to 30 s, and sends its samples. If it
+counted as dead earlier, a few long samples would cost all the others."""
 
 
 class Rollouts:
@@ -101,8 +101,7 @@ class Rollouts:
         return self._groups(prompts, 0, (per_prompt, evaluation_sampling(self._recipe)))[0]
 
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
-        """Gives the engines' memory to training on the same devices (Engine.release_memory); whether they
-        can."""
+        """Frees the engines' memory for training on the same devices. Returns whether they can."""
         memory_saver = (self._recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
         can = self._recipe.rollout.engine == "sglang" and self._recipe.cluster.placement == "colocated" and memory_saver
         if can and self.actors:
@@ -110,7 +109,7 @@ class Rollouts:
         return bool(can and self.actors)
 
     def close(self) -> None:
-        """Ends the engines, and the servers that they started. Those that are still starting are hardly waited for."""
+        """Ends the engines and the servers that they started: in up to 30 s, or 5 s for engines that still start."""
         _, starting = ray.wait(list(self._starting.values()), num_returns=len(self._starting), timeout=0)
         self._end([name for name, start in self._starting.items() if start in starting and name in self.actors])
         self._end(list(self.actors), END_SECONDS)

@@ -27,9 +27,9 @@ from megagrpo.weights.boxes import Place
 NODE_LABEL = "ray.io/node-id"
 LOOK_SECONDS = 1.0
 RESERVE_SECONDS = 30.0
-"""For Ray to reserve devices that were free just before."""
+"""Time for Ray to reserve devices that were free just before."""
 APPEAR_SECONDS = 10.0
-"""For a new file to appear on another node: network file systems remember for a while that it was not there."""
+"""Time for a new file to appear on another node: network file systems cache that it does not exist."""
 
 
 @dataclass(frozen=True)

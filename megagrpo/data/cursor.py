@@ -89,7 +89,7 @@ class Cursor(Generic[AnyItem]):
         return unique
 
     def set_aside(self, ids: Iterable[str]) -> None:
-        """Never draws these again. Ids are as `next` gave them. Both copies of a prompt that the data hold twice go."""
+        """Never draws these again. Ids are as `next` gave them. If the data hold a prompt twice, both go."""
         for name in ids:
             own = name if name in self._rows else name.rpartition("+")[0]
             self._aside[self._rows[own]] = True

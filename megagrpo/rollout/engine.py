@@ -79,9 +79,11 @@ class Engine(Protocol):
         ...
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Gives device memory to others, if the engine can; nothing may run. Without "weights" it holds no policy, and
-        an update, which takes their memory back, must follow before it generates. The cache's memory comes back with
-        the next requests."""
+        """Frees device memory, if the engine can. No request may be running.
+
+        After "weights" an update, which takes their memory back, must come before the next request. The cache takes its
+        memory back at the next request.
+        """
         ...
 
     def close(self) -> None:

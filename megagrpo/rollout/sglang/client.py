@@ -74,7 +74,7 @@ class SglangClient:
         return await self._answer("POST", path, body, timeout_seconds)
 
     async def generate(self, request: Request, rid: str, timeout_seconds: float) -> Mapping[str, Any]:
-        """The server's answer to one request for one sample. Past the time limit it is aborted, with the tokens so far.
+        """The server's answer to one request. At the time limit the request is aborted and keeps its tokens so far.
 
         Raises BrokenConnection if the request may be sent again: a server that still runs has dropped it.
         """

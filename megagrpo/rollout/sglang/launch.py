@@ -2,9 +2,9 @@
 
     python launch.py < settings         settings: JSON, {"owner": pid, "directory": ..., "arguments": {...}}
 
-The arguments, the API key among them, come on standard input so that `ps` does not show them. SGLang spawns its
-processes anew, and each runs this module's top level again, so what must hold in all of them stands there. On CPUs they
-are forked from this process instead, and inherit it.
+The arguments, the API key among them, come on standard input so that `ps` does not show them. On GPUs SGLang spawns its
+processes, and each runs this module's top level again: code that every process needs is called there. On CPUs they are
+forked from this process, and inherit its state.
 
 SGLang 0.5 lacks some things on a machine without GPUs and without its own CPU kernels. This module puts plain PyTorch
 in their place: two modules that SGLang imports there and never uses; sampling by seed, which it has for GPU attention

@@ -26,7 +26,7 @@ from megagrpo.ports import free_port
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE
 
 LAUNCH = Path(__file__).with_name("launch.py")
-HOST = "127.0.0.1"  # the engine that speaks to a server is on its node
+HOST = "127.0.0.1"  # a server and its engine are on one node
 POLL_SECONDS = 0.25
 HEALTH_SECONDS = 60.0  # one /health generates a token, which on a busy machine takes long the first time
 END_SECONDS = 10.0
