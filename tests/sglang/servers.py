@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from megagrpo.errors import MegagrpoError
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.server import Server
-from megagrpo.types import SamplingParams
-from megagrpo.weights.digest import expected_digests, sent_digests
+from megagrpo.types import Request, Sample, SamplingParams
+from megagrpo.weights.digest import digest_problems, expected_digests, sent_digests
+from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import make_plan
-from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.transport.choice import TransportName, open_sender
+from megagrpo.weights.transport.disk import DiskFiles
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from tests.rollout_engines import model_directory
+from tests.weight_streams import manifests, sync
+from tests.weights_oracle import Tensors, held_by_ranks
 
 # Deadlines that are only there to end a test that hangs: a busy machine may take fifty times what an idle one takes.
 START_SECONDS = 600.0
@@ -34,8 +42,7 @@ TOKENS = 4000
 # tied_server's model continues this prompt without an end when it samples greedily.
 ENDLESS = SamplingParams(TOKENS, temperature=0.0)
 ENDLESS_PROMPT = (5, 6, 9, 11)
-BUCKET_BYTES = 1 << 16
-BUCKETS_OF = "model.layers.1.mlp.down_proj.weight"
+BUCKET_BYTES = 30_000
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,17 @@ class Served:
             self.reset()
 
     @contextmanager
-    def trained(self, **changes: Any) -> Iterator[tuple[SglangEngine, Trainer]]:
-        """A borrowed engine, and a trainer that has given it the first weights, as version 0."""
+    def trained(self, **changes: Any) -> Iterator[tuple[SglangEngine, Policy]]:
+        """A borrowed engine, and a training rank that has given it the first weights, as version 0."""
         with self.borrowed(**changes) as engine:
-            trainer = Trainer(engine, self.directory)
+            trainer = self.trainer(engine)
             trainer.sync(0, self.directory)
             yield engine, trainer
             trainer.close()
+
+    def trainer(self, engine: SglangEngine) -> Policy:
+        """One training rank that sends by shared memory."""
+        return Policy(engine, self, ParallelLayout(), TransportName.SHARED_MEMORY)
 
     def reset(self) -> None:
         with self.client() as client:
@@ -180,39 +191,77 @@ def serve_directory(directory: Path, tensor: int, log: Path) -> Iterator[Served]
         server.close()
 
 
-class Trainer:
-    """A training rank that sends the weights of a checkpoint to one engine, and compares digests of what arrived."""
+class Policy:
+    """Training ranks of a layout, in threads, and one engine that they bring up to date. `files` is for DISK."""
 
-    def __init__(self, engine: SglangEngine, directory: Path) -> None:
-        transport = TransportName.SHARED_MEMORY
-        self._host = RendezvousHost("127.0.0.1", WAIT_SECONDS)
-        (source,) = checkpoint.manifests(directory)
-        self._engine, self._source = engine, source
-        self._plan = make_plan([source], engine.manifests())
-        self._sender = open_sender(transport, self._plan, 0, self._host.rendezvous, BUCKET_BYTES)
-        ranks = range(len(self._plan.destinations))
-        engine.connect(self._plan, ranks, transport, self._host.rendezvous, BUCKET_BYTES)
-        self._ranks = ranks
+    def __init__(
+        self,
+        engine: SglangEngine,
+        served: Served,
+        layout: ParallelLayout,
+        transport: TransportName,
+        timeout_seconds: float = WAIT_SECONDS,
+        files: DiskFiles | None = None,
+    ) -> None:
+        self.engine, self.layout, self.served = engine, layout, served
+        self.arch = read_architecture(served.directory)
+        self.plan = make_plan(manifests(self.arch, layout), engine.manifests())
+        self.host = RendezvousHost("127.0.0.1", timeout_seconds)
+        self.ranks = range(len(self.plan.destinations))
+        engine.connect(self.plan, self.ranks, transport, self.host.rendezvous, BUCKET_BYTES)
+        each = len(self.ranks)
+        self.senders: list[Any] = [
+            open_sender(transport, self.plan, i, self.host.rendezvous, BUCKET_BYTES, ranks_per_engine=each, files=files)
+            for i in range(layout.ranks)
+        ]
+
+    def held(self, directory: Path) -> list[Tensors]:
+        return held_by_ranks(self.arch, self.layout, load_file(directory / "model.safetensors"))
+
+    def move(self, version: int, directory: Path) -> list[MegagrpoError]:
+        """Between begin_update and end_update. The errors of training ranks, and then the engine's."""
+        return sync(self.host, version, self.ranks, self.senders, self.held(directory), [self.engine])
+
+    def wrong(self, directory: Path, arrived: list[dict[str, int]]) -> list[str]:
+        expected = expected_digests(sent_digests(self.plan, i, held) for i, held in enumerate(self.held(directory)))
+        return [
+            problem.where
+            for index in self.ranks
+            for problem in digest_problems(self.plan.destinations[index].holder, expected[index], arrived[index])
+        ]
 
     def send(self, version: int, directory: Path) -> None:
         """Between begin_update and commit_update: every tensor of `directory` into the engine, and compared."""
-        tensors = load_file(directory / "model.safetensors")
-        self._host.open(version, self._ranks)
-        with ThreadPoolExecutor(1) as pool:
-            sending = pool.submit(self._sender.send, version, tensors)
-            self._engine.receive(version)
-            sending.result(WAIT_SECONDS)
-        expected = expected_digests([sent_digests(self._plan, 0, tensors)])
-        arrived = self._engine.end_update(version)
-        assert arrived == [expected[rank] for rank in self._ranks]
-        wanted = self._sender.bucket_digests(tensors, BUCKETS_OF, frozenset(self._ranks))
-        by_rank = self._engine.bucket_digests(BUCKETS_OF, self._ranks)
-        assert wanted == {label: digest for of_rank in by_rank for label, digest in of_rank["arrived"].items()}
+        assert [str(error) for error in self.move(version, directory)] == []
+        assert self.wrong(directory, self.engine.end_update(version)) == []
 
     def sync(self, version: int, directory: Path) -> None:
-        self._engine.begin_update(version)
+        self.engine.begin_update(version)
         self.send(version, directory)
-        self._engine.commit_update(version)
+        self.engine.commit_update(version)
 
     def close(self) -> None:
-        self._sender.close()
+        for sender in self.senders:
+            sender.close()
+
+
+# --- what transformers says -------------------------------------------------------------------------------------------
+
+
+@cache
+def model_of(directory: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits_of(directory: Path, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """[tokens, vocab], before each token of a response, in float32."""
+    return model_of(directory)(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+
+
+def difference(directory: Path, asked: Request, sample: Sample) -> np.ndarray:
+    """[tokens], of the engine's logprobs from those that transformers gives with the weights in `directory`."""
+    tokens = sample.tokens.tolist()
+    logits = logits_of(directory, asked.tokens, tokens) / (asked.sampling.temperature or 1.0)
+    expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens].numpy()
+    return np.abs(sample.logprobs - expected)

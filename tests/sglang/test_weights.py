@@ -16,36 +16,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from megagrpo.errors import MegagrpoError, WeightSyncError
-from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.errors import WeightSyncError
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.server import members
-from megagrpo.types import Sample, SamplingParams
-from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.digest import digest_problems, expected_digests, sent_digests
-from megagrpo.weights.families import read_architecture
-from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.plan import WeightPlan, make_plan
-from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
+from megagrpo.types import Request, Sample, SamplingParams
+from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.transport.buckets import BucketSender, bucket_problems
-from megagrpo.weights.transport.choice import TransportName, open_sender
+from megagrpo.weights.transport.choice import TransportName
 from megagrpo.weights.transport.disk import DiskFiles
-from megagrpo.weights.transport.rendezvous import RendezvousHost
 from megagrpo.weights.transport.sglang import LOAD_FORMAT, read_plan, serialize
 from tests.rollout_engines import model_directory, request
-from tests.sglang.expected import logprobs_of
-from tests.sglang.servers import AT_ONCE, WAIT_SECONDS, Served
+from tests.sglang.servers import AT_ONCE, BUCKET_BYTES, WAIT_SECONDS, Policy, Served, difference
 from tests.tiny_models import FAMILIES
 from tests.unit.test_weights_transport import Corrupting
-from tests.weight_streams import at_once, empty
-from tests.weights_oracle import Tensors, rank_tensors
+from tests.weight_streams import loaded
 
-BUCKET_BYTES = 30_000
 SERVERS = {
     "tied_server": "qwen2_tied",
     "split_server": "qwen3",
@@ -63,63 +52,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return lambda family, seed: model_directory(family, root / f"{family}-{seed}", seed=seed)
 
 
-class Policy:
-    """Training ranks of a layout, in threads, and one engine that they bring up to date. `files` is for DISK."""
-
-    def __init__(
-        self,
-        engine: SglangEngine,
-        served: Served,
-        layout: ParallelLayout,
-        transport: TransportName,
-        timeout_seconds: float = WAIT_SECONDS,
-        files: DiskFiles | None = None,
-    ) -> None:
-        self.engine, self.layout, self.served = engine, layout, served
-        self.arch = read_architecture(served.directory)
-        sources = [LOCAL_SPEC.manifest(self.arch, layout, where, "float32") for where in rank_grid(layout)]
-        self.plan = make_plan(sources, engine.manifests())
-        self.host = RendezvousHost("127.0.0.1", timeout_seconds)
-        self.ranks = range(len(self.plan.destinations))
-        engine.connect(self.plan, self.ranks, transport, self.host.rendezvous, BUCKET_BYTES)
-        each = len(self.ranks)
-        self.senders: list[Any] = [
-            open_sender(transport, self.plan, i, self.host.rendezvous, BUCKET_BYTES, ranks_per_engine=each, files=files)
-            for i in range(len(sources))
-        ]
-
-    def held(self, directory: Path) -> list[Tensors]:
-        checkpoint = load_file(directory / "model.safetensors")
-        return [rank_tensors(self.arch, self.layout, where, checkpoint) for where in rank_grid(self.layout)]
-
-    def move(self, version: int, directory: Path) -> list[MegagrpoError]:
-        """Between begin_update and end_update. The errors of training ranks, and then the engine's."""
-        self.host.open(version, self.ranks)
-        work = [
-            partial(sender.send, version, tensors)
-            for sender, tensors in zip(self.senders, self.held(directory), strict=True)
-        ]
-        return [error for error in at_once([*work, partial(self.engine.receive, version)]) if error is not None]
-
-    def wrong(self, directory: Path, arrived: list[dict[str, int]]) -> list[str]:
-        expected = expected_digests(sent_digests(self.plan, i, held) for i, held in enumerate(self.held(directory)))
-        return [
-            problem.where
-            for index in self.ranks
-            for problem in digest_problems(self.plan.destinations[index].holder, expected[index], arrived[index])
-        ]
-
-    def sync(self, version: int, directory: Path) -> None:
-        self.engine.begin_update(version)
-        assert [str(error) for error in self.move(version, directory)] == []
-        assert self.wrong(directory, self.engine.end_update(version)) == []
-        self.engine.commit_update(version)
-
-    def close(self) -> None:
-        for sender in self.senders:
-            sender.close()
-
-
 @pytest.fixture
 def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Policy]:
     """Parametrized by (server, layout, transport) or (server, layout, transport, timeout)."""
@@ -133,28 +65,19 @@ def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Policy]:
             engine._end_update()
 
 
-def checksums_of(manifest: Manifest, directory: Path) -> dict[str, str]:
-    """What SGLang's /weights_checker says of a rank that holds this model: of each tensor the first 8 bytes of its
-    SHA-256."""
-    tensors = empty(manifest)
-    load_files(directory, manifest, tensors)
-    return {name: hashlib.sha256(tensor.numpy().tobytes()).digest()[:8].hex() for name, tensor in tensors.items()}
-
-
 def check_holds(engine: SglangEngine, directory: Path) -> None:
+    """/weights_checker says of each tensor of each rank the first 8 bytes of its SHA-256."""
     answer = engine._client.post("/weights_checker", {"action": "checksum"})
-    for manifest, rank in zip(engine.manifests(), answer["ranks"], strict=True):
-        assert rank["checksums"] == checksums_of(manifest, directory)
+    for tensors, rank in zip(loaded(directory, engine.manifests()), answer["ranks"], strict=True):
+        hashes = {name: hashlib.sha256(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+        assert rank["checksums"] == {name: found.digest()[:8].hex() for name, found in hashes.items()}
 
 
-def check_logprobs(samples: list[Sample], prompts: list[tuple[int, ...]], directories: dict[int, Path]) -> None:
+def check_logprobs(samples: list[Sample], asked: list[Request], directories: dict[int, Path]) -> None:
     """Each token has the logprob that transformers gives it with the weights of its version."""
-    for sample, prompt in zip(samples, prompts, strict=True):
-        tokens = sample.tokens.tolist()
+    for sample, one in zip(samples, asked, strict=True):
         for version in {int(version) for version in sample.versions}:
-            expected = logprobs_of(directories[version], prompt, tokens)
-            of_version = sample.versions == version
-            assert np.abs(sample.logprobs - expected)[of_version].max() < 1e-5
+            assert difference(directories[version], one, sample)[sample.versions == version].max() < 1e-5
 
 
 LAYOUTS = {
@@ -196,13 +119,13 @@ def test_every_rank_holds_what_the_training_ranks_sent_and_samples_from_it(
         directory = weights(family, version)
         policy.sync(version, directory)
         check_holds(policy.engine, directory)
-        samples = policy.engine.generate([ask(PROMPT, SamplingParams(24), seed=version)])
-        assert (samples[0].versions == version).all()
-        check_logprobs(samples, [PROMPT], {version: directory})
+        asked = ask(PROMPT, SamplingParams(24), seed=version)
+        (sample,) = policy.engine.generate([asked])
+        assert (sample.versions == version).all()
+        check_logprobs([sample], [asked], {version: directory})
         # Again with some of its tokens in the prompt, whose keys and values are cached already.
-        longer = (*PROMPT, *samples[0].tokens.tolist()[:12])
-        samples = policy.engine.generate([ask(longer, SamplingParams(12), seed=version)])
-        check_logprobs(samples, [longer], {version: directory})
+        longer = ask((*PROMPT, *sample.tokens.tolist()[:12]), SamplingParams(12), seed=version)
+        check_logprobs(policy.engine.generate([longer]), [longer], {version: directory})
 
 
 ask = request
@@ -221,8 +144,7 @@ ask = request
 def test_ten_syncs_while_it_generates(policy: Policy, family: str, weights: Weights) -> None:
     directories = {version: weights(family, version) for version in range(1, 12)}
     policy.sync(1, directories[1])
-    prompts = [(5, 6, 9 + i % 7, 11) for i in range(2 * AT_ONCE)]
-    asked = [ask(prompt, SamplingParams(230), seed=i, index=i) for i, prompt in enumerate(prompts)]
+    asked = [ask((5, 6, 9 + i % 7, 11), SamplingParams(230), seed=i, index=i) for i in range(2 * AT_ONCE)]
     with ThreadPoolExecutor(1) as pool:
         generating = pool.submit(policy.engine.generate, asked)
         for version in range(2, 12):
@@ -234,7 +156,7 @@ def test_ten_syncs_while_it_generates(policy: Policy, family: str, weights: Weig
     assert len({version for sample in samples for version in sample.versions.tolist()}) >= 3
     mixed = [i for i, sample in enumerate(samples) if len(set(sample.versions.tolist())) > 1]
     assert mixed
-    check_logprobs([samples[i] for i in mixed[:6]], [prompts[i] for i in mixed[:6]], directories)
+    check_logprobs([samples[i] for i in mixed[:6]], [asked[i] for i in mixed[:6]], directories)
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
