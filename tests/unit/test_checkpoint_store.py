@@ -1,18 +1,19 @@
-"""Checkpoints on disk: atomic, found again, thinned out, and never lost to a failed save."""
+"""Checkpoints on disk are atomic, found again and never lost to a failed save; and which recipes continue from one."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megagrpo.checkpoint.store import MANIFEST, CheckpointStore, SavedFile, describe
-from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.errors import CheckpointError
+from megagrpo.checkpoint.trainer_state import FIXED, TrainerState, allow_changes
+from megagrpo.errors import CheckpointError, RecipeError
+from tests.small_disk import small_disk
+from tests.tiny_run import recipe_with
 
 
 def state(step: int, evaluation: dict[str, float] | None = None) -> TrainerState:
@@ -125,29 +126,12 @@ def test_a_file_that_a_rank_said_it_wrote_but_is_not_there_stops_the_commit(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
 
 
-FILL_THE_DISK = """
-import resource, signal, sys
-from pathlib import Path
-from tests.unit.test_checkpoint_store import CheckpointError, CheckpointStore, state, write_rank_files
-store = CheckpointStore(Path(sys.argv[1]), keep_last=1)
-files = write_rank_files(store.begin(10), b"weights")
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-try:
-    store.commit(state(10), files)
-except CheckpointError as error:
-    sys.exit(f"refused: {error}")
-"""
-
-
 def test_a_full_disk_is_a_checkpoint_error_and_leaves_the_previous_one(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
     save(store, 5)
-    command = [sys.executable, "-c", FILL_THE_DISK, str(tmp_path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "refused: checkpoint error" in done.stderr
-    assert "File too large" in done.stderr
+    files = write_rank_files(store.begin(10), b"weights")
+    with small_disk(100), pytest.raises(CheckpointError, match="File too large"):
+        store.commit(state(10), files)
     assert newest(store) == (5, ())
     assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
 
@@ -165,14 +149,70 @@ def test_a_file_in_the_way_of_the_directory_is_a_checkpoint_error(tmp_path: Path
         CheckpointStore(tmp_path / "checkpoints", keep_last=1).begin(1)
 
 
-def test_trainer_state_from_another_version_is_refused_by_name() -> None:
-    with pytest.raises(CheckpointError, match="weight_version"):
-        TrainerState.from_json('{"step": 3}')
+# --- the trainer's state, and the recipe that continues from it -------------------------------------------------------
 
 
-def test_trainer_state_from_before_a_field_was_added_has_its_default_and_a_later_one_is_refused() -> None:
+def test_trainer_state_without_a_field_that_was_added_has_its_default_and_an_unknown_or_lost_field_is_refused() -> None:
     values = json.loads(state(3).to_json())
     del values["unlogged"]
     assert TrainerState.from_json(json.dumps(values)).unlogged is None
-    with pytest.raises(CheckpointError, match="moon_phase"):
-        TrainerState.from_json(json.dumps(values | {"moon_phase": 0.5}))
+    for wrong, named in ((values | {"moon_phase": 0.5}, "moon_phase"), ({"step": 3}, "weight_version")):
+        with pytest.raises(CheckpointError, match=named):
+            TrainerState.from_json(json.dumps(wrong))
+
+
+def recipe() -> dict[str, Any]:
+    return recipe_with("data.train=[{path: a.parquet}, {path: b.parquet, amount: 100}]").model_dump(mode="json")
+
+
+def test_layout_learning_rate_and_run_length_may_change() -> None:
+    new = recipe()
+    new["train"]["layout"]["tensor"] = 2
+    new["train"]["optimizer"]["lr"] = 1e-5
+    new["train"]["total_steps"] = 20
+    new["model"]["dtype"] = "float32"
+    del new["cluster"]["device"]
+    allow_changes(recipe(), new)
+
+
+def test_a_checkpoint_with_the_settings_of_all_advantages_may_be_continued() -> None:
+    saved = recipe()
+    saved["algorithm"]["advantage"] |= {"discount": 1.0, "trace": 1.0}
+    allow_changes(saved, recipe())
+
+
+def test_model_seed_and_data_may_not_change_and_all_are_named_at_once() -> None:
+    new = recipe()
+    new["seed"] = 1
+    new["model"]["path"] = "other"
+    new["data"]["train"][1]["amount"] = 200
+    new["data"]["train"][0]["path"] = "c.parquet"
+    with pytest.raises(RecipeError) as refused:
+        allow_changes(recipe(), new)
+    found = [problem.where for problem in refused.value.problems]
+    assert found == ["seed", "model.path", "data.train[0].path", "data.train[1].amount"]
+    assert "100, as in the run so far" in refused.value.problems[3].needed
+    assert refused.value.problems[3].given == "200"
+
+
+def test_a_file_added_to_the_data_and_a_key_that_was_not_given_are_refused() -> None:
+    new, saved = recipe(), recipe()
+    new["data"]["train"].append({"path": "c.parquet", "amount": "all"})
+    with pytest.raises(RecipeError, match=r"data\.train"):
+        allow_changes(recipe(), new)
+    del saved["seed"]
+    with pytest.raises(RecipeError, match="not given, as in the run so far"):
+        allow_changes(saved, recipe())
+
+
+@pytest.mark.parametrize("key", FIXED)
+def test_every_fixed_key_is_a_key_of_the_recipe_and_may_not_change(key: str) -> None:
+    value: Any = recipe()
+    saved: dict[str, Any] = {"x": 1}
+    new: dict[str, Any] = {"x": 2}
+    for part in key.split("."):
+        value = value[part]
+    for part in reversed(key.split(".")):
+        saved, new = {part: saved}, {part: new}
+    with pytest.raises(RecipeError):
+        allow_changes(saved, new)

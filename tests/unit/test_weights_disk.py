@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from megagrpo.weights.transport.choice import TransportName, open_sender
 from megagrpo.weights.transport.disk import MARKER, DiskFiles, DiskReceiver, remove_all, remove_older
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from megagrpo.weights.transport.sglang import LOAD_FORMAT, check_verifiable, checked_digests, checksum
+from tests.small_disk import small_disk
 from tests.tiny_run import CONFIG, EXPERTS
 from tests.weight_streams import Case, StandstillClock, empty
 from tests.weight_streams import sync as sync_once
@@ -138,12 +138,8 @@ def test_a_full_disk_is_named_and_the_version_before_stays(sync: Sync) -> None:
     files, everyone = sync.files, sync.case.layout.ranks + sync.case.engines
     checkpoint = random_checkpoint(sync.case.arch)
     assert sync.run(1, checkpoint) == []
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
-    try:
+    with small_disk(8192):
         errors = sync.run(2, checkpoint)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(errors) == everyone
     assert all(str(files.directory) in str(error) and "File too large" in str(error) for error in errors)
     assert [entry.name for entry in files.directory.iterdir()] == ["version_1"]
