@@ -13,20 +13,19 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from megagrpo.batching.rank_batches import Microbatch, TrainSequence
+from megagrpo.batching.rank_batches import Microbatch
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
 from megagrpo.megatron.batch import PackedTensors, pack
 from megagrpo.megatron.config import transformer_config
-from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.lora import Adapters
-from megagrpo.megatron.model import build_chunks, forward, forward_backward, sum_gradients, unwrapped
+from megagrpo.megatron.model import build_chunks, forward, forward_backward, sum_gradients
 from megagrpo.megatron.trained_model import wrap_chunks
 from megagrpo.recipe import schema
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
+from tests.distributed.parity_ranks import response_logprobs, train_sequence
 
 RUNS = 2
 """Of several ranks: what gloo's threads free is not recorded, so that too much may seem to be held, never less."""
@@ -53,20 +52,11 @@ def measure(
         Adapters(chunks, arch, LOCAL_SPEC.manifest(arch, layout, where, dtype), train.lora, seed=1)
     sum_gradients(config)
     wrapped = wrap_chunks(chunks, config, train.distributed_optimizer)
-    columns = arch.padded_vocab(layout.tensor) // layout.tensor
-    group = parallel_state.get_tensor_model_parallel_group() if layout.tensor > 1 else None
-    shard = VocabularyShard(arch.vocab, columns * where.tensor, group)
-
     batch: list[PackedTensors] = []
 
     def loss(index: int, hidden: torch.Tensor) -> torch.Tensor:
-        at = batch[index].mask.nonzero()[:, 0]
-        weight = output_weight(unwrapped(wrapped[-1]))
-        labels = batch[index].labels[at]
         with_gradient = torch.is_grad_enabled()
-        logprobs, entropy = vocabulary_logprobs(
-            hidden, at, labels, weight, shard, temperature=1.0, entropy=with_gradient
-        )
+        logprobs, entropy = response_logprobs(wrapped, arch, layout, batch[index], hidden, entropy=with_gradient)
         return (logprobs + entropy).sum()
 
     def update() -> None:
@@ -125,10 +115,6 @@ def allocations(run: Callable[[], object]) -> list[tuple[int, int]]:
 
 def _microbatch(arch: Architecture, lengths: Sequence[int], seed: int) -> Microbatch:
     random = np.random.default_rng(seed)
-    sequences = []
-    for row, length in enumerate(lengths):
-        mask = np.ones(length, dtype=bool)
-        mask[0] = False
-        tokens = random.integers(0, arch.vocab, length)
-        sequences.append(TrainSequence(tokens, mask, np.zeros(length, dtype=np.float32), row=row))
-    return Microbatch(tuple(sequences))
+    return Microbatch(
+        tuple(train_sequence(random.integers(0, arch.vocab, length), row) for row, length in enumerate(lengths))
+    )

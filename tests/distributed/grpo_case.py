@@ -13,8 +13,9 @@ import transformers
 
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import OptimizerConfig, Recipe
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides import transformers as transformers_side
 from megagrpo.weights.views import box_view
 
@@ -141,27 +142,29 @@ def transformers_step(directory: Path, model: torch.nn.Module, case: Case, recip
     model.zero_grad()
     loss.backward()
     parameters = dict(model.named_parameters())
-    to_checkpoint = in_checkpoint(directory)
+    to_checkpoint = in_checkpoint(read_architecture(directory))
     gradients = to_checkpoint({name: p.grad.clone() for name, p in parameters.items()})
     weights = parameters | dict(model.named_buffers())
     before = to_checkpoint({name: weight.detach().clone() for name, weight in weights.items()})
-    decay = [p for p in parameters.values() if p.dim() > 1]
-    no_decay = [p for p in parameters.values() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": settings.weight_decay}, {"params": no_decay, "weight_decay": 0.0}],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-    )
-    norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), settings.clip_grad)
-    optimizer.step()
+    norm = clip_and_step(list(parameters.values()), settings)
     after = to_checkpoint({name: weight.detach().clone() for name, weight in weights.items()})
-    return StepResult(loss.item(), norm.item(), gradients, before, after)
+    return StepResult(loss.item(), norm, gradients, before, after)
 
 
-def in_checkpoint(directory: Path) -> Any:
+def clip_and_step(parameters: list[torch.nn.Parameter], settings: OptimizerConfig) -> float:
+    """The gradient's norm before clipping, and torch's AdamW, which leaves norms and biases without decay."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip_grad)
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.epsilon).step()
+    return norm.item()
+
+
+def in_checkpoint(architecture: Architecture) -> Any:
     """Turns tensors by their names in transformers into arrays by their names in the checkpoint."""
-    manifest = transformers_side.manifest(read_architecture(directory), "float64")
+    manifest = transformers_side.manifest(architecture, "float64")
 
     def convert(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
         held = [placement for placement in manifest.placements if placement.storage in tensors]

@@ -19,7 +19,7 @@ from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.megatron import model, process
 from megagrpo.megatron.batch import NO_ROW, PackedTensors, pack
 from megagrpo.megatron.config import transformer_config
-from megagrpo.megatron.heads import output_weight
+from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
@@ -94,6 +94,30 @@ def load_model(
     return chunks, arch
 
 
+def response_logprobs(
+    chunks: list[torch.nn.Module],
+    arch: Architecture,
+    layout: ParallelLayout,
+    packed: PackedTensors,
+    hidden: torch.Tensor,
+    entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs, and entropies where they are asked for, of the response tokens: [response tokens] each."""
+    columns = arch.padded_vocab(layout.tensor) // layout.tensor
+    group = parallel_state.get_tensor_model_parallel_group() if layout.tensor > 1 else None
+    first = columns * rank_grid(layout)[torch.distributed.get_rank()].tensor
+    at = packed.mask.nonzero()[:, 0]
+    return vocabulary_logprobs(
+        hidden,
+        at,
+        packed.labels[at],
+        output_weight(model.unwrapped(chunks[-1])),
+        VocabularyShard(arch.vocab, first, group),
+        temperature=1.0,
+        entropy=entropy,
+    )
+
+
 def rank_microbatches(layout: ParallelLayout, microbatches: list[list[list[int]]]) -> list[PackedTensors]:
     """Each data rank takes every data-th sequence of each microbatch. Rows count the sequences in order."""
     where = rank_grid(layout)[torch.distributed.get_rank()]
@@ -108,7 +132,7 @@ def rank_microbatches(layout: ParallelLayout, microbatches: list[list[list[int]]
     return packed
 
 
-def train_sequence(tokens: list[int], row: int) -> TrainSequence:
+def train_sequence(tokens: list[int] | np.ndarray, row: int) -> TrainSequence:
     return TrainSequence(
         tokens=np.array(tokens),
         loss_mask=np.arange(len(tokens)) > 0,

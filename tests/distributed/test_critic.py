@@ -24,9 +24,17 @@ from megagrpo.megatron.state import parameters_of, shards_of
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import critic_of
-from megagrpo.weights.sides import transformers as transformers_side
-from megagrpo.weights.views import box_view
-from tests.distributed.grpo_case import LONGEST, LR, PROMPTS, RESPONSES, assemble, make_batches, make_recipe
+from tests.distributed.grpo_case import (
+    LONGEST,
+    LR,
+    PROMPTS,
+    RESPONSES,
+    assemble,
+    clip_and_step,
+    in_checkpoint,
+    make_batches,
+    make_recipe,
+)
 from tests.distributed.grpo_ranks import Parts, boxes, on_ranks
 from tests.distributed.layouts import ROWS
 from tests.rank_group import RankGroupError
@@ -131,16 +139,10 @@ def torch_step(directory: Path, sequences: Sequence[TrainSequence], returns: Rag
     loss = torch.cat(losses).mean()
     loss.backward()
     parameters = dict(model.named_parameters())
-    in_checkpoint = checkpoint_tensors(directory)
-    gradients = in_checkpoint({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
-    before = in_checkpoint({name: p.detach().clone() for name, p in parameters.items()})
-    decay, no_decay = ([p for p in parameters.values() if (p.dim() > 1) == matrix] for matrix in (True, False))
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}],
-        lr=LR, betas=(0.9, 0.95), eps=1e-8,
-    )  # fmt: skip
-    norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), 0.5)
-    optimizer.step()
+    to_checkpoint = in_checkpoint(critic_of(read_architecture(directory)))
+    gradients = to_checkpoint({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+    before = to_checkpoint({name: p.detach().clone() for name, p in parameters.items()})
+    norm = clip_and_step(list(parameters.values()), recipe_of(ParallelLayout()).train.optimizer)
     old, target, residual = torch.cat(squares, dim=1)
     metrics = {
         "loss": loss.item(),
@@ -148,20 +150,10 @@ def torch_step(directory: Path, sequences: Sequence[TrainSequence], returns: Rag
         "value_mean": old.mean().item(),
         "return_mean": target.mean().item(),
         "explained_variance": 1 - (residual.var(correction=0) / target.var(correction=0)).item(),
-        "grad_norm": norm.item(),
+        "grad_norm": norm,
     }
-    after = in_checkpoint({name: p.detach().clone() for name, p in parameters.items()})
+    after = to_checkpoint({name: p.detach().clone() for name, p in parameters.items()})
     return Step([value.detach().numpy() for value in values], metrics, gradients, before, after)
-
-
-def checkpoint_tensors(directory: Path) -> Any:
-    manifest = transformers_side.manifest(critic_of(read_architecture(directory)), "float64")
-
-    def convert(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        held = [placement for placement in manifest.placements if placement.storage in tensors]
-        return assemble([[(p.box, box_view(tensors[p.storage], p).contiguous().numpy()) for p in held]])
-
-    return convert
 
 
 # --- on ranks ---------------------------------------------------------------------------------------------------------

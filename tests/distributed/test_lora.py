@@ -27,6 +27,7 @@ from tests.distributed.grpo_case import (
     Case,
     StepResult,
     assemble,
+    clip_and_step,
     load_reference,
     make_batches,
     make_case,
@@ -120,7 +121,6 @@ def torch_step(directory: Path, values: dict[str, np.ndarray], case: Case, recip
     model = load_reference(directory)
     model.load_state_dict(load_reference_of(torch_merged(directory, values), directory))
     of_matrices = transformers_step(directory, model, case, recipe)
-    settings = recipe.train.optimizer
     leaves = {name: torch.from_numpy(value).double().requires_grad_() for name, value in values.items()}
     for matrix, gradient in of_matrices.gradients.items():
         if key_a(matrix) in leaves:
@@ -128,17 +128,9 @@ def torch_step(directory: Path, values: dict[str, np.ndarray], case: Case, recip
             a.grad = SCALE * b.detach().T @ of_matrix
             b.grad = SCALE * of_matrix @ a.detach().T
     gradients = {name: leaf.grad.clone().numpy() for name, leaf in leaves.items()}
-    optimizer = torch.optim.AdamW(
-        leaves.values(),
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        weight_decay=settings.weight_decay,
-    )
-    norm = torch.nn.utils.clip_grad_norm_(list(leaves.values()), settings.clip_grad)
-    optimizer.step()
+    norm = clip_and_step(list(leaves.values()), recipe.train.optimizer)
     after = {name: leaf.detach().numpy() for name, leaf in leaves.items()}
-    return StepResult(of_matrices.loss, norm.item(), gradients, values, after)
+    return StepResult(of_matrices.loss, norm, gradients, values, after)
 
 
 def load_reference_of(weights: dict[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:

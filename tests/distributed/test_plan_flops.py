@@ -15,13 +15,13 @@ from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
 from megagrpo.megatron.batch import pack
-from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
-from megagrpo.megatron.model import forward, forward_backward, unwrapped
+from megagrpo.megatron.model import forward, forward_backward
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.plan.parameters import layer_counts
 from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops, training_products
 from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.families import read_architecture
+from tests.distributed.parity_ranks import response_logprobs
 from tests.rank_group import run_ranks
 from tests.tiny_models import make_model
 
@@ -71,8 +71,6 @@ def count(directory: Path, train: TrainConfig) -> tuple[int, int]:
     try:
         arch = read_architecture(directory)
         policy = TrainedModel(arch, train, where, directory, torch.float32, "cpu", train.lora)
-        columns = arch.padded_vocab(layout.tensor) // layout.tensor
-        shard = VocabularyShard(arch.vocab, columns * where.tensor, None)
         mask = np.arange(LENGTH) >= LENGTH - RESPONSE
         tokens = np.arange(LENGTH, dtype=np.int64) * 7 % arch.vocab
         sequence = TrainSequence(tokens, mask, np.zeros(LENGTH, np.float32), row=0)
@@ -81,10 +79,7 @@ def count(directory: Path, train: TrainConfig) -> tuple[int, int]:
         ]
 
         def loss(index: int, hidden: torch.Tensor) -> torch.Tensor:
-            at = batch[index].mask.nonzero()[:, 0]
-            weight = output_weight(unwrapped(policy.chunks[-1]))
-            labels = batch[index].labels[at]
-            return vocabulary_logprobs(hidden, at, labels, weight, shard, temperature=1.0, entropy=False)[0].sum()
+            return response_logprobs(policy.chunks, arch, layout, batch[index], hidden)[0].sum()
 
         counts = []
         for run in (forward, forward_backward):

@@ -8,21 +8,20 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from megagrpo.batching.rank_batches import Microbatch, TrainSequence
+from megagrpo.batching.rank_batches import Microbatch
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.megatron import process
 from megagrpo.megatron.batch import pack
 from megagrpo.megatron.config import transformer_config
-from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
-from megagrpo.megatron.model import build_chunks, forward_backward, named_tensors, sum_gradients, unwrapped
+from megagrpo.megatron.model import build_chunks, forward_backward, named_tensors, sum_gradients
 from megagrpo.megatron.state import TrainingState, parameters_of, shards_of
 from megagrpo.megatron.trained_model import make_optimizer, set_learning_rate, wrap_chunks
 from megagrpo.recipe import schema
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
+from tests.distributed.parity_ranks import response_logprobs, train_sequence
 
 LENGTHS = (9, 17, 5, 12)
 ALONE = ParallelLayout()
@@ -62,26 +61,19 @@ class TinyTraining:
 
     def step(self) -> tuple[float, float]:
         """One Adam step on all sequences: loss (mean over tokens) and gradient norm, on every rank."""
-        sequences = [_sequence(row, length, self.architecture.vocab) for row, length in enumerate(LENGTHS)]
+        sequences = [
+            train_sequence(np.random.default_rng(row).integers(0, self.architecture.vocab, length), row)
+            for row, length in enumerate(LENGTHS)
+        ]
         total = sum(length - 1 for length in LENGTHS)
         mine = [
             pack(Microbatch((sequence,)), layout=self.layout, context_rank=self.where.context, device="cpu")
             for sequence in sequences[self.where.data :: self.layout.data]
         ]
         losses = torch.zeros(1, dtype=torch.float64)
-        group = parallel_state.get_tensor_model_parallel_group()
-        columns = self.architecture.padded_vocab(self.layout.tensor) // self.layout.tensor
-        shard = VocabularyShard(
-            self.architecture.vocab, columns * self.where.tensor, group if group.size() > 1 else None
-        )
 
         def loss(index: int, hidden: torch.Tensor) -> torch.Tensor:
-            packed = mine[index]
-            at = packed.mask.nonzero()[:, 0]
-            weight = output_weight(unwrapped(self.wrapped[-1]))
-            logprobs, _ = vocabulary_logprobs(
-                hidden, at, packed.labels[at], weight, shard, temperature=1.0, entropy=False
-            )
+            logprobs, _ = response_logprobs(self.wrapped, self.architecture, self.layout, mine[index], hidden)
             part = -logprobs.sum() / total
             losses.add_(part.detach().double() / self.layout.tensor)
             return part
@@ -106,10 +98,3 @@ class TinyTraining:
             if parameter in shards:
                 found |= {f"{kind}.{name}": flat.clone() for kind, flat in shards[parameter].tensors.items()}
         return found
-
-
-def _sequence(row: int, length: int, vocab: int) -> TrainSequence:
-    random = np.random.default_rng(row)
-    mask = np.ones(length, dtype=bool)
-    mask[0] = False
-    return TrainSequence(random.integers(0, vocab, length), mask, np.zeros(length, dtype=np.float32), row=row)
