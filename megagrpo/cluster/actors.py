@@ -1,4 +1,4 @@
-"""The actor of a training rank: a shell around a rank that does not know Ray; and what every actor does first."""
+"""The actors of training ranks: shells around ranks that do not know Ray; and what every actor does at its start."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ import ray
 
 from megagrpo.ports import free_port
 from megagrpo.recipe.defaults import dtype_name, sync_directory
-from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.schema import Recipe, SftRecipe
 
 if TYPE_CHECKING:
-    from megagrpo.weights.boxes import Box
+    import numpy as np
+
+    from megagrpo.algorithm.ragged import Ragged
+    from megagrpo.batching.rank_batches import RankBatch
+    from megagrpo.checkpoint.store import SavedFile
+    from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss, TokenNumbers
+    from megagrpo.weights.boxes import Box, Manifest
+    from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
     from megagrpo.weights.transport.choice import TransportName
     from megagrpo.weights.transport.rendezvous import Rendezvous
@@ -44,9 +51,8 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-@ray.remote(max_restarts=0)
-class RankActor:
-    """One training rank in its own process. It keeps its end of the weight sync, which every sync reuses."""
+class RankProcess:
+    """One training rank in its own process. `start` makes `rank`; the other methods call those of `rank`."""
 
     rank: Any
 
@@ -54,24 +60,96 @@ class RankActor:
         """tcp://host:port on this node, reachable by the other ranks, with a port that is free now."""
         return f"tcp://{ray.util.get_node_ip_address()}:{free_port('')}"
 
-    def start(self, recipe: AnyRecipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
-        """Makes the rank: a TrainRank for GRPO and PPO, a SftRank for supervised fine-tuning."""
+    def prepare(self, device: str) -> None:
+        """Call it before torch is imported."""
         prepare_process(device)
         if device == "cpu":
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused kernels: compiling them for a CPU gains nothing
-        self.model_directory = model_directory
-        if isinstance(recipe, SftRecipe):
-            from megagrpo.megatron.sft_rank import SftRank
 
-            self.rank = SftRank(recipe, rank, init_method, model_directory, device)
-        else:
-            from megagrpo.megatron.rank import TrainRank
+    def manifest(self) -> Manifest:
+        return self.rank.manifest()
 
-            self.rank = TrainRank(recipe, rank, init_method, model_directory, device)
+    def adapter_manifest(self) -> Manifest:
+        return self.rank.adapter_manifest()
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """What this method of the rank returns."""
-        return getattr(self.rank, method)(*arguments)
+    def load_batch(self, batch: RankBatch) -> None:
+        self.rank.load_batch(batch)
+
+    def release(self, parts: Sequence[str]) -> None:
+        self.rank.release(parts)
+
+    def restore(self, parts: Sequence[str]) -> None:
+        self.rank.restore(parts)
+
+    def save(self, directory: Path) -> tuple[SavedFile, ...]:
+        return self.rank.save(directory)
+
+    def load(self, directory: Path) -> None:
+        self.rank.load(directory)
+
+    def write_export(self, export: Export, plan: WeightPlan, source: int, adapters: bool) -> None:
+        self.rank.write_export(export, plan, source, adapters)
+
+
+@ray.remote(max_restarts=0)
+class SftActor(RankProcess):
+    """A rank of supervised fine-tuning."""
+
+    def start(self, recipe: SftRecipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
+        self.prepare(device)
+        from megagrpo.megatron.sft_rank import SftRank
+
+        self.rank = SftRank(recipe, rank, init_method, model_directory, device)
+
+    def update(self, lr: float) -> SftUpdate | None:
+        return self.rank.update(lr)
+
+    def evaluate(self) -> TokenLoss | None:
+        return self.rank.evaluate()
+
+
+@ray.remote(max_restarts=0)
+class RankActor(RankProcess):
+    """A rank of GRPO or PPO. It keeps its end of the weight sync, which every sync reuses."""
+
+    def start(self, recipe: Recipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
+        self.prepare(device)
+        from megagrpo.megatron.rank import TrainRank
+
+        self.recipe, self.model_directory = recipe, model_directory
+        self.rank = TrainRank(recipe, rank, init_method, model_directory, device)
+
+    def add_critic(self, directory: str) -> None:
+        self.rank.add_critic(directory)
+
+    def compute_old_logprobs(self) -> None:
+        self.rank.compute_old_logprobs()
+
+    def use_rollout_logprobs_as_old(self) -> None:
+        self.rank.use_rollout_logprobs_as_old()
+
+    def compute_reference_logprobs(self) -> None:
+        self.rank.compute_reference_logprobs()
+
+    def token_kl(self) -> TokenNumbers | None:
+        return self.rank.token_kl()
+
+    def update(
+        self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float, step: int
+    ) -> StepMetrics | None:
+        return self.rank.update(advantages, lr, kl_coefficient, step)
+
+    def compute_values(self) -> None:
+        self.rank.compute_values()
+
+    def token_values(self) -> TokenNumbers | None:
+        return self.rank.token_values()
+
+    def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics | None:
+        return self.rank.update_critic(returns, lr)
+
+    def update_reference(self) -> None:
+        self.rank.update_reference()
 
     def connect(
         self, plan: WeightPlan, source: int, transport: TransportName, rendezvous: Rendezvous, ranks_per_engine: int
@@ -82,17 +160,16 @@ class RankActor:
         from megagrpo.weights.transport.disk import DiskFiles
 
         require_own(plan.sources[source], self.rank.manifest())
-        recipe: Recipe = self.rank.recipe
-        dtype = dtype_name(recipe, self.rank.device.type)
+        directory = sync_directory(self.recipe).absolute()
         self.source, self.part = source, plan.part_for_source(source)
         self.sender = open_sender(
             transport,
             plan,
             source,
             rendezvous,
-            recipe.weights.bucket_bytes,
+            self.recipe.weights.bucket_bytes,
             ranks_per_engine=ranks_per_engine,
-            files=DiskFiles(sync_directory(recipe).absolute(), Path(self.model_directory), dtype),
+            files=DiskFiles(directory, Path(self.model_directory), dtype_name(self.recipe, self.rank.device.type)),
         )
 
     def send_weights(self, version: int, destinations: Sequence[int]) -> Mapping[int, Mapping[str, int]]:

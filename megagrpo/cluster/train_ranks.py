@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import ray
 
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.batching.rank_batches import RankBatch
-from megagrpo.cluster.actors import RankActor
+from megagrpo.cluster.actors import RankActor, SftActor
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import wait_for
 from megagrpo.errors import RankError
@@ -34,15 +34,16 @@ if TYPE_CHECKING:
 class TrainRanks:
     """One actor per training rank. Ready once constructed."""
 
+    actor_class: ClassVar[Any]  # decorated by ray.remote
+
     def __init__(self, runtime: Runtime, recipe: AnyRecipe, model_directory: Path) -> None:
         self._timeout, self.watch = recipe.cluster.step_timeout_seconds, runtime.watch
         self._offload = list(recipe.train.offload)
         self._away: set[str] = set()
-        self._data_ranks = [at.data for at in rank_grid(recipe.train.layout.parallel())]
-        count = len(self._data_ranks)
-        self._places = tuple(runtime.place_of_rank(rank) for rank in range(count))
+        self._data_rank = {f"train rank {at.rank}": at.data for at in rank_grid(recipe.train.layout.parallel())}
+        self._places = tuple(runtime.place_of_rank(rank) for rank in range(len(self._data_rank)))
         self.actors: dict[str, Any] = {
-            f"train rank {rank}": runtime.start_rank(RankActor, rank) for rank in range(count)
+            name: runtime.start_rank(self.actor_class, rank) for rank, name in enumerate(self._data_rank)
         }
         first = next(iter(self.actors))
         starting = recipe.cluster.start_timeout_seconds
@@ -68,21 +69,17 @@ class TrainRanks:
         named = dict(zip(self.actors, answers, strict=True))
         return list(self._wait(named, doing, self._timeout).values())
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        """What every rank's `method` (megatron/rank.py, model_rank.py, sft_rank.py) returns, by rank."""
-        return self.wait(method, [actor.call.remote(method, *arguments) for actor in self.ranks])
-
     def load_batch(self, batches: Sequence[RankBatch]) -> None:
         """Hands each data rank its part of the step; ranks of one data rank read one shared object."""
         shared = [ray.put(batch) for batch in batches]
-        ranks = zip(self.ranks, self._data_ranks, strict=True)
-        self.wait("load_batch", [actor.call.remote("load_batch", shared[data_rank]) for actor, data_rank in ranks])
+        sent = [actor.load_batch.remote(shared[self._data_rank[name]]) for name, actor in self.actors.items()]
+        self.wait("load_batch", sent)
 
     def manifests(self) -> list[Manifest]:
-        return self.call("manifest")
+        return self.wait("manifest", [actor.manifest.remote() for actor in self.ranks])
 
     def adapter_manifests(self) -> list[Manifest]:
-        return self.call("adapter_manifest")
+        return self.wait("adapter_manifest", [actor.adapter_manifest.remote() for actor in self.ranks])
 
     def places(self) -> tuple[Place, ...]:
         return self._places
@@ -94,16 +91,16 @@ class TrainRanks:
         """
         shared = ray.put(plan)
         ranks = enumerate(self.ranks)
-        writing = [actor.call.remote("write_export", export, shared, source, adapters) for source, actor in ranks]
-        self.wait("export", writing)
+        self.wait("export", [actor.write_export.remote(export, shared, source, adapters) for source, actor in ranks])
 
     def save(self, directory: Path) -> list[SavedFile]:
         """Every rank writes its part of the training state. Returns all files that were written."""
-        return list(chain.from_iterable(self.call("save", directory)))
+        written = self.wait("save", [actor.save.remote(directory) for actor in self.ranks])
+        return list(chain.from_iterable(written))
 
     def load(self, directory: Path) -> None:
         """Replaces the training state by a saved one, of any layout."""
-        self.call("load", directory)
+        self.wait("load", [actor.load.remote(directory) for actor in self.ranks])
 
     @property
     def away(self) -> bool:
@@ -139,11 +136,11 @@ class TrainRanks:
     def _release(self, parts: Sequence[str]) -> None:
         if parts:
             self._away |= set(parts)  # before the wait: ranks go on when it is given up; `restore` undoes it
-            self.call("release", parts)
+            self.wait("release", [actor.release.remote(parts) for actor in self.ranks])
 
     def _restore(self, parts: Sequence[str]) -> None:
         if parts:
-            self.call("restore", parts)
+            self.wait("restore", [actor.restore.remote(parts) for actor in self.ranks])
             self._away -= set(parts)
 
     def _wait(self, answers: Mapping[str, ray.ObjectRef[Any]], doing: str, timeout_seconds: float) -> dict[str, Any]:
@@ -153,6 +150,8 @@ class TrainRanks:
 class Policy(TrainRanks):
     """The ranks of GRPO or PPO."""
 
+    actor_class = RankActor
+
     def __init__(
         self, runtime: Runtime, recipe: Recipe, model_directory: Path, critic_directory: Path | None = None
     ) -> None:
@@ -160,66 +159,69 @@ class Policy(TrainRanks):
         super().__init__(runtime, recipe, model_directory)
         if recipe.algorithm.critic is not None:
             directory = str((critic_directory or model_directory).absolute())
-            self.call("add_critic", directory)
+            self.wait("add_critic", [rank.add_critic.remote(directory) for rank in self.ranks])
 
     def compute_old_logprobs(self) -> None:
         """Logprobs of the loaded batch under the policy as it is before the update; they stay on the ranks."""
-        self.call("compute_old_logprobs")
+        self.wait("compute_old_logprobs", [rank.compute_old_logprobs.remote() for rank in self.ranks])
 
     def use_rollout_logprobs_as_old(self) -> None:
         """Takes the place of compute_old_logprobs: ratios are then to what the engines sampled from."""
-        self.call("use_rollout_logprobs_as_old")
+        self.wait("use_rollout_logprobs_as_old", [rank.use_rollout_logprobs_as_old.remote() for rank in self.ranks])
 
     def compute_reference_logprobs(self) -> None:
         """Logprobs of the loaded batch under the reference policy; they stay on the ranks."""
-        self.call("compute_reference_logprobs")
+        self.wait("compute_reference_logprobs", [rank.compute_reference_logprobs.remote() for rank in self.ranks])
 
     def token_kl(self, lengths: np.ndarray) -> Ragged:
         """KL estimates against the reference, by response token. Old and reference logprobs must have been computed.
 
         lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
         """
-        return _ragged(self.call("token_kl"), lengths)
+        return _ragged(self.wait("token_kl", [rank.token_kl.remote() for rank in self.ranks]), lengths)
 
     def update(self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float, step: int) -> StepMetrics:
         """All minibatches and epochs over the loaded batch.
 
         advantages: float [rows], or by response token. kl_coefficient: of the loss term. step: seeds random choices.
         """
-        return _only(self.call("update", advantages, lr, kl_coefficient, step))
+        updates = [rank.update.remote(advantages, lr, kl_coefficient, step) for rank in self.ranks]
+        return _only(self.wait("update", updates))
 
     def compute_values(self) -> None:
         """The critic's estimates for the loaded batch, before its update; they stay on the ranks."""
-        self.call("compute_values")
+        self.wait("compute_values", [rank.compute_values.remote() for rank in self.ranks])
 
     def token_values(self, lengths: np.ndarray) -> Ragged:
         """The critic's estimates by response token: of the return from that token on, before it was chosen.
 
         lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
         """
-        return _ragged(self.call("token_values"), lengths)
+        return _ragged(self.wait("token_values", [rank.token_values.remote() for rank in self.ranks]), lengths)
 
     def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics:
         """All minibatches and epochs over the loaded batch, towards these returns. The policy stays as it is."""
-        return _only(self.call("update_critic", returns, lr))
+        return _only(self.wait("update_critic", [rank.update_critic.remote(returns, lr) for rank in self.ranks]))
 
     def update_reference(self) -> None:
         """Moves the reference towards the policy by the recipe's share."""
-        self.call("update_reference")
+        self.wait("update_reference", [rank.update_reference.remote() for rank in self.ranks])
 
 
 class SftRanks(TrainRanks):
     """The ranks of supervised fine-tuning."""
 
+    actor_class = SftActor
+
     def update(self, batches: Sequence[RankBatch], lr: float) -> SftUpdate:
         """One optimizer step on `batches`, one for each data rank."""
         self.load_batch(batches)
-        return _only(self.call("update", lr))
+        return _only(self.wait("update", [rank.update.remote(lr) for rank in self.ranks]))
 
     def evaluate(self, batches: Sequence[RankBatch]) -> TokenLoss:
         """Loss of `batches`, one for each data rank, without training on them."""
         self.load_batch(batches)
-        return _only(self.call("evaluate"))
+        return _only(self.wait("evaluate", [rank.evaluate.remote() for rank in self.ranks]))
 
 
 def _only(answers: Sequence[Any]) -> Any:

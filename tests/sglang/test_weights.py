@@ -244,11 +244,8 @@ def test_wrong_shapes_and_commands_are_answered_and_the_server_lives(tied_server
         policy = Policy(engine, tied_server, LAYOUTS["data2"], TransportName.SHARED_MEMORY)
         engine.begin_update(1)
         loader, rendezvous = engine._weights, policy.host.rendezvous
-        manifests, wrong = loader._manifests, misshapen(policy.plan)
-        loader._manifests = wrong.destinations
         with pytest.raises(WeightSyncError) as caught:
-            loader.connect(wrong, policy.ranks, EXACT[0], rendezvous, BUCKET_BYTES)
-        loader._manifests = manifests
+            loader.connect(misshapen(policy.plan), policy.ranks, EXACT[0], rendezvous, BUCKET_BYTES)
         assert [problem.where for problem in caught.value.problems] == ["engine 0 rank 0: model.norm.weight"]
         with pytest.raises(WeightSyncError, match="no weight plan"):
             loader.receive(1)

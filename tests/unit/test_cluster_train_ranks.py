@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,8 @@ class OnDevice(Policy):
     def __init__(self, device: Device) -> None:
         self._offload, self._away, self.device = [*PARTS], set(), device
         self.updates = FakePolicy()
-        self.actors = {"train rank 0": SimpleNamespace(call=SimpleNamespace(remote=device.move))}
+        moves = {method: SimpleNamespace(remote=partial(device.move, method)) for method in ("release", "restore")}
+        self.actors = {"train rank 0": SimpleNamespace(**moves)}
 
     def wait(self, doing: str, answers: Sequence[Any]) -> list[Any]:
         return []
