@@ -23,6 +23,7 @@ FOLDERS = ("loop", "sglang", "slurm", "distributed", "unit")
 DEMO = ("test_demo", "test_two_nodes")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests by folder, and let those that share a server, a Ray or a file's fixtures run in one worker."""
     items.sort(key=lambda item: FOLDERS.index(folder_of(item)))

@@ -66,9 +66,12 @@ def receive_and_stop(plan: WeightPlan, rendezvous: Rendezvous, name: TransportNa
 
 
 def _transport(name: TransportName, peer: Peer, rendezvous: Rendezvous) -> Any:
-    if name is TransportName.SHARED_MEMORY:
-        return SharedMemory(rendezvous.run)
-    return ProcessGroup(peer, on_host=True)
+    match name:
+        case TransportName.SHARED_MEMORY:
+            return SharedMemory(rendezvous.run)
+        case TransportName.PROCESS_GROUP:
+            return ProcessGroup(peer, on_host=True)
+    raise ValueError(f"{name} has no case here")
 
 
 class Dying:

@@ -33,5 +33,5 @@ class WeightsConfig(Section):
     """How often an engine may be restarted and brought up to date in one sync before the run stops."""
 
     def transfer_to(self, *, external: bool) -> str:
-        """`transfer` for engines that are external servers or not: external ones get files, unless it names a way."""
+        """`transfer`; where it is auto, files for engines that are external servers."""
         return "disk" if external and self.transfer == "auto" else self.transfer

@@ -1,4 +1,4 @@
-"""The one place that knows which transports there are: it chooses one, and opens both ends.
+"""Chooses the transport of a run, and opens both of its ends.
 
     host = RendezvousHost(host="10.0.0.1", timeout_seconds=600)                            # driver
     transport = choose_transport("auto", plan.topology)                                    # driver
@@ -13,7 +13,7 @@
 Both ends control the flow themselves: the driver only starts them and waits. An error at either end ends the attempt;
 the next attempt begins with `host.open`, with the same senders and receivers.
 
-To add a transport, add its name here and a class that implements Transport (buckets.py).
+To add a transport: a class that implements Transport (buckets.py), its name and its case here, its name in the recipe.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Sender = BucketSender | DiskSender
 
 
 def choose_transport(wanted: str, topology: Topology) -> TransportName:
-    """The transport for `wanted`, what the recipe's weights.transfer_to says.
+    """The transport for `wanted`: the recipe's weights.transfer, or disk where that leaves external servers to auto.
 
     Raises RecipeError if the recipe names a transport that cannot work here.
     """
