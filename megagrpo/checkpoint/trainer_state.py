@@ -83,6 +83,11 @@ class TrainerState:
         return cls(**values)
 
 
+WRITTEN_OF_EVERY_ADVANTAGE = tuple(
+    f"algorithm.advantage.{key}" for key in ("standard_deviation", "epsilon", "discount", "trace")
+)
+"""What earlier versions wrote of any advantage, also of those that do not read it."""
+
 _ABSENT = object()
 
 
@@ -97,8 +102,7 @@ def allow_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         )
         for where, before, given in _changes("", dict(saved), dict(new))
         if (reason := _reason(where)) is not None
-        # Earlier versions wrote the settings of all advantages.
-        and not (given is _ABSENT and where.startswith("algorithm.advantage."))
+        and not (given is _ABSENT and where in WRITTEN_OF_EVERY_ADVANTAGE)
     ]
     if problems:
         raise RecipeError(problems)

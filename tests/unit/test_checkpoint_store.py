@@ -179,6 +179,9 @@ def test_a_checkpoint_with_the_settings_of_all_advantages_may_be_continued() -> 
     saved = recipe()
     saved["algorithm"]["advantage"] |= {"discount": 1.0, "trace": 1.0}
     allow_changes(saved, recipe())
+    saved["algorithm"]["advantage"] |= {"arguments": {"scale": 2}}  # of a function of the user's own
+    with pytest.raises(RecipeError):
+        allow_changes(saved, recipe())
 
 
 def test_model_seed_and_data_may_not_change_and_all_are_named_at_once() -> None:
