@@ -101,8 +101,7 @@ def allow_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> None:
             fix="set it back, or give the recipe another name to start a new run",
         )
         for where, before, given in _changes("", dict(saved), dict(new))
-        if (reason := _reason(where)) is not None
-        and not (given is _ABSENT and where in WRITTEN_OF_EVERY_ADVANTAGE)
+        if (reason := _reason(where)) is not None and not (given is _ABSENT and where in WRITTEN_OF_EVERY_ADVANTAGE)
     ]
     if problems:
         raise RecipeError(problems)

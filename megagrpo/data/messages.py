@@ -36,7 +36,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Span:
     """Rendered text, and whether it is the assistant's."""
 
     text: str
@@ -137,7 +137,7 @@ def _render(
     arguments: Mapping[str, Any],
     path: Path,
     findings: Findings,
-) -> list[list[Piece]]:
+) -> list[list[Span]]:
     rendered = []
     for conversation in conversations:
         where = place(path, conversation.number)
@@ -152,7 +152,7 @@ def _render(
     return rendered
 
 
-def _pieces(messages: Messages, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Iterator[Piece]:
+def _pieces(messages: Messages, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Iterator[Span]:
     """The rendered conversation, cut where the assistant's turns begin and end.
 
     Raises NotAPrefixError unless each prompt that the assistant would be given is a beginning of the whole.
@@ -176,13 +176,13 @@ def _pieces(messages: Messages, tokenizer: PreTrainedTokenizerBase, arguments: M
                 raise NotAPrefixError(beginning, whole, turn)
         if len(through) <= len(before):
             raise NotAPrefixError(before, through, turn)
-        yield Piece(whole[done : len(before)], assistants=False)
-        yield Piece(whole[len(before) : len(through)], assistants=True)
+        yield Span(whole[done : len(before)], assistants=False)
+        yield Span(whole[len(before) : len(through)], assistants=True)
         done = len(through)
 
 
 def _tokens(
-    rendered: Sequence[Sequence[Piece]], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
+    rendered: Sequence[Sequence[Span]], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Tokens of each conversation, int32 [tokens], and which of them are the assistant's, bool [tokens].
 

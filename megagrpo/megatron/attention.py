@@ -221,7 +221,7 @@ PADDING_ALWAYS_ALLOWED = 16
 
 
 @dataclass(frozen=True)
-class Bucket:
+class LengthBucket:
     """Sequences of similar length, as one padded batch of queries and one of keys."""
 
     sequences: int
@@ -238,7 +238,7 @@ class AttentionPlan:
     None: the tokens are in that order already, without padding.
     """
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[LengthBucket, ...]
     query_slots: torch.Tensor | None  # int64 [tokens]
     key_slots: torch.Tensor | None  # int64 [context * tokens]
     queries: int
@@ -258,7 +258,7 @@ def plan_attention(
     key_base = np.empty_like(lengths)
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     index = np.arange(len(sequence)) - (np.cumsum(lengths) - lengths)[sequence]
-    buckets: list[Bucket] = []
+    buckets: list[LengthBucket] = []
     queries = 0
     for members in _split(order, lengths):
         longest = int(lengths[members[0]])
@@ -275,7 +275,7 @@ def plan_attention(
             position[place[sequence[inside]], index[inside]] = positions[context_rank][inside]
             keys = torch.arange(longest * context, device=device)
             mask = (keys <= torch.from_numpy(position).to(device)[:, :, None])[:, None]
-        buckets.append(Bucket(len(members), longest, longest * context, mask))
+        buckets.append(LengthBucket(len(members), longest, longest * context, mask))
         queries += len(members) * longest
     query_slots = query_base[sequence] + index
     key_slots = np.concatenate([key_base[sequence] + of_rank for of_rank in positions])

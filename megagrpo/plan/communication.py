@@ -41,7 +41,7 @@ def added(*parts: Mapping[str, float]) -> Seconds:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks of one collective, of which `on_node` share each node."""
 
     ranks: int
@@ -74,7 +74,7 @@ class Links:
         return self.node_latency if link == "node" else self.network_latency
 
 
-def gather(group: Group, whole_bytes: float, operations: float, links: Links) -> float:
+def gather(group: RankGroup, whole_bytes: float, operations: float, links: Links) -> float:
     """Seconds of all-gathers that leave `whole_bytes` on every rank, or of reduce-scatters of as much: rings."""
     if group.ranks == 1:
         return 0.0
@@ -85,7 +85,7 @@ def gather(group: Group, whole_bytes: float, operations: float, links: Links) ->
     return seconds + links.latency(group.link) * operations
 
 
-def exchange(group: Group, sent_bytes: float, operations: float, links: Links) -> float:
+def exchange(group: RankGroup, sent_bytes: float, operations: float, links: Links) -> float:
     """Seconds of all-to-alls in which every rank has `sent_bytes` for all of them alike, itself included."""
     if group.ranks == 1:
         return 0.0
@@ -98,22 +98,22 @@ def exchange(group: Group, sent_bytes: float, operations: float, links: Links) -
 class Groups:
     """Every group that one rank is in, but for pipelines."""
 
-    tensor: Group
-    context: Group
-    expert: Group
-    expert_tensor: Group
-    replicas: Group
+    tensor: RankGroup
+    context: RankGroup
+    expert: RankGroup
+    expert_tensor: RankGroup
+    replicas: RankGroup
     """Data and context ranks, which sum gradients of dense weights."""
-    expert_replicas: Group
+    expert_replicas: RankGroup
     stages_link: Link
     """Between a pipeline stage and the next."""
 
     @classmethod
     def of(cls, layout: ParallelLayout, gpus_per_node: int) -> Groups:
-        def group(ranks: int, stride: int) -> Group:
+        def group(ranks: int, stride: int) -> RankGroup:
             if layout.ranks <= gpus_per_node:
-                return Group(ranks, ranks)
-            return Group(ranks, max(1, gcd(ranks * stride, gpus_per_node) // stride))
+                return RankGroup(ranks, ranks)
+            return RankGroup(ranks, max(1, gcd(ranks * stride, gpus_per_node) // stride))
 
         tensor, expert_tensor = layout.tensor, layout.expert_tensor
         return cls(

@@ -9,7 +9,7 @@ from typing import Any
 
 from megagrpo.batching.work import head_work, layer_work
 from megagrpo.plan.assumptions import Assumptions, Lengths, longest_sequence
-from megagrpo.plan.communication import Group, Links, Seconds, gather
+from megagrpo.plan.communication import Links, RankGroup, Seconds, gather
 from megagrpo.plan.machines import Machines
 from megagrpo.plan.parameters import engine_rank_parameters, expert_parameters, layer_counts, total_parameters
 from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops
@@ -156,7 +156,7 @@ def _sizes(options: Mapping[str, Any], card_bytes: int | None, tensor: int) -> t
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSpeed:
     """One engine, alone on its devices.
 
     A decoded token of a batch costs what takes longest: reading the weights that the batch needs and all keys and
@@ -224,13 +224,13 @@ class Engine:
 
     def _sums_seconds(self, tokens: float) -> float:
         """All-reduces of hidden states over tensor ranks, two in each layer."""
-        group = Group(self.tensor, min(self.tensor, self.machines.gpus_per_node))
+        group = RankGroup(self.tensor, min(self.tensor, self.machines.gpus_per_node))
         whole = tokens * self.arch.hidden * self.item_bytes
         return 2 * self.arch.layers * 2 * gather(group, whole, 1, Links.of(self.machines, self.assumptions))
 
 
 @lru_cache(maxsize=4096)
-def rollout_seconds(engine: Engine, lengths: Lengths, prompts: int, samples: int, at_once: float) -> Seconds:
+def rollout_seconds(engine: EngineSpeed, lengths: Lengths, prompts: int, samples: int, at_once: float) -> Seconds:
     """Seconds in which one engine samples `samples` responses for each of `prompts` prompts, `at_once` at most at once.
 
     It decodes full batches until no response waits, then one batch whose responses end one after the other.

@@ -9,10 +9,10 @@ from functools import cached_property
 
 from megagrpo.plan.assumptions import Assumptions, lengths_of
 from megagrpo.plan.communication import Seconds, added, sync_seconds
-from megagrpo.plan.engine import Engine, engine_memory, rollout_seconds
+from megagrpo.plan.engine import EngineSpeed, engine_memory, rollout_seconds
 from megagrpo.plan.machines import A_CPU, Machines
 from megagrpo.plan.memory import model_parts
-from megagrpo.plan.training_time import Batch, TrainingRanks
+from megagrpo.plan.training_time import BatchSize, TrainingRanks
 from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices, total_steps
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.boxes import ITEM_BYTES
@@ -84,7 +84,7 @@ def step_time(
     if isinstance(recipe, SftRecipe):
         samples = float(recipe.data.examples_per_step)
         tokens = samples * lengths.sequence
-        phases["update"] = ranks.update_seconds(Batch(samples, tokens, samples * lengths.sequence_square, tokens))
+        phases["update"] = ranks.update_seconds(BatchSize(samples, tokens, samples * lengths.sequence_square, tokens))
     else:
         rounds = list(prompts_of_rounds(recipe, assumptions.signal_share))
         samples = float(sum(rounds) * recipe.rollout.samples_per_prompt)
@@ -135,7 +135,7 @@ def _rollout(
     count as one."""
     rollout, devices, lengths = recipe.rollout, planned.bundles_of_engine, lengths_of(recipe, assumed)
     tensor = 1 if rollout.engine == "transformers" else rollout.layout.tensor
-    engine = Engine(arch, tensor, machines, assumed, ITEM_BYTES[dtype_name(recipe, device)])
+    engine = EngineSpeed(arch, tensor, machines, assumed, ITEM_BYTES[dtype_name(recipe, device)])
     blocks = len({own[0] for own in devices}) if devices[0] else rollout.engines
     greedy = 1 if recipe.algorithm.advantage.name == "remax" else 0
     at_once = float(rollout.requests_at_once * math.ceil(rollout.engines / blocks))
@@ -152,7 +152,7 @@ def _rollout(
 # --- the other phases ------------------------------------------------------------------------------------------------
 
 
-def trained_batch(recipe: Recipe, assumed: Assumptions, prompts: int) -> Batch:
+def trained_batch(recipe: Recipe, assumed: Assumptions, prompts: int) -> BatchSize:
     """What the update passes over in one epoch, if `prompts` prompts were sampled."""
     algorithm, rollout, lengths = recipe.algorithm, recipe.rollout, lengths_of(recipe, assumed)
     groups = float(rollout.prompts_per_step)
@@ -160,7 +160,7 @@ def trained_batch(recipe: Recipe, assumed: Assumptions, prompts: int) -> Batch:
     if skips or rollout.dynamic_sampling:
         groups = min(groups, prompts * assumed.signal_share)
     sequences = groups * rollout.samples_per_prompt
-    return Batch(
+    return BatchSize(
         sequences, sequences * lengths.sequence, sequences * lengths.sequence_square, sequences * lengths.response
     )
 
@@ -175,7 +175,7 @@ def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
 
 
 def _training(
-    recipe: Recipe, ranks: TrainingRanks, critic: Architecture | None, batch: Batch
+    recipe: Recipe, ranks: TrainingRanks, critic: Architecture | None, batch: BatchSize
 ) -> tuple[Seconds, Seconds]:
     """The passes before the update, and the update, of the policy and of a critic on the same ranks."""
     algorithm = recipe.algorithm

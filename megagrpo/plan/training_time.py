@@ -119,7 +119,7 @@ def _adapter_work(arch: Architecture, lora: LoraConfig, sparse: bool) -> float:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSize:
     """What all data ranks pass over together, between two optimizer steps. `squares` is the sum of the squared lengths;
     `head_tokens` are those whose logprobs are wanted."""
 
@@ -128,8 +128,8 @@ class Batch:
     squares: float
     head_tokens: float
 
-    def share(self, part: float) -> Batch:
-        return Batch(self.sequences * part, self.tokens * part, self.squares * part, self.head_tokens * part)
+    def share(self, part: float) -> BatchSize:
+        return BatchSize(self.sequences * part, self.tokens * part, self.squares * part, self.head_tokens * part)
 
 
 @dataclass(frozen=True)
@@ -142,19 +142,19 @@ class TrainingRanks:
     assumptions: Assumptions
     item_bytes: int
 
-    def forward_seconds(self, batch: Batch) -> Seconds:
+    def forward_seconds(self, batch: BatchSize) -> Seconds:
         """A pass without gradients."""
         at_once = self.train.logprob_tokens_per_microbatch or self.train.tokens_per_microbatch
         micros = ceil(self.microbatches(batch) * self.train.tokens_per_microbatch / at_once)
         return self._pass_seconds(FORWARD, (1, 0), batch, micros)
 
-    def update_seconds(self, batch: Batch) -> Seconds:
+    def update_seconds(self, batch: BatchSize) -> Seconds:
         """Forward, backward and one optimizer step."""
         ways = (2 if self.train.recompute == "full" else 1, 1)
         seconds = self._pass_seconds(training_products(self.train), ways, batch, self.microbatches(batch))
         return added(seconds, self._step_seconds)
 
-    def microbatches(self, batch: Batch) -> int:
+    def microbatches(self, batch: BatchSize) -> int:
         """On each data rank (batching/rank_batches.py): as many as hold the tokens, and enough to fill the pipeline."""
         layout = self.layout
         capacity = self.train.tokens_per_microbatch * layout.context * self.assumptions.packing
@@ -184,7 +184,7 @@ class TrainingRanks:
             found.setdefault((layer_counts(self.arch, stage.layers), stage.embedding, stage.head), index)
         return found
 
-    def _pass_seconds(self, over: Products, ways: tuple[int, int], batch: Batch, micros: int) -> Seconds:
+    def _pass_seconds(self, over: Products, ways: tuple[int, int], batch: BatchSize, micros: int) -> Seconds:
         layout = self.layout
         own = batch.share(self.assumptions.imbalance / layout.data)
         passed = Exchanged(own.tokens, micros, self.item_bytes, *ways)
@@ -207,7 +207,7 @@ class TrainingRanks:
             seconds[f"pipeline communication ({self._groups.stages_link})"] = sends
         return seconds
 
-    def _layer_seconds(self, sparse: bool, over: Products, own: Batch, passed: Exchanged) -> Seconds:
+    def _layer_seconds(self, sparse: bool, over: Products, own: BatchSize, passed: Exchanged) -> Seconds:
         assumed, peak, groups = self.assumptions, self.machines.gpu.flops, self._groups
         ranks = groups.tensor.ranks * groups.context.ranks
         counts = (0, 1) if sparse else (1, 0)

@@ -23,10 +23,10 @@ UNKNOWN_NAME = ("union_tag_invalid", "union_tag_not_found")
 
 MOVED: Mapping[str, str] = {
     "algorithm.aggregation_divisor": "write aggregation: {name: seq_mean_token_sum_norm, divisor: VALUE}",
-    "algorithm.correction.low": "write weights: {name: token or sequence, low: VALUE}; without weights, remove it",
-    "algorithm.correction.high": "write weights: {name: token or sequence, high: VALUE}; without weights, remove it",
-    "algorithm.correction.outside": "write weights: {name: token or sequence, outside: VALUE}; without weights, remove it",
-    "algorithm.correction.normalize": "write weights: {name: token or sequence, normalize: VALUE}; without weights, remove it",
+    "algorithm.correction.low": "write weights: {name: token|sequence, low: VALUE}; no weights: remove it",
+    "algorithm.correction.high": "write weights: {name: token|sequence, high: VALUE}; no weights: remove it",
+    "algorithm.correction.outside": "write weights: {name: token|sequence, outside: VALUE}; no weights: remove it",
+    "algorithm.correction.normalize": "write weights: {name: token|sequence, normalize: VALUE}; no weights: remove it",
     "cluster.trainer_devices": "remove it: each rank of train.layout has one device",
     "weights.transfer: direct": "write auto or shared_memory",
     "weights.transfer: tensors": "write auto or shared_memory",

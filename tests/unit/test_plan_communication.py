@@ -10,9 +10,9 @@ from benchmarks.weight_traffic import LinkSpeeds, topology_of, traffic_of
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.plan.communication import (
     Exchanged,
-    Group,
     Groups,
     Links,
+    RankGroup,
     context_exchange,
     exchange,
     gather,
@@ -52,7 +52,7 @@ def test_groups_lie_on_nodes_as_ranks_are_numbered(tensor, context, data, pipeli
         """Ranks of the group of rank 0 on each node that it touches."""
         counts = Counter(member.rank // node for member in members)
         assert len(set(counts.values())) == 1
-        return Group(len(members), counts[0])
+        return RankGroup(len(members), counts[0])
 
     first = [rank for rank in grid if rank.pipeline == 0]
     dense = [rank for rank in first if rank.tensor == 0]
@@ -64,13 +64,13 @@ def test_groups_lie_on_nodes_as_ranks_are_numbered(tensor, context, data, pipeli
 
 
 def test_a_ring_enters_each_node_once_and_an_exchange_sends_to_everyone_alike():
-    assert gather(Group(8, 8), 8e9, 1, FAST) == pytest.approx(7e9 / 400e9)
-    assert gather(Group(16, 8), 16e9, 2, FAST) == pytest.approx(2 * max(15e9 / 400e9, 15e9 / 8 / 40e9))
-    assert gather(Group(16, 1), 16e9, 1, FAST) == pytest.approx(15e9 / 40e9)
-    assert exchange(Group(4, 4), 4e9, 1, FAST) == pytest.approx(3e9 / 400e9)
-    assert exchange(Group(16, 8), 16e9, 1, FAST) == pytest.approx(8e9 / 40e9)
+    assert gather(RankGroup(8, 8), 8e9, 1, FAST) == pytest.approx(7e9 / 400e9)
+    assert gather(RankGroup(16, 8), 16e9, 2, FAST) == pytest.approx(2 * max(15e9 / 400e9, 15e9 / 8 / 40e9))
+    assert gather(RankGroup(16, 1), 16e9, 1, FAST) == pytest.approx(15e9 / 40e9)
+    assert exchange(RankGroup(4, 4), 4e9, 1, FAST) == pytest.approx(3e9 / 400e9)
+    assert exchange(RankGroup(16, 8), 16e9, 1, FAST) == pytest.approx(8e9 / 40e9)
     slow = Links(1.0, 1.0, 1.0, 1.0)
-    assert gather(Group(1, 1), 1e9, 5, slow) == exchange(Group(1, 1), 1e9, 5, slow) == 0
+    assert gather(RankGroup(1, 1), 1e9, 5, slow) == exchange(RankGroup(1, 1), 1e9, 5, slow) == 0
 
 
 def bytes_of(arch, layout, forward=1, backward=1, **train):

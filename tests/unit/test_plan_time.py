@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.plan.assumptions import Assumptions, Lengths
-from megagrpo.plan.engine import Engine, rollout_seconds
+from megagrpo.plan.engine import EngineSpeed, rollout_seconds
 from megagrpo.plan.machines import A_CPU, Machines
 from megagrpo.plan.time import ON_DRIVER, prompts_of_rounds, step_time
-from megagrpo.plan.training_time import Batch, TrainingRanks
+from megagrpo.plan.training_time import BatchSize, TrainingRanks
 from megagrpo.recipe.schema import LayoutConfig, Recipe, TrainConfig
 from megagrpo.reward.functions import INLINE
 from megagrpo.trainer.step import prompts_of_round
@@ -129,7 +129,7 @@ def test_training_alone_reaches_a_usual_share_of_the_peak():
     """Megatron-LM publishes 41 to 48 % for dense models with long microbatches on H100, and nobody more than 60 %."""
     train = TrainConfig(layout={"tensor": 8, "pipeline": 4, "data": 2}, total_steps=1, tokens_per_microbatch=8192)
     ranks = TrainingRanks(QWEN_32B, train, H100, Assumptions(), 2)
-    batch = Batch(512, 512 * 4096, 512 * 4096.0**2, 512 * 4096)
+    batch = BatchSize(512, 512 * 4096, 512 * 4096.0**2, 512 * 4096)
     flops = 6 * 32e9 * batch.tokens
     share = flops / (64 * H100.gpu.flops * sum(ranks.update_seconds(batch).values()))
     assert 0.25 < share < 0.5
@@ -161,7 +161,7 @@ def test_the_bubble_is_what_a_pipeline_of_equal_stages_loses(virtual):
     layout = {"pipeline": 4, "virtual_pipeline": virtual}
     train = TrainConfig(layout=layout, total_steps=1, tokens_per_microbatch=4096)
     ranks = TrainingRanks(LLAMA_8B, train, H100, Assumptions(packing=1.0), 2)
-    batch = Batch(256, 16 * 4096, 256 * 256.0**2, 0)
+    batch = BatchSize(256, 16 * 4096, 256 * 256.0**2, 0)
     assert ranks.microbatches(batch) == 16
     seconds = ranks.forward_seconds(batch)
     besides = ("pipeline bubble", "pipeline communication (node)")
@@ -172,13 +172,13 @@ def test_the_bubble_is_what_a_pipeline_of_equal_stages_loses(virtual):
 def test_few_sequences_are_still_enough_microbatches_to_fill_the_pipeline():
     train = TrainConfig(layout={"pipeline": 4}, total_steps=1, tokens_per_microbatch=1 << 20)
     ranks = TrainingRanks(LLAMA_8B, train, H100, Assumptions(), 2)
-    assert ranks.microbatches(Batch(100, 1e5, 1e8, 0)) == 8
-    assert ranks.microbatches(Batch(5, 5e3, 5e6, 0)) == 5
+    assert ranks.microbatches(BatchSize(100, 1e5, 1e8, 0)) == 8
+    assert ranks.microbatches(BatchSize(5, 5e3, 5e6, 0)) == 5
     # The interleaved schedule takes rounds of as many as there are stages.
     interleaved = replace(
         ranks, train=train.model_copy(update={"layout": LayoutConfig(pipeline=4, virtual_pipeline=2)})
     )
-    assert interleaved.microbatches(Batch(5, 5e3, 5e6, 0)) == 8
+    assert interleaved.microbatches(BatchSize(5, 5e3, 5e6, 0)) == 8
 
 
 def test_passes_without_gradients_may_take_more_tokens_at_once():
@@ -253,7 +253,7 @@ def test_supervised_fine_tuning_has_updates_only():
 
 
 def engine(arch=LLAMA_8B, tensor=1, **assumed):
-    return Engine(arch, tensor, H100, Assumptions(**assumed), 2)
+    return EngineSpeed(arch, tensor, H100, Assumptions(**assumed), 2)
 
 
 def test_a_batch_reads_the_experts_that_its_tokens_meet():

@@ -5,7 +5,7 @@ import pytest
 
 from megagrpo.recipe.problems import is_field
 from megagrpo.recipe.schema import Recipe
-from megagrpo.recipe.schema.eval import evaluation_metrics
+from megagrpo.recipe.schema.eval import evaluation_metric_names
 from megagrpo.section import broken_rules
 from megagrpo.trainer import evaluation
 from megagrpo.types import Group, Prompt, Sample, Score
@@ -169,7 +169,7 @@ def test_metric_names_are_those_that_an_evaluation_gives() -> None:
     for samples in (1, 2, 6, 8):
         group = Group(prompt, (sample,) * samples, (Score(1.0),) * samples)
         given = [name for name in evaluation.evaluation_metrics([group], samples) if "@" in name]
-        assert given == evaluation_metrics(samples)
+        assert given == evaluation_metric_names(samples)
 
 
 def test_only_these_give_the_tokens_of_a_response_advantages_of_their_own() -> None:

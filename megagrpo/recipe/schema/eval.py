@@ -76,7 +76,7 @@ def metric_rules(where: str, metric: str, evaluation: EvalConfig) -> Iterator[Pr
     if not evaluation.files:
         yield Problem(where, f"{metric}, and no eval.files", "prompts to evaluate on", "give eval.files")
     samples = evaluation.samples_per_prompt
-    valid = evaluation_metrics(samples)
+    valid = evaluation_metric_names(samples)
     source, slash, name = metric.rpartition("/")
     if name in valid:
         return
@@ -87,7 +87,7 @@ def metric_rules(where: str, metric: str, evaluation: EvalConfig) -> Iterator[Pr
     yield Problem(where, metric, f"{of_samples}, or of a single data source, as SOURCE/{valid[0]}", fix)
 
 
-def evaluation_metrics(samples: int) -> list[str]:
+def evaluation_metric_names(samples: int) -> list[str]:
     """Names that an evaluation with `samples` per prompt gives to its scores (see trainer/evaluation.py)."""
     return [f"mean@{samples}", *(f"pass@{k}" for k in pass_at(samples)), f"maj@{samples}"]
 

@@ -185,7 +185,7 @@ class Recipe(Section):
             given = "disk, with rollout.engine: transformers"
             needed = "auto, shared_memory or process_group: files go through SGLang's loader"
             yield Problem("weights.transfer", given, needed, "transfer: auto, or rollout.engine: sglang")
-        through_files = transfer == "disk" or (transfer == "auto" and engine == "external")
+        through_files = self.weights.transfer_to(external=engine == "external") == "disk"
         if self.weights.directory is not None and not through_files:
             given = f"{self.weights.directory}, with transfer: {transfer}"
             needed = "nothing: no files are written"

@@ -60,7 +60,7 @@ def adapter_tensors(matrices: Sequence[Tensor], rank: int) -> tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Run:
+class MatrixRows:
     """Rows of a rank's linear layer that belong to one matrix: the `part`-th adapted one, None if it has no adapter."""
 
     at: int
@@ -79,7 +79,7 @@ class AdaptedLinear:
 
     weight: str
     parts: tuple[Tensor, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[MatrixRows, ...]
     column: int
     columns: int
 
@@ -110,7 +110,7 @@ def adapted_linears(arch: Architecture, base: Manifest, targets: Collection[str]
         if not matrices:
             continue
         index = {matrix.name: number for number, matrix in enumerate(matrices)}
-        runs = [Run(p.at[0], p.box.shape[0], index.get(p.box.tensor)) for p in placements]
+        runs = [MatrixRows(p.at[0], p.box.shape[0], index.get(p.box.tensor)) for p in placements]
         box = placements[0].box
         found.append(AdaptedLinear(storage, tuple(matrices), tuple(runs), box.start[1], box.shape[1]))
     return tuple(found)
