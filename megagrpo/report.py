@@ -21,12 +21,8 @@ FIGURES = ("mean", "p99", "max", "k1", "k3", "ratio_mean", "effective_share")
 def report(directory: Path, steps: int) -> str:
     """The report of the run in `directory`; tables show its last `steps` steps. Raises ReportError."""
     if not directory.is_dir():
-        raise ReportError(
-            Problem(
-                f"{directory}: no such directory",
-                needed="the directory of a run: track.directory and name of its recipe, such as runs/NAME",
-            )
-        )
+        needed = "the directory of a run: track.directory and name of its recipe, such as runs/NAME"
+        raise ReportError(Problem(f"{directory}: no such directory", needed=needed))
     return "\n".join(_mismatch(read_mismatch(directory), steps))
 
 
@@ -39,12 +35,8 @@ def read_mismatch(directory: Path) -> list[MismatchRecord]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     except OSError as error:
-        raise ReportError(
-            Problem(
-                f"{path}: {error.strerror}",
-                needed=f"the directory of a run that has started: each writes {MISMATCH_FILE}",
-            )
-        ) from error
+        needed = f"the directory of a run that has started: each writes {MISMATCH_FILE}"
+        raise ReportError(Problem(f"{path}: {error.strerror}", needed=needed)) from error
     records = []
     for number, line in enumerate(lines, 1):
         try:

@@ -168,14 +168,10 @@ def _share(
         return [() for _ in range(layout.data)]
     lengths = padded_lengths(np.array([len(s.tokens) for s in sequences]), layout.context)
     if lengths.max() > capacity:
-        raise RecipeError(
-            Problem(
-                where="train.tokens_per_microbatch",
-                given=f"{capacity // layout.context} per context rank, and a sequence of {lengths.max()} tokens",
-                needed=f"at least {-(-lengths.max() // layout.context)}",
-                fix="raise it, or lower data.prompt_tokens_max or rollout.response_tokens_max",
-            )
-        )
+        given = f"{capacity // layout.context} per context rank, and a sequence of {lengths.max()} tokens"
+        needed = f"at least {-(-lengths.max() // layout.context)}"
+        fix = "raise it, or lower data.prompt_tokens_max or rollout.response_tokens_max"
+        raise RecipeError(Problem("train.tokens_per_microbatch", given, needed, fix))
     packed = first_fit_decreasing(lengths, capacity)
     # Megatron's interleaved schedule takes microbatches in rounds of `pipeline`.
     multiple = layout.data * (layout.pipeline if layout.virtual_pipeline > 1 else 1)

@@ -156,12 +156,10 @@ def _as_they_come(
             continue
         if not ready:
             late = [name for name in results if name in names.values()]
-            problem = Problem(
-                where=f"{doing}: no answer from {', '.join(late)}",
-                given=f"nothing after {timeout_seconds:g} s",
-                needed="an answer from every one of " + ", ".join(results),
-                fix="look for the first error in the logs of those named; if they were slow, raise the timeout",
-            )
+            given = f"nothing after {timeout_seconds:g} s"
+            needed = "an answer from every one of " + ", ".join(results)
+            fix = "look for the first error in the logs of those named; if they were slow, raise the timeout"
+            problem = Problem(f"{doing}: no answer from {', '.join(late)}", given, needed, fix)
             yield from ((name, error(problem)) for name in late)
             return
         for ref in ready:
@@ -180,12 +178,7 @@ def _answer(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[Megagrpo
     except (RayActorError, WorkerCrashedError, TaskUnschedulableError, NodeDiedError) as failure:
         if watch:
             watch.after_failure(failure)
-        return error(
-            Problem(
-                where=f"{doing}: {name} died",
-                given=str(failure).strip(),
-                fix="start the same command again: it continues from the newest checkpoint",
-            )
-        )
+        fix = "start the same command again: it continues from the newest checkpoint"
+        return error(Problem(f"{doing}: {name} died", str(failure).strip(), fix=fix))
     except (GetTimeoutError, RayError) as failure:
         return error(Problem(where=f"{doing}: no result from {name}", given=str(failure).strip()))

@@ -115,13 +115,9 @@ class Cursor(Generic[AnyItem]):
         epoch, position = state.get("epoch"), state.get("position")
         aside = _unpacked(state.get("set_aside"), len(self))
         if not (_is_index(epoch) and _is_index(position) and position < len(self)) or aside is None:
-            problems.append(
-                Problem(
-                    "the saved place in the data is not valid",
-                    given=f"epoch: {epoch!r}, position: {position!r}, set_aside: {state.get('set_aside')!r}",
-                    needed=f"an epoch from 0, a position from 0 to {len(self) - 1}, and a bit for each prompt",
-                )
-            )
+            given = f"epoch: {epoch!r}, position: {position!r}, set_aside: {state.get('set_aside')!r}"
+            needed = f"an epoch from 0, a position from 0 to {len(self) - 1}, and a bit for each prompt"
+            problems.append(Problem("the saved place in the data is not valid", given, needed))
         if problems or aside is None:
             raise DataError(problems)
         self.epoch, self.position, self._aside = state["epoch"], state["position"], aside

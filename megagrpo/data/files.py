@@ -56,12 +56,9 @@ def column_problem(path: Path, column: str, present: Iterable[str], documentatio
     """`column` is not in the file: names the columns that are, and a likely misspelling among them."""
     names = list(present)
     near = difflib.get_close_matches(column, names, n=1)
-    return Problem(
-        where=f"{path}: no column {column!r}",
-        given=f"columns {', '.join(names) or '(none)'}",
-        needed=f"a column {column!r}",
-        fix=f"rename {near[0]!r} to {column!r}" if near else f"see {documentation} for the columns of such a file",
-    )
+    given = f"columns {', '.join(names) or '(none)'}"
+    fix = f"rename {near[0]!r} to {column!r}" if near else f"see {documentation} for the columns of such a file"
+    return Problem(f"{path}: no column {column!r}", given, f"a column {column!r}", fix)
 
 
 def near_file(path: Path) -> Path | None:
@@ -128,14 +125,9 @@ def _raise_path_problem(path: Path) -> None:
 
 def _unreadable(path: Path, error: BaseException, after_row: int | None = None) -> DataError:
     after = "" if after_row is None else f" from row {after_row} on"
-    return DataError(
-        Problem(
-            where=f"{path}: cannot be read as parquet{after}",
-            given=first_line(error),
-            needed="a whole parquet file",
-            fix="write or download it again; it may be truncated",
-        )
-    )
+    given = first_line(error)
+    fix = "write or download it again; it may be truncated"
+    return DataError(Problem(f"{path}: cannot be read as parquet{after}", given, "a whole parquet file", fix))
 
 
 def _open_parquet(path: Path) -> pq.ParquetFile:
@@ -187,9 +179,6 @@ def _json_record(line: bytes, where: str) -> Record | Problem:
 
 
 def _not_utf8(where: str, error: UnicodeDecodeError) -> Problem:
-    return Problem(
-        f"{where}: not UTF-8",
-        given=f"byte 0x{error.object[error.start]:02x} at position {error.start}",
-        needed="UTF-8 text",
-        fix="convert the file, for example with iconv -f latin1 -t utf-8",
-    )
+    given = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
+    needed = "UTF-8 text"
+    return Problem(f"{where}: not UTF-8", given, needed, "convert the file, for example with iconv -f latin1 -t utf-8")

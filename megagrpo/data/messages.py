@@ -215,14 +215,10 @@ def _row_problems(record: Record, where: str) -> list[Problem]:
         needed = "a message for the assistant to answer first"
         problems.append(Problem(f"{where}, messages[0].role", given="'assistant'", needed=needed))
     if messages[-1]["role"] != "assistant":
-        problems.append(
-            Problem(
-                f"{where}, messages[{len(messages) - 1}].role",
-                given=brief(messages[-1]["role"]),
-                needed="a last message of the assistant's to learn from",
-                fix="leave out what comes after it",
-            )
-        )
+        given = brief(messages[-1]["role"])
+        needed = "a last message of the assistant's to learn from"
+        fix = "leave out what comes after it"
+        problems.append(Problem(f"{where}, messages[{len(messages) - 1}].role", given, needed, fix))
     return problems
 
 

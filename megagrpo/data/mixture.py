@@ -85,14 +85,9 @@ def take(available: int, amount: Amount, *, path: Path, key: tuple[int, ...] = (
         return np.arange(available)
     count = taken_count(available, amount)
     if isinstance(amount, int) and amount > available:
-        raise DataError(
-            Problem(
-                f"{path}: not enough rows",
-                given=f"amount: {amount}",
-                needed=f"at most {available}, the rows that are usable",
-                fix=f"use amount: all, or a share such as {amount / available:.2f} to repeat rows",
-            )
-        )
+        needed = f"at most {available}, the rows that are usable"
+        fix = f"use amount: all, or a share such as {amount / available:.2f} to repeat rows"
+        raise DataError(Problem(f"{path}: not enough rows", f"amount: {amount}", needed, fix))
     if count == 0:
         given = f"amount: {amount} of {available} rows"
         raise DataError(Problem(f"{path}: no row is taken", given, needed="at least one row"))

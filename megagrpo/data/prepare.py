@@ -75,13 +75,9 @@ def _gsm8k_files(source: Path, split: str) -> list[Path]:
             if paths := sorted((source / folder).glob(name.format(split=split))):
                 return paths
     names = " or ".join(name.format(split=split) for name in GSM8K_NAMES)
-    raise DataError(
-        Problem(
-            f"{source}: no file of the {split} split",
-            given=", ".join(sorted(path.name for path in source.iterdir())) or "an empty folder",
-            needed=f"{names} in it, or in {', '.join(GSM8K_FOLDERS[1:])}",
-        )
-    )
+    given = ", ".join(sorted(path.name for path in source.iterdir())) or "an empty folder"
+    needed = f"{names} in it, or in {', '.join(GSM8K_FOLDERS[1:])}"
+    raise DataError(Problem(f"{source}: no file of the {split} split", given, needed))
 
 
 def _gsm8k_rows(paths: list[Path], split: str) -> list[PromptRow]:
@@ -171,13 +167,9 @@ def _held_out(questions: list[str], share: float, seed: int) -> set[str]:
     different = list(dict.fromkeys(questions))
     count = round(share * len(different))
     if share > 0 and not 0 < count < len(different):
-        raise DataError(
-            Problem(
-                "the held-out share leaves a file empty",
-                given=f"{share} of {len(different)} different prompts",
-                needed="at least one prompt to train on and one held out",
-            )
-        )
+        given = f"{share} of {len(different)} different prompts"
+        needed = "at least one prompt to train on and one held out"
+        raise DataError(Problem("the held-out share leaves a file empty", given, needed))
     return {different[i] for i in permutation(len(different), seed)[:count]}
 
 

@@ -37,14 +37,9 @@ def layer_spec(train: TrainConfig, device: str) -> LayerSpec:
     """
     runs = device != "cpu" and find_spec("transformer_engine") is not None
     if train.layer_spec == "transformer_engine" and not runs:
-        raise RecipeError(
-            Problem(
-                "train.layer_spec",
-                given=f"transformer_engine on {device}",
-                needed="a CUDA device and the transformer_engine package",
-                fix="pip install megagrpo[te] on a machine with CUDA, or train.layer_spec: auto",
-            )
-        )
+        given = f"transformer_engine on {device}"
+        fix = "pip install megagrpo[te] on a machine with CUDA, or train.layer_spec: auto"
+        raise RecipeError(Problem("train.layer_spec", given, "a CUDA device and the transformer_engine package", fix))
     if train.layer_spec == "auto":
         return "transformer_engine" if runs and train.lora is None else "local"
     return train.layer_spec
@@ -70,13 +65,9 @@ def transformer_config(arch: Architecture, train: TrainConfig, dtype: torch.dtyp
     try:
         return kind(**fields)
     except (AssertionError, ValueError, NotImplementedError) as error:
-        raise RecipeError(
-            Problem(
-                "train: Megatron refuses this combination",
-                given=", ".join(f"{name}: {value}" for name, value in train.megatron.items()),
-                needed=str(error) or "a combination that megatron.core's TransformerConfig accepts",
-            )
-        ) from error
+        given = ", ".join(f"{name}: {value}" for name, value in train.megatron.items())
+        needed = str(error) or "a combination that megatron.core's TransformerConfig accepts"
+        raise RecipeError(Problem("train: Megatron refuses this combination", given, needed)) from error
 
 
 def _of_architecture(arch: Architecture) -> dict[str, Any]:
@@ -327,22 +318,14 @@ def _problem(name: str, value: Any) -> Problem | None:
     known = [field.name for field in dataclasses.fields(TransformerConfig) if not field.name.startswith("_")]
     if name not in known:
         nearest = difflib.get_close_matches(name, known, n=1)
-        return Problem(
-            where,
-            given=given,
-            needed="a field of megatron.core's TransformerConfig",
-            fix=f"did you mean {nearest[0]}?" if nearest else "",
-        )
+        needed = "a field of megatron.core's TransformerConfig"
+        return Problem(where, given, needed, f"did you mean {nearest[0]}?" if nearest else "")
     if name in OWNED:
-        return Problem(
-            where, given=given, needed="not set here: another key of the recipe decides it", fix=f"set {OWNED[name]}"
-        )
+        return Problem(where, given, "not set here: another key of the recipe decides it", f"set {OWNED[name]}")
     if name in ALLOWED_VALUES:
         allowed, reason = ALLOWED_VALUES[name]
         if value not in allowed:
-            return Problem(
-                where, given=given, needed=" or ".join(map(repr, allowed)) or "not set", fix=f"leave it out: {reason}"
-            )
+            return Problem(where, given, " or ".join(map(repr, allowed)) or "not set", f"leave it out: {reason}")
     return _type_problem(where, name, value)
 
 

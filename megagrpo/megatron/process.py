@@ -43,13 +43,9 @@ def start(rank: int, ranks: int, init_method: str, device: str, timeout_seconds:
             device_id=None if device == "cpu" else torch.device("cuda", torch.cuda.current_device()),
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise RankError(
-            Problem(
-                f"training rank {rank} could not join the other {ranks - 1}",
-                given=f"{init_method}: {error}",
-                needed=f"all {ranks} ranks within {timeout_seconds:.0f} s",
-            )
-        ) from error
+        given = f"{init_method}: {error}"
+        needed = f"all {ranks} ranks within {timeout_seconds:.0f} s"
+        raise RankError(Problem(f"training rank {rank} could not join the other {ranks - 1}", given, needed)) from error
 
 
 def cuda_index(device: str) -> int:
@@ -64,13 +60,9 @@ def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1
     group, where checkpoints are saved and loaded: those may take longer than joining.
     """
     if layout.ranks != dist.get_world_size():
-        raise RankError(
-            Problem(
-                "the layout does not fit the number of training ranks",
-                given=f"{dist.get_world_size()} ranks",
-                needed=f"{layout.ranks} ranks for {layout}",
-            )
-        )
+        given = f"{dist.get_world_size()} ranks"
+        needed = f"{layout.ranks} ranks for {layout}"
+        raise RankError(Problem("the layout does not fit the number of training ranks", given, needed))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,

@@ -122,13 +122,8 @@ class TrainedModel:
         set_learning_rate(self.optimizer, lr, self._settings.weight_decay)
         _, grad_norm, _ = self.optimizer.step()
         if not math.isfinite(grad_norm):
-            raise RankError(
-                Problem(
-                    "update: the gradient is not finite",
-                    given=f"norm {grad_norm}",
-                    fix="look at the last steps' metrics and lower train.optimizer.lr; checkpoints are not affected",
-                )
-            )
+            fix = "look at the last steps' metrics and lower train.optimizer.lr; checkpoints are not affected"
+            raise RankError(Problem("update: the gradient is not finite", f"norm {grad_norm}", fix=fix))
         return float(grad_norm)
 
     def save_reference(self, reference: Reference) -> None:

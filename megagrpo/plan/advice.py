@@ -64,12 +64,10 @@ def impossible(
         lowered = next((part for part in fullest.largest if part.lowered_by), largest)
         more = "" if lowered is largest else f" ({lowered.name})"
         too_much = byte_text(fullest.bytes - gpu.memory_bytes)
-        yield Problem(
-            f"memory of {kind.name}, {fullest.phase}",
-            f"{byte_text(fullest.bytes)}, most of it {largest.name}: {byte_text(largest.bytes)}",
-            f"at most {byte_text(gpu.memory_bytes)} of one {gpu.name}: {too_much} too much",
-            f"change {', '.join(lowered.lowered_by)}{more}, or see what fits with --search",
-        )
+        given = f"{byte_text(fullest.bytes)}, most of it {largest.name}: {byte_text(largest.bytes)}"
+        needed = f"at most {byte_text(gpu.memory_bytes)} of one {gpu.name}: {too_much} too much"
+        fix = f"change {', '.join(lowered.lowered_by)}{more}, or see what fits with --search"
+        yield Problem(f"memory of {kind.name}, {fullest.phase}", given, needed, fix)
 
 
 def _engine(recipe: AnyRecipe, architecture: Architecture, machines: Machines | None) -> EngineMemory | None:
@@ -89,12 +87,10 @@ def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         return  # engines lie side by side from the first on, so none reaches over the edge of a node
     for engine, devices in enumerate(of_engine):
         if devices[0] // per_node != devices[-1] // per_node:
-            yield Problem(
-                "rollout.layout.tensor",
-                f"{len(devices)}, which puts engine {engine} on GPUs {devices[0]}-{devices[-1]}, over nodes",
-                f"engines within nodes of {per_node} GPUs (cluster.gpus_per_node)",
-                f"a divisor of {per_node}, and a number of engines and of training ranks that fills nodes",
-            )
+            given = f"{len(devices)}, which puts engine {engine} on GPUs {devices[0]}-{devices[-1]}, over nodes"
+            needed = f"engines within nodes of {per_node} GPUs (cluster.gpus_per_node)"
+            fix = f"a divisor of {per_node}, and a number of engines and of training ranks that fills nodes"
+            yield Problem("rollout.layout.tensor", given, needed, fix)
             return
 
 
@@ -125,19 +121,13 @@ def _unwise_nodes(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Pro
     fixes = {"tensor": f"a divisor of {per_node}, and pipeline for the rest", "expert_tensor": "expert_tensor: 1"}
     for axis in axes(recipe, architecture):
         if axis.name in fixes and axis.nodes > 1:
-            yield Problem(
-                f"train.layout.{axis.name}",
-                f"{axis.size}, whose ranks reach over {axis.nodes} nodes",
-                f"groups within nodes of {per_node} GPUs: they exchange activations several times a layer",
-                fixes[axis.name],
-            )
+            given = f"{axis.size}, whose ranks reach over {axis.nodes} nodes"
+            needed = f"groups within nodes of {per_node} GPUs: they exchange activations several times a layer"
+            yield Problem(f"train.layout.{axis.name}", given, needed, fixes[axis.name])
     if devices > per_node and devices % per_node:
-        yield Problem(
-            "cluster.gpus_per_node",
-            f"{devices} GPUs on nodes of {per_node}: {per_node - devices % per_node} of the last are left over",
-            "whole nodes",
-            f"sizes that make {-(-devices // per_node) * per_node} GPUs",
-        )
+        given = f"{devices} GPUs on nodes of {per_node}: {per_node - devices % per_node} of the last are left over"
+        fix = f"sizes that make {-(-devices // per_node) * per_node} GPUs"
+        yield Problem("cluster.gpus_per_node", given, "whole nodes", fix)
 
 
 def _unwise_layout(
@@ -151,27 +141,18 @@ def _unwise_layout(
     tensor, data, context = layout.tensor, layout.data, layout.context
     if machines and tensor > 1 and machines.gpu.node_bytes_per_second < NVLINK_BYTES_PER_SECOND_MIN:
         speed = machines.gpu.node_bytes_per_second / 1e9
-        yield Problem(
-            "train.layout.tensor",
-            f"{tensor}, over the {speed:.0f} GB/s between {machines.gpu.name}s of a node",
-            "NVLink: tensor ranks exchange activations four times a layer",
-            "tensor: 1, with pipeline or more data ranks in its place, where it fits",
-        )
+        given = f"{tensor}, over the {speed:.0f} GB/s between {machines.gpu.name}s of a node"
+        fix = "tensor: 1, with pipeline or more data ranks in its place, where it fits"
+        yield Problem("train.layout.tensor", given, "NVLink: tensor ranks exchange activations four times a layer", fix)
     if experts and experts.count >= EXPERTS_MANY and tensor > 1 and recipe.train.layout.expert_tensor is None:
-        yield Problem(
-            "train.layout.expert_tensor",
-            f"the default, tensor {tensor}, which cuts experts of {experts.ffn} columns",
-            "whole experts: small matrices are slow ones",
-            f"expert_tensor: 1, with expert: {min(experts.count, tensor * layout.expert)}",
-        )
+        given = f"the default, tensor {tensor}, which cuts experts of {experts.ffn} columns"
+        fix = f"expert_tensor: 1, with expert: {min(experts.count, tensor * layout.expert)}"
+        yield Problem("train.layout.expert_tensor", given, "whole experts: small matrices are slow ones", fix)
     if time and time.pipeline_bubble > BUBBLE_MAX:
         interleave = "virtual_pipeline: 2, " if layout.virtual_pipeline == 1 else ""
-        yield Problem(
-            "train.layout.pipeline",
-            f"{layout.pipeline}: stages wait for one another {time.pipeline_bubble:.0%} of the update",
-            f"at most {BUBBLE_MAX:.0%}",
-            f"fewer stages, {interleave}less data, more samples in a minibatch",
-        )
+        given = f"{layout.pipeline}: stages wait for one another {time.pipeline_bubble:.0%} of the update"
+        fix = f"fewer stages, {interleave}less data, more samples in a minibatch"
+        yield Problem("train.layout.pipeline", given, f"at most {BUBBLE_MAX:.0%}", fix)
     sequences = minibatch_sequences(recipe)
     if data > 1 and sequences / data < SEQUENCES_MIN:
         yield Problem(
@@ -185,12 +166,9 @@ def _unwise_layout(
     longest = lengths.prompt + lengths.longest
     padding = context / lengths.sequence  # half of a multiple of 2 x context, on the mean
     if context > 1 and (longest / context < CONTEXT_TOKENS_MIN or padding > CONTEXT_PADDING_MAX):
-        yield Problem(
-            "train.layout.context",
-            f"{context}, for sequences of up to {longest:.0f} tokens, {lengths.sequence:.0f} on the mean",
-            f"at least {CONTEXT_TOKENS_MIN} tokens on each rank: keys and values travel for every layer",
-            "context: 1, and data in its place",
-        )
+        given = f"{context}, for sequences of up to {longest:.0f} tokens, {lengths.sequence:.0f} on the mean"
+        needed = f"at least {CONTEXT_TOKENS_MIN} tokens on each rank: keys and values travel for every layer"
+        yield Problem("train.layout.context", given, needed, "context: 1, and data in its place")
 
 
 def _unwise_engines(recipe: Recipe, time: StepTime | None, engine: EngineMemory | None) -> Iterator[Problem]:
@@ -201,38 +179,24 @@ def _unwise_engines(recipe: Recipe, time: StepTime | None, engine: EngineMemory 
         return
     used = len({device for devices in plan_devices(recipe, "cuda").bundles_of_engine for device in devices})
     if responses < engines:
-        yield Problem(
-            "rollout.engines",
-            f"{engines}, for {responses} responses in a step",
-            "something to do for each",
-            "fewer engines, or more samples",
-        )
+        given = f"{engines}, for {responses} responses in a step"
+        yield Problem("rollout.engines", given, "something to do for each", "fewer engines, or more samples")
     if recipe.cluster.placement == "colocated":
         if used < ranks and recipe.cluster.device != "cpu":
-            yield Problem(
-                "rollout.engines",
-                f"{engines} of {each}: {ranks - used} of {ranks} GPUs wait in the rollout",
-                "engines on all training devices",
-                f"engines: {ranks // each}",
-            )
+            given = f"{engines} of {each}: {ranks - used} of {ranks} GPUs wait in the rollout"
+            yield Problem("rollout.engines", given, "engines on all training devices", f"engines: {ranks // each}")
     elif time:
         # Devices of their own wait while the others work: ranks in the rollout, engines in the rest.
         generating = sum(phase.seconds for phase in time.phases if phase.phase == "rollout") / time.seconds
         idle = (ranks * generating + used * (1 - generating)) / (ranks + used)
         if idle > IDLE_MAX:
-            yield Problem(
-                "cluster.placement",
-                f"disaggregated, {ranks} GPUs train and {used} generate: they wait {idle:.0%} of the time",
-                f"at most {IDLE_MAX:.0%}",
-                "placement: colocated, or another split",
-            )
+            given = f"disaggregated, {ranks} GPUs train and {used} generate: they wait {idle:.0%} of the time"
+            needed = f"at most {IDLE_MAX:.0%}"
+            yield Problem("cluster.placement", given, needed, "placement: colocated, or another split")
     if engine and 0 < engine.sequences < KV_CACHE_SHARE_MIN * engine.asked:
-        yield Problem(
-            "rollout.layout.tensor",
-            f"{rollout.layout.tensor}: a cache for {engine.sequences} longest responses of {engine.asked}",
-            f"room for {KV_CACHE_SHARE_MIN:.0%} of an engine's responses: each batch reads all weights",
-            "more tensor ranks in each engine, or shorter responses",
-        )
+        given = f"{rollout.layout.tensor}: a cache for {engine.sequences} longest responses of {engine.asked}"
+        needed = f"room for {KV_CACHE_SHARE_MIN:.0%} of an engine's responses: each batch reads all weights"
+        yield Problem("rollout.layout.tensor", given, needed, "more tensor ranks in each engine, or shorter responses")
 
 
 def _unwise_training(
@@ -241,37 +205,25 @@ def _unwise_training(
     train, layout, longest = recipe.train, recipe.train.layout.parallel(), longest_sequence(recipe)
     of_rank = minibatch_sequences(recipe) / layout.data * longest
     if train.tokens_per_microbatch * layout.context > 1.5 * max(of_rank, longest):
-        yield Problem(
-            "train.tokens_per_microbatch",
-            f"{train.tokens_per_microbatch}, and {of_rank:.0f} tokens of a minibatch at most on a rank",
-            "no more than that: it only takes memory",
-            f"tokens_per_microbatch: {-(-int(max(longest, of_rank)) // layout.context)}",
-        )
+        given = f"{train.tokens_per_microbatch}, and {of_rank:.0f} tokens of a minibatch at most on a rank"
+        fix = f"tokens_per_microbatch: {-(-int(max(longest, of_rank)) // layout.context)}"
+        yield Problem("train.tokens_per_microbatch", given, "no more than that: it only takes memory", fix)
     updates = [phase.bytes for kind in held for phase in kind.phases if phase.phase == "update"]
     free = 1 - max(updates) / machines.gpu.memory_bytes if machines else 0.0
     if train.recompute == "full" and free > FREE_SHARE_MIN:
-        yield Problem(
-            "train.recompute",
-            f"full, with {free:.0%} of the memory free in the update",
-            "no more than has to be: whole layers cost a third more products",
-            "recompute: selective or none, or larger microbatches",
-        )
+        given = f"full, with {free:.0%} of the memory free in the update"
+        needed = "no more than has to be: whole layers cost a third more products"
+        yield Problem("train.recompute", given, needed, "recompute: selective or none, or larger microbatches")
     replicas = layout.data * layout.context
     if not train.distributed_optimizer and replicas > 1 and train.lora is None:
-        yield Problem(
-            "train.distributed_optimizer",
-            f"false, with {replicas} replicas: each holds all optimizer states",
-            "each its share: the same numbers for 12 bytes less for each parameter",
-            "distributed_optimizer: true",
-        )
+        given = f"false, with {replicas} replicas: each holds all optimizer states"
+        needed = "each its share: the same numbers for 12 bytes less for each parameter"
+        yield Problem("train.distributed_optimizer", given, needed, "distributed_optimizer: true")
     whole = isinstance(recipe, Recipe) and train.lora is None
     if whole and architecture.hidden >= 512 and train.optimizer.lr > LEARNING_RATE_MAX:
-        yield Problem(
-            "train.optimizer.lr",
-            f"{train.optimizer.lr:g} for all weights of a model with {architecture.hidden} hidden units",
-            f"at most {LEARNING_RATE_MAX:g}: published runs take 1e-6; larger ones forget",
-            "lr: 1.0e-6",
-        )
+        given = f"{train.optimizer.lr:g} for all weights of a model with {architecture.hidden} hidden units"
+        needed = f"at most {LEARNING_RATE_MAX:g}: published runs take 1e-6; larger ones forget"
+        yield Problem("train.optimizer.lr", given, needed, "lr: 1.0e-6")
 
 
 def _unwise_seconds(recipe: AnyRecipe, time: StepTime) -> Iterator[Problem]:
@@ -287,20 +239,14 @@ def _unwise_seconds(recipe: AnyRecipe, time: StepTime) -> Iterator[Problem]:
     for phase in time.phases:
         field, limit = limits.get(phase.phase, ("", float("inf")))
         if phase.seconds > TIMEOUT_SHARE_MAX * limit:
-            yield Problem(
-                field,
-                f"{limit:g}, and {phase.phase} is estimated at {second_text(phase.seconds)}",
-                "room for a slow step",
-                f"{field.rpartition('.')[2]}: {int(-(-2 * phase.seconds // 300) * 300)}",
-            )
+            given = f"{limit:g}, and {phase.phase} is estimated at {second_text(phase.seconds)}"
+            fix = f"{field.rpartition('.')[2]}: {int(-(-2 * phase.seconds // 300) * 300)}"
+            yield Problem(field, given, "room for a slow step", fix)
     every = recipe.checkpoint.every_steps
     if (lost := every * time.seconds) > LOST_SECONDS_MAX:
-        yield Problem(
-            "checkpoint.every_steps",
-            f"{every} steps of {second_text(time.seconds)}: a failure costs up to {second_text(lost)}",
-            f"at most {second_text(LOST_SECONDS_MAX)}",
-            f"every_steps: {max(1, int(LOST_SECONDS_MAX / 3 / time.seconds))}",
-        )
+        given = f"{every} steps of {second_text(time.seconds)}: a failure costs up to {second_text(lost)}"
+        fix = f"every_steps: {max(1, int(LOST_SECONDS_MAX / 3 / time.seconds))}"
+        yield Problem("checkpoint.every_steps", given, f"at most {second_text(LOST_SECONDS_MAX)}", fix)
 
 
 # --- disk ------------------------------------------------------------------------------------------------------------
@@ -332,12 +278,9 @@ def disk_problems(
     """Not even one checkpoint fits where they go, on this machine."""
     each, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(recipe)
     if each > free:
-        yield Problem(
-            "checkpoint.directory",
-            f"{byte_text(free)} free in {checkpoint_directory(recipe)}",
-            f"{byte_text(each)} for one checkpoint",
-            "a directory on a larger file system",
-        )
+        given = f"{byte_text(free)} free in {checkpoint_directory(recipe)}"
+        needed = f"{byte_text(each)} for one checkpoint"
+        yield Problem("checkpoint.directory", given, needed, "a directory on a larger file system")
 
 
 def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> Iterator[Problem]:

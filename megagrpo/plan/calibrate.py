@@ -85,26 +85,16 @@ def _architecture_of_run(own: AnyRecipe, recipe: AnyRecipe, architecture: Archit
         raise ReportError(Problem(str(path), f"a run of kind {own.kind}", f"one of kind {recipe.kind}, as the recipe"))
     ran_on, planned_for = own.cluster.device, recipe.cluster.device
     if "cpu" in (ran_on, planned_for) and ran_on != planned_for and ran_on != "auto":
-        raise ReportError(
-            Problem(
-                f"{path}: cluster.device",
-                f"a run on {ran_on}",
-                "a run on the kind of device that is planned for: speeds of CPUs say nothing of GPUs",
-                "calibrate by a run on the cluster, or give its lengths: --assume response_tokens=N",
-            )
-        )
+        needed = "a run on the kind of device that is planned for: speeds of CPUs say nothing of GPUs"
+        fix = "calibrate by a run on the cluster, or give its lengths: --assume response_tokens=N"
+        raise ReportError(Problem(f"{path}: cluster.device", f"a run on {ran_on}", needed, fix))
     if own.model.path == recipe.model.path:
         return architecture
     directory = known_models().get(own.model.path) or Path(own.model.path)
     if not (directory / "config.json").exists():
-        raise ReportError(
-            Problem(
-                f"{path}: model.path",
-                own.model.path,
-                "the run's model, or at least its config.json, where the run had it",
-                "plan from the same directory on the same machine, or calibrate by a run of the same model.path",
-            )
-        )
+        needed = "the run's model, or at least its config.json, where the run had it"
+        fix = "plan from the same directory on the same machine, or calibrate by a run of the same model.path"
+        raise ReportError(Problem(f"{path}: model.path", own.model.path, needed, fix))
     return read_architecture(directory)
 
 

@@ -112,12 +112,9 @@ def device_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         engines = ""
         if isinstance(recipe, Recipe):
             engines = f" and rollout.engines with placement: {recipe.cluster.placement}"
-        yield Problem(
-            "cluster.device",
-            given=f"cuda, on a machine with {devices or 'no'} CUDA device{'' if devices == 1 else 's'}",
-            needed=f"{needed} for train.layout{engines}",
-            fix=f"{smaller}, or a Ray cluster that has them: cluster.address or RAY_ADDRESS",
-        )
+        given = f"cuda, on a machine with {devices or 'no'} CUDA device{'' if devices == 1 else 's'}"
+        fix = f"{smaller}, or a Ray cluster that has them: cluster.address or RAY_ADDRESS"
+        yield Problem("cluster.device", given, f"{needed} for train.layout{engines}", fix)
 
 
 def address_problems(recipe: AnyRecipe, plan_only: bool) -> Iterator[Problem]:

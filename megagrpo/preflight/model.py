@@ -110,14 +110,10 @@ def _local_directory(path: str, revision: str | None, patterns: tuple[str, ...],
     except (OSError, HFValidationError, IncompleteSnapshotError) as error:
         asked = f"{path} at {revision}" if revision else path
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise ModelError(
-            Problem(
-                field,
-                given=f"{asked}: no such directory, and the Hugging Face hub does not give it: {reason}",
-                needed="a model directory, a hub id in the local cache, or one that can be downloaded",
-                fix=_near(directory) or "check the name, the network, HF_HUB_OFFLINE and HF_TOKEN",
-            )
-        ) from None
+        given = f"{asked}: no such directory, and the Hugging Face hub does not give it: {reason}"
+        needed = "a model directory, a hub id in the local cache, or one that can be downloaded"
+        fix = _near(directory) or "check the name, the network, HF_HUB_OFFLINE and HF_TOKEN"
+        raise ModelError(Problem(field, given, needed, fix)) from None
 
 
 def tokenizer_problems(directory: Path, chat_template: str | None, vocabulary: int | None) -> list[Problem]:

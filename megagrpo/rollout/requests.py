@@ -90,13 +90,9 @@ def groups_of(prompts: Sequence[Prompt], samples: Sequence[Sample], samples_per_
     """
     got = [sample.prompt_id for sample in samples]
     if got != [prompt.id for prompt in prompts for _ in range(samples_per_prompt)]:
-        raise EngineError(
-            Problem(
-                where="rollout: the samples are not those that were asked for",
-                given=f"{len(samples)} samples of {len(set(got))} prompts",
-                needed=f"{samples_per_prompt} samples of each of {len(prompts)} prompts, in their order",
-            )
-        )
+        given = f"{len(samples)} samples of {len(set(got))} prompts"
+        needed = f"{samples_per_prompt} samples of each of {len(prompts)} prompts, in their order"
+        raise EngineError(Problem("rollout: the samples are not those that were asked for", given, needed))
     return [
         Group(prompt, tuple(samples[start : start + samples_per_prompt]))
         for start, prompt in zip(range(0, len(samples), samples_per_prompt), prompts, strict=True)

@@ -170,11 +170,7 @@ def _load_model(directory: str, device: str, dtype: str) -> Any:
     model, report = loaded
     absent = sorted(report["missing_keys"]) + [key for key, *_ in report["mismatched_keys"]]
     if absent:
-        raise ModelError(
-            Problem(
-                f"{directory}: the files do not hold the whole model",
-                given=f"{len(absent)} tensors are missing or have another shape: {', '.join(absent[:5])}",
-                needed="every tensor that config.json calls for",
-            )
-        )
+        given = f"{len(absent)} tensors are missing or have another shape: {', '.join(absent[:5])}"
+        needed = "every tensor that config.json calls for"
+        raise ModelError(Problem(f"{directory}: the files do not hold the whole model", given, needed))
     return model.to(device).eval().requires_grad_(False)

@@ -310,23 +310,15 @@ def only_process_of(run_directory: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise RecipeError(
-                Problem(
-                    where=f"{run_directory}: this run is already going on",
-                    given=f"process {lock.read().strip() or 'unknown'}",
-                    needed="one process per run",
-                    fix="wait for it to end, or give the recipe another name",
-                )
-            ) from None
+            given = f"process {lock.read().strip() or 'unknown'}"
+            needed = "one process per run"
+            fix = "wait for it to end, or give the recipe another name"
+            raise RecipeError(Problem(f"{run_directory}: this run is already going on", given, needed, fix)) from None
         except OSError as error:
-            raise RecipeError(
-                Problem(
-                    where=f"track.directory: {lock.name} cannot be locked",
-                    given=f"{error.strerror}",
-                    needed="a file system with locks, so that no second process writes to this run",
-                    fix="set track.directory to a place on another file system, or mount this one with locks (flock)",
-                )
-            ) from error
+            given = f"{error.strerror}"
+            needed = "a file system with locks, so that no second process writes to this run"
+            fix = "set track.directory to a place on another file system, or mount this one with locks (flock)"
+            raise RecipeError(Problem(f"track.directory: {lock.name} cannot be locked", given, needed, fix)) from error
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()

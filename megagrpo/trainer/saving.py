@@ -32,14 +32,10 @@ def checkpoint_to_resume(store: CheckpointStore, recipe: AnyRecipe) -> Checkpoin
     if found is None:
         return None
     if recipe.checkpoint.resume == "never":
-        raise RecipeError(
-            Problem(
-                where=f"{found.path}: this run has a checkpoint already",
-                given="checkpoint.resume: never",
-                needed="a run without checkpoints",
-                fix="give the recipe another name, delete the directory, or set checkpoint.resume to auto",
-            )
-        )
+        given = "checkpoint.resume: never"
+        needed = "a run without checkpoints"
+        fix = "give the recipe another name, delete the directory, or set checkpoint.resume to auto"
+        raise RecipeError(Problem(f"{found.path}: this run has a checkpoint already", given, needed, fix))
     allow_changes(found.state.recipe, recipe.model_dump(mode="json"))
     return found
 

@@ -79,13 +79,9 @@ def require_version(groups: Sequence[Group], version: int) -> None:
     for group in groups:
         for sample in group.samples:
             if (sample.versions != version).any():
-                raise EngineError(
-                    Problem(
-                        where=f"sample {sample.index} of prompt {sample.prompt_id}",
-                        given=f"tokens sampled by weight versions {sorted(set(sample.versions.tolist()))}",
-                        needed=f"version {version}, the policy's",
-                    )
-                )
+                given = f"tokens sampled by weight versions {sorted(set(sample.versions.tolist()))}"
+                needed = f"version {version}, the policy's"
+                raise EngineError(Problem(f"sample {sample.index} of prompt {sample.prompt_id}", given, needed))
 
 
 def prompts_of_round(wanted: int, useful: int, sampled: int) -> int:

@@ -263,13 +263,11 @@ class SglangEngine:
         wanted = {"tp_size": layout.tensor, "ep_size": layout.expert, "pp_size": 1, "dp_size": 1, "dtype": dtype}
         wrong = {name: self._info.get(name) for name, value in wanted.items() if self._info.get(name) != value}
         if wrong:
+            given = ", ".join(f"{name} {value}" for name, value in wrong.items())
+            needed = ", ".join(f"{name} {wanted[name]}" for name in wrong)
+            fix = "change rollout.layout or model.dtype, or start the server so"
             raise EngineError(
-                Problem(
-                    f"{self._protocol.name}: the server is not what the recipe says",
-                    given=", ".join(f"{name} {value}" for name, value in wrong.items()),
-                    needed=", ".join(f"{name} {wanted[name]}" for name in wrong),
-                    fix="change rollout.layout or model.dtype, or start the server so",
-                )
+                Problem(f"{self._protocol.name}: the server is not what the recipe says", given, needed, fix)
             )
 
     def _failure(self, asked: str, given: str) -> Problem:
