@@ -13,6 +13,7 @@ from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.errors import WeightSyncError
+from megagrpo.recipe.schema.weights import WeightsConfig
 
 
 class Actors:
@@ -79,7 +80,7 @@ def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyP
         actors={}, external=False, places=tuple, manifests=lambda: {"engine 0": []}, bring_back=None
     )
     ranks: Any = SimpleNamespace(actors={}, places=tuple, manifests=list)
-    recipe: Any = SimpleNamespace(weights=SimpleNamespace(timeout_seconds=1.0, bucket_bytes=1, transfer="auto"))
+    recipe: Any = SimpleNamespace(weights=WeightsConfig())
     for name in ("make_plan", "sharing", "Topology", "choose_transport", "RendezvousHost"):
         monkeypatch.setattr(weight_sync, name, lambda *given, **named: SimpleNamespace(rendezvous=None))
     monkeypatch.setattr(ray, "put", lambda value: value)
