@@ -15,7 +15,7 @@ WARM_START := runs/adder_sft_cpu/hugging_face/config.json
 TEST_ENVIRONMENT := RAY_worker_niceness=0 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
 
 # Two workers keep two cores busy: ranks and servers often wait for each other. ARGS="-n 0" runs everything in one process.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20
 
 .PHONY: adder warm-start demo demo-sglang sglang-cpu slurm-cpu test test-long lint house benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help

@@ -1,6 +1,7 @@
 """What holds for every test: hypothesis draws the same examples each time, and what shares a start stays together."""
 
-from pathlib import Path
+from pathlib import PurePosixPath
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,26 +18,35 @@ settings.register_profile(
 settings.register_profile("new_examples", settings.get_profile("same_examples"), derandomize=False)
 settings.load_profile("same_examples")
 
-TESTS = Path(__file__).parent
 # The longest starts come first, and the files of unit tests fill up the workers' last minute.
 FOLDERS = ("loop", "sglang", "slurm", "distributed", "unit")
 DEMO = ("test_demo", "test_two_nodes")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests by folder, and let those that share a server, a Ray or a file's fixtures run in one worker."""
-    items.sort(key=lambda item: FOLDERS.index(folder_of(item)))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    items.sort(key=lambda item: FOLDERS.index(place_of(item.nodeid)[0]))
 
 
-def folder_of(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).parts[0]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests that share a server, a Ray or a file's fixtures run in one worker, in order."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return ByGroup(config, log)
 
 
-def group_of(item: pytest.Item) -> str:
-    folder, file = folder_of(item), item.path.stem
+def place_of(nodeid: str) -> tuple[str, str]:
+    """The folder in tests/ and the name of the file, without .py."""
+    path = PurePosixPath(nodeid.partition("::")[0])
+    return path.parts[1], path.stem
+
+
+def group_of(nodeid: str) -> str:
+    folder, file = place_of(nodeid)
     if folder == "loop":
         return "demo" if file in DEMO else "loop"
     return "sglang" if folder == "sglang" else file
