@@ -28,7 +28,7 @@ RECIPE = Path(__file__).parents[1] / "yaml_recipes" / "grpo_70b.yaml"
 SAMPLES = 16
 RESPONSES_PER_GPU, RESPONSES_MIN, RESPONSES_MAX = 16, 1024, 16384
 SAMPLE_BYTES_PER_TOKEN = 12
-"""Of a sample on the driver: an int32 token, a float32 logprob, an int32 weight version."""
+"""A sample on the driver has per token an int32 id, a float32 logprob and an int32 weight version."""
 
 
 @dataclass(frozen=True)

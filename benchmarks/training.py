@@ -146,7 +146,7 @@ def of_transformers(directory: Path, sequences: Sequence[TrainSequence], tokens_
 
 
 def seconds_of(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Of every way, in turn, so that all meet the same machine. One round before is not counted."""
+    """Seconds of each step by round. Steps take turns, to run under the same load. A first round does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():
@@ -204,7 +204,7 @@ def batches_of(recipe: Recipe, directory: Path, sequences: Sequence[TrainSequenc
 
 
 def widened(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """Every sequence as long as the longest, with padding that nobody trains on."""
+    """Every sequence as long as the longest, with padding that is not trained on."""
     longest = max(len(s.tokens) for s in sequences)
 
     def wide(values: np.ndarray) -> np.ndarray:

@@ -4,8 +4,8 @@
 PORTS=8 # of each job on a node
 FIRST_PORT=20000
 
-# The first of PORTS neighbours on which nobody listens here, from a place that follows from the job's id. Ray binds
-# them seconds later, so they are below the ports that the kernel gives to whoever connects somewhere.
+# The first of PORTS neighbouring ports on which no process listens here. The search starts at a port that follows from
+# the job's id. Ray binds them seconds later, so they are below the ports that the kernel gives to outgoing connections.
 first_of_free_ports() { # ADDRESS
     local ephemeral blocks attempt first port
     read -r ephemeral _ </proc/sys/net/ipv4/ip_local_port_range

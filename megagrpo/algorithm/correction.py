@@ -60,7 +60,8 @@ class Rejection(Section):
     level: str
 
     statistic: Literal["ratio", "k1", "k2", "k3"] = "ratio"
-    """Of log r = train - rollout logprob. ratio: r itself; k1: -log r; k2: (log r)^2 / 2; k3: r - 1 - log r."""
+    """What is compared with the bounds; log r is train - rollout logprob. ratio: r; k1: -log r; k2: (log r)^2 / 2;
+    k3: r - 1 - log r."""
 
     low: float | None = None
     """Smallest value that stays; null: no bound."""

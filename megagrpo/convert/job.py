@@ -52,7 +52,7 @@ class Target(Protocol):
     """What a conversion makes in a directory. Its functions raise OSError if the disk does not take it."""
 
     unit_bytes: Sequence[int]
-    """Of each unit: a part of the work that is done again if it was not finished, such as a layer."""
+    """Bytes of each unit. A unit is a part of the work, such as a layer, that is done again if it was not finished."""
 
     def begin(self, directory: Path) -> None:
         """Makes what must be there before the first unit, in an empty directory."""

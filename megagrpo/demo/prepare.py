@@ -92,7 +92,7 @@ class AdderFiles:
 
     model: Path  # Hugging Face directory of an untrained model, with the tokenizer
     right: Path  # conversations with right answers
-    careless: Path  # the same questions, mostly without the carry
+    careless: Path  # the same questions; most answers leave out the carry
     held_out: Path  # other questions, answered like careless
     train: Path  # prompts for GRPO
     test: Path  # held-out prompts, seen by neither warm start nor GRPO

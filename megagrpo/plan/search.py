@@ -167,7 +167,7 @@ class _Run:
         return list(found.values())
 
     def _with_memory(self, candidate: _Found) -> _Found:
-        """Looks at no more kinds of devices once one lacks as much as the nearest candidate: this one is of no use."""
+        """Stops at a kind of device that lacks as much as the nearest candidate: this one cannot be nearer."""
         uneven, held = self.assumptions.expert_imbalance, []
         for kind in memory(candidate.recipe, self.architecture, self.machines, "cuda", self.critic, uneven):
             held.append(kind)

@@ -202,7 +202,8 @@ def _problem(
 def _needed(expected: Expected) -> str:
     """Type, bounds and meaning."""
     words = expected.words()
-    return f"{words} ({expected.description.rstrip('.')})" if expected.description else words
+    description = " ".join(expected.description.split())
+    return f"{words} ({description.rstrip('.')})" if description else words
 
 
 def _fix(path: str, key: str, value: Any, expected: Expected) -> str:

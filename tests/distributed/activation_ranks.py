@@ -28,7 +28,7 @@ from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from tests.distributed.parity_ranks import response_logprobs, train_sequence
 
 RUNS = 2
-"""Of several ranks: what gloo's threads free is not recorded, so that too much may seem to be held, never less."""
+"""With several ranks. What gloo's threads free is not recorded: a run may seem to hold too much, never too little."""
 
 
 @dataclass(frozen=True)

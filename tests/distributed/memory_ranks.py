@@ -65,5 +65,5 @@ def of_model(model: Any) -> dict[str, int]:
 
 
 def size(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the storages behind them, each once."""
+    """Bytes of the storages behind the tensors, each counted once."""
     return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors})

@@ -60,7 +60,7 @@ def test_planned_bytes_are_those_of_real_ranks_in_every_layout(
 
 
 def test_planned_bytes_of_adapters(models: dict[str, Path]) -> None:
-    """Of some of the matrices of a fused layer, and of experts."""
+    """Adapters on some of the matrices of a fused layer, and on experts."""
     some: dict[str, Any] = {"rank": 3, "targets": ["q_proj", "v_proj", "down_proj"]}
     layout = ParallelLayout(tensor=2, pipeline=2, expert_tensor=2)
     check(

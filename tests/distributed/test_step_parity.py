@@ -74,7 +74,7 @@ def dense(family_of: Callable[[str], Family]) -> Family:
 
 
 def differences(got: StepResult, wanted: StepResult) -> dict[str, float]:
-    """Of the loss; of any gradient, relative to its tensor's largest; of the whole change of weights, relative."""
+    """The largest gradient difference is relative to its tensor's maximum; norm and change are relative too."""
     assert got.gradients.keys() == wanted.gradients.keys()
     return {
         "loss": abs(got.loss - wanted.loss),

@@ -38,7 +38,7 @@ class RayNodes:
         token = self._directory / "token"
         token.write_text(secrets.token_hex(32))
         token.chmod(0o600)
-        # Of this cluster alone. Ray takes 127.0.0.1 for the address of an outside interface.
+        # Addresses that only this cluster uses. Ray takes 127.0.0.1 for the address of an outside interface.
         network = f"127.{1 + secrets.randbelow(254)}.{secrets.randbelow(256)}"
         self.head, self.worker = f"{network}.11", f"{network}.12"
         self.address = f"{self.head}:{free_port(self.head)}"

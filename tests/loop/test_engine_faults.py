@@ -47,7 +47,7 @@ class Cluster:
         return ray.get(self.rollouts.actors[engine].__ray_call__.remote(function), timeout=SYNC_SECONDS)
 
     def versions(self) -> set[int]:
-        """Of the tokens that the engines sample now: each prompt goes to one of them."""
+        """Weight versions of the tokens that the engines sample now. Each prompt goes to one engine."""
         prompts = [Prompt(f"p{i}", (3, 4, 5, 6 + i), "sums", "8") for i in range(4)]
         groups = self.rollouts.generate(prompts, step=1)
         return {int(version) for group in groups for sample in group.samples for version in sample.versions}

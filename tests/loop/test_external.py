@@ -1,4 +1,4 @@
-"""A whole run whose rollouts come from a server that somebody else started, and that outlives the run."""
+"""A whole run whose rollouts come from a server that the run did not start and that outlives it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = (3, 4, 5, 6)
 
 @pytest.fixture
 def server(inputs: Path, tmp_path: Path) -> Iterator[Server]:
-    """Of the run's model, with other weights than those that the run starts from."""
+    """Serves the run's model with other weights than those that the run starts from."""
     directory = tmp_path / "model"
     shutil.copytree(inputs / "model", directory)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
@@ -42,7 +42,7 @@ def server(inputs: Path, tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.mark.long
-def test_a_run_trains_on_what_a_server_of_somebody_else_samples(
+def test_a_run_trains_on_what_an_external_server_samples(
     server: Server, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, server.api_key)
@@ -79,7 +79,7 @@ def answered(log: str, path: str) -> int:
 
 
 def sample_of(server: Server) -> Sample:
-    """Asked as somebody else than the run."""
+    """A sample for a client other than the run."""
     client = SglangClient(
         Endpoint(server.url, server.api_key),
         failure=lambda asked, given: Problem(asked, given),

@@ -52,7 +52,7 @@ def spread(values, deviation, epsilon):
 
 
 def group_formula(name, values, tokens, deviation, epsilon):
-    """Of one group with two scored samples or more, before anything that is over the whole step."""
+    """Advantages of one group with two scored samples or more, before anything that is over the whole step."""
     n, mean = len(values), values.mean()
     if name == "grpo":
         return (values - mean) / spread(values, deviation, epsilon)

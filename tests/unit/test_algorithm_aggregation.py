@@ -20,7 +20,7 @@ responses = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1
 
 
 def aggregated(kind: str, rows: list[np.ndarray]) -> float:
-    """Of the kept losses of each response, as the names say. A response of which nothing is kept is none."""
+    """The aggregation of `rows`, the kept losses of each response. A response with nothing kept does not count."""
     rows = [row for row in rows if len(row)]
     if not rows:
         return 0.0

@@ -72,7 +72,7 @@ def test_results_are_in_the_order_of_the_actors_whichever_answers_first(
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265"])
-def test_addresses_from_where_a_run_cannot_be_driven_are_refused_with_the_way_that_works(address: str) -> None:
+def test_addresses_of_servers_for_clients_or_jobs_are_refused_with_the_command_that_works(address: str) -> None:
     problem = address_problem(address, "cluster.address")
     assert problem is not None
     assert "ray job submit --address http://head:8265" in problem.fix

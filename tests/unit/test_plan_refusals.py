@@ -56,7 +56,7 @@ IMPOSSIBLE: list[tuple[str, str, str, str, str]] = [
     (DEEPSEEK, "train.layout.last_stage_layers=6", "layout.last_stage_layers", "61 layers", "last_stage_layers: 5"),
     (DEEPSEEK, "train.layout.virtual_pipeline=2", "train.layout.last_stage_layers", "61 layers", "virtual_pipeline: 1"),
     (DEEPSEEK, "train.lora.rank=16", "train.lora", "latent attention", "remove train.lora"),
-    (LLAMA, "cluster.address=ray://head:10001", "cluster.address", "not driven", "ray job submit"),
+    (LLAMA, "cluster.address=ray://head:10001", "cluster.address", "not a node", "ray job submit"),
     # against the machines
     (SMALL, "model.path=Qwen/Qwen3-8B", "memory of training", "optimizer", "train.lora"),
     (SMALL, "rollout.sglang.mem_fraction_static=0.9", "memory of training", "engine cache", "mem_fraction_static"),

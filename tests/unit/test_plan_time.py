@@ -126,7 +126,7 @@ def test_steps_are_about_as_long_as_published_ones(name):
 
 
 def test_training_alone_reaches_a_usual_share_of_the_peak():
-    """Megatron-LM publishes 41 to 48 % for dense models with long microbatches on H100, and nobody more than 60 %."""
+    """Published for dense models with long microbatches on H100: 41 to 48 % (Megatron-LM), at most 60 % elsewhere."""
     train = TrainConfig(layout={"tensor": 8, "pipeline": 4, "data": 2}, total_steps=1, tokens_per_microbatch=8192)
     ranks = TrainingRanks(QWEN_32B, train, H100, Assumptions(), 2)
     batch = BatchSize(512, 512 * 4096, 512 * 4096.0**2, 512 * 4096)

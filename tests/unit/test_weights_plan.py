@@ -133,7 +133,7 @@ def test_transformers_gets_stacked_experts_cast_with_the_digests_of_the_checkpoi
 
 
 def whole_placements(arch: Architecture) -> list[Placement]:
-    """Of each checkpoint tensor all."""
+    """Each checkpoint tensor as a whole, in a storage of its own."""
 
     def whole(tensor: Tensor) -> Placement:
         box = Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)
@@ -142,7 +142,7 @@ def whole_placements(arch: Architecture) -> list[Placement]:
     return [whole(tensor) for tensor in tensors_of(arch)]
 
 
-# --- random boxes: no layout that anybody would use -------------------------------------------------------------------
+# --- random boxes, as in no real layout -------------------------------------------------------------------------------
 
 
 @st.composite

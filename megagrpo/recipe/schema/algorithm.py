@@ -36,8 +36,8 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
 
     aggregation: AggregationConfig = TokenMeanConfig()
-    """From losses per token to one number, over a whole minibatch. token_mean: over all response tokens. seq_mean_...:
-    over responses, of each one's sum, mean, or sum divided by a constant (Dr.GRPO)."""
+    """How losses per token become one number. token_mean: mean over the minibatch's tokens. seq_mean_...: mean over
+    responses of each one's sum, mean, or sum / divisor (Dr.GRPO). token_sum: sum over the minibatch's tokens."""
 
     correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction between engines and trainer."""
@@ -52,11 +52,11 @@ class AlgorithmConfig(Section):
     """Passes over a step's samples."""
 
     skip_groups_without_signal: bool = True
-    """Leave out groups whose advantages are all zero. They add no policy gradient, but they leave the denominators as
-    well: every mean is over the other groups, so the policy gradient is larger, by total over kept, than with them in
-    (not for token_sum, which has none).
-    Their KL and entropy terms are left out too. No effect where advantages are not made by group, for gpg (its factor
-    makes up for them, so they stay), or if the KL penalty is in the reward. They are counted either way."""
+    """Leave out groups whose advantages are all zero, with their KL and entropy terms. The loss's means are then over
+    the other groups alone, which makes the policy gradient larger: by the ratio of all tokens (or responses) to those
+    that stay. token_sum has no mean, so its policy gradient stays the same. No effect where advantages are not made by
+    group, for gpg (its own factor makes up for such groups), or if the KL penalty is in the reward. Metrics count these
+    groups either way."""
 
     # --- which passes over a step's batch this asks for, besides the update -------------------------------------------
 

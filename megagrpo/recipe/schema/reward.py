@@ -21,9 +21,9 @@ class RewardFunctionConfig(Section):
     """The sample's reward is the weighted sum over all functions."""
 
     counts: Literal["auto", "always", "when_others_score"] = "auto"
-    """always: added whatever the others say. when_others_score: only if the functions that always count give a sum
-    other than 0, so that a well-formed wrong answer earns nothing. (A wrong answer that costs something, -1, opens the
-    gate too.) auto: when_others_score for `format` beside others that always count, else always."""
+    """always: added whatever the others give. when_others_score: only if the functions that always count give a sum
+    other than 0, so that a well-formed wrong answer earns nothing. (If a wrong answer costs something, such as -1, the
+    function then counts too.) auto: when_others_score for `format` beside others that always count, else always."""
 
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function, such as method: flexible for gsm8k or pattern for format."""

@@ -53,12 +53,12 @@ class MismatchConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Groups that teach nothing, as those whose responses all have the same score, are replaced by those of new prompts
-    (DAPO, arXiv:2503.14476, section 3.2).
+    """Groups that teach nothing, such as those whose responses all have the same score, are replaced by those of new
+    prompts (DAPO, arXiv:2503.14476, section 3.2).
     """
 
     rounds_max: PositiveInt = 4
-    """How often a step may sample at most, its first time included. Past it the step trains on what it has."""
+    """Most sampling rounds of a step, the first included. After them the step trains on the groups that it has."""
 
 
 class RolloutConfig(Section):

@@ -102,12 +102,12 @@ class ClusterConfig(Section):
 
 
 def address_problem(address: str, where: str) -> Problem | None:
-    """Why an address of another kind of Ray's, such as of a server for clients or for jobs, is of no use."""
+    """What is wrong with an address that has a scheme: it is one of Ray's servers for clients or jobs, not a node."""
     scheme, found, rest = address.partition("://")
     if not found:
         return None
     host = rest.partition("/")[0].rpartition(":")[0] or "HOST"
-    given = f"{scheme}://, from where a run can be started but not driven"
-    reason = "training ranks and engines meet at the driver, and it shares directories with them"
+    given = f"{scheme}://, a server of Ray for clients or jobs, not a node"
+    reason = "training ranks and engines connect to the driver, and it shares directories with them"
     fix = f"on any machine: ray job submit --address http://{host}:8265 -- megagrpo train RECIPE"
     return Problem(where, given, f"auto or HOST:PORT, on a node of the cluster: {reason}", fix)

@@ -16,18 +16,19 @@ class WeightsConfig(Section):
     shared_memory if everything is on one node, otherwise process_group."""
 
     bucket_bytes: PositiveInt = 256 * 1024 * 1024
-    """Largest bucket. Two buckets at once are on the way between a training rank and an engine."""
+    """Largest size of a bucket. A process sends at most two buckets at once."""
 
     directory: str | None = None
-    """For transfer: disk. A directory that training ranks and engines both reach; the default is weights/ in the run's
-    directory."""
+    """Only for transfer: disk. A directory that all training ranks and engines reach. The default is weights/ in the
+    run's directory."""
 
     pause: Literal["retract", "in_place"] = "retract"
-    """What an engine does with requests that still run when an update begins: retract computes their keys and values
-    again with the new weights, in_place goes on with those of the old weights."""
+    """What an engine does with requests that still run when an update begins. retract: it computes their keys and
+    values again with the new weights. in_place: it goes on with those of the old weights. Under today's schedule no
+    request of the run is left then: this is for asynchronous schedules and for servers that are shared with others."""
 
     timeout_seconds: PositiveFloat = 600.0
-    """Longest wait for one sync, and of any process in it."""
+    """Longest time of one attempt at a sync, and of any wait in it."""
 
     attempts: PositiveInt = 2
     """How often an engine may be restarted and brought up to date in one sync before the run stops."""

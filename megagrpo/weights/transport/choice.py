@@ -13,7 +13,8 @@
 Both ends control the flow themselves: the driver only starts them and waits. An error at either end ends the attempt;
 the next attempt begins with `host.open`, with the same senders and receivers.
 
-To add a transport: a class that implements Transport (buckets.py), its name and its case here, its name in the recipe.
+To add a transport: a class that implements Transport (buckets.py), its name and its case here, its name in the recipe;
+docs/architecture.md lists all files.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class ProcessGroup:
         self._group, self._generation = None, -1
 
     def _call_roll(self, sync: Sync, member: Member) -> None:
-        """Waits until all peers are there before any of them connects: a missing peer is named, an abort is heard."""
+        """Waits until all peers are there, before any of them connects. Names a missing peer; an abort ends it."""
         key = f"group/{sync.generation}/{{}}"
         member.write(key.format(self._peer), True)
         for peer in self._rank_of:
@@ -102,7 +102,7 @@ class ProcessGroup:
         return Problem(f"{member.name}: process group for weights", given, needed)
 
     def _connected(self, sync: Sync, member: Member) -> Any:
-        """The new group. It is made in a thread, because torch waits there for all the others and hears no abort."""
+        """The new group. It is made in a thread, because torch waits for all the others, aborted or not."""
         where = f"{member.name}: process group of {len(self._rank_of)} training and engine ranks"
         made: list[Any] = []
         failed: list[Exception] = []

@@ -122,7 +122,7 @@ class Member:
 
     @contextmanager
     def attend(self, version: int) -> Iterator[Sync]:
-        """Takes part in the open sync, with a deadline from here. An error of ours in the block aborts it for all."""
+        """Takes part in the open sync, with a deadline from here. A MegagrpoError in the block aborts it for all."""
         with self._reaching():
             attempt, opened, generation, destinations = json.loads(self._store.get("sync"))
         self._sync = Sync(attempt, opened, generation, frozenset(destinations))

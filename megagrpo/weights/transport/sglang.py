@@ -76,7 +76,7 @@ class ServerWeights:
             require_own(plan.destinations[destination], manifest)
         self._bucket_bytes = bucket_bytes
         check_verifiable(self._info, self._name, transport)
-        self._member = rendezvous.join(f"driver of {self._manifests[0].holder}")
+        self._member = rendezvous.join(f"actor of {self._name}")
         if has_our_loader(self._info):
             parts = [pickle.dumps(plan.part_for_destination(destination)) for destination in destinations]
             common = {"transport": str(transport), "bucket_bytes": bucket_bytes}
@@ -149,7 +149,7 @@ def serialize(command: Mapping[str, Any]) -> str:
     return base64.b64encode(pickle.dumps([(COMMAND, data)])).decode()
 
 
-# --- outside: servers that others manage ------------------------------------------------------------------------------
+# --- outside: external servers ----------------------------------------------------------------------------------------
 
 
 def has_our_loader(server_info: Mapping[str, Any]) -> bool:
