@@ -13,7 +13,7 @@ from megagrpo.errors import Problem
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient, new_request_id, read_sample
 from megagrpo.rollout.sglang.server import Server
-from megagrpo.types import Sample, SamplingParams
+from megagrpo.types import Request, Sample, SamplingParams
 from tests.loop import small_run
 from tests.rollout_engines import request
 from tests.sglang.servers import START_SECONDS, WAIT_SECONDS, start_server
@@ -65,9 +65,10 @@ def test_a_run_trains_on_what_an_external_server_samples(
     assert answered(asked, "/weights_checker") == 0, "SGLang's own digests are for servers without our loader"
     assert not (output / "weights").exists(), "weights on their way are removed at the end"
 
-    sample = sample_of(server)
+    asked_last = request(PROMPT, SamplingParams(8))
+    sample = sample_of(server, asked_last)
     assert (sample.versions == STEPS).all()
-    check_logprobs([sample], [PROMPT], {STEPS: output / "hugging_face"})
+    check_logprobs([sample], [asked_last], {STEPS: output / "hugging_face"})
 
     written = b"".join(file.read_bytes() for file in output.rglob("*") if file.is_file())
     assert server.api_key.encode() not in printed.encode() + written
@@ -78,7 +79,7 @@ def answered(log: str, path: str) -> int:
     return log.count(f'"POST {path} HTTP/1.1" 200')
 
 
-def sample_of(server: Server) -> Sample:
+def sample_of(server: Server, one: Request) -> Sample:
     """A sample for a client other than the run."""
     client = SglangClient(
         Endpoint(server.url, server.api_key),
@@ -86,7 +87,6 @@ def sample_of(server: Server) -> Sample:
         timeout_seconds=WAIT_SECONDS,
     )
     try:
-        one = request(PROMPT, SamplingParams(8))
         answer = client.run(client.generate(one, new_request_id(), WAIT_SECONDS))
     finally:
         client.close()
