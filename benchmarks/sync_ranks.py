@@ -22,7 +22,7 @@ from megagrpo.rollout.sglang.client import Endpoint
 from megagrpo.weights.digest import sent_digests
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan
-from megagrpo.weights.transport.choice import TransportName, open_sender
+from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
 from megagrpo.weights.transport.disk import DiskFiles
 from megagrpo.weights.transport.rendezvous import Rendezvous
 from megagrpo.weights.views import torch_dtype
@@ -63,16 +63,15 @@ class TrainingRank:
 
     def connect(self, sync: Sync) -> None:
         """Opens the sender that a training rank of a run opens, or the one to compare with."""
-        self._plan, rank, ends = sync.plan, self._rank, len(sync.plan.destinations)
+        self._plan, rank = sync.plan, self._rank
         if sync.transport == GATHER:
             timeout = sync.rendezvous.timeout_seconds
             self._sender = GatherEverything(
                 sync.layout, rank, sync.plan.sources, sync.plan.destinations, sync.bucket_bytes, sync.server, timeout
             )
         else:
-            common = sync.plan, rank, sync.rendezvous, sync.bucket_bytes
-            transport = TransportName(sync.transport)
-            self._sender = open_sender(transport, *common, ranks_per_engine=ends, files=sync.files)
+            channel = Channel(TransportName(sync.transport), sync.rendezvous, sync.bucket_bytes)
+            self._sender = open_sender(channel, sync.plan, rank, sync.files)
 
     def train(self) -> None:
         """Changes every element, in the same way on every rank that holds it."""

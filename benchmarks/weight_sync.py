@@ -40,7 +40,7 @@ from megagrpo.weights.files.export import begin_export, finish_export, write_par
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import checkpoint, sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
-from megagrpo.weights.transport.choice import TransportName
+from megagrpo.weights.transport.choice import Channel, TransportName
 from megagrpo.weights.transport.disk import DiskFiles, plan_for_files, remove_older
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from megagrpo.weights.transport.sglang import ServerWeights
@@ -204,7 +204,8 @@ class Bench:
         post("/begin_weight_update", {})
         # GatherEverything writes to the server itself; the engine's end only takes the digests.
         end = TransportName.DISK if transport == GATHER else TransportName(transport)
-        self._engine.weights.connect(self.plan, self._destinations, end, rendezvous, self._bucket_bytes)
+        channel = Channel(end, rendezvous, self._bucket_bytes)
+        self._engine.weights.connect(self.plan, self._destinations, channel)
         post("/end_weight_update", {})
         found = [self._sync(transport) for _ in range(1 + repetitions)][1:]
         self._engine.weights.close()

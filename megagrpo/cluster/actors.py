@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from megagrpo.weights.boxes import Box, Manifest
     from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
-    from megagrpo.weights.transport.choice import TransportName
-    from megagrpo.weights.transport.rendezvous import Rendezvous
+    from megagrpo.weights.transport.choice import Channel
 
 
 def prepare_process(device: str) -> None:
@@ -151,34 +150,21 @@ class RankActor(RankProcess):
     def update_reference(self) -> None:
         self.rank.update_reference()
 
-    def connect(
-        self, plan: WeightPlan, source: int, transport: TransportName, rendezvous: Rendezvous, ranks_per_engine: int
-    ) -> None:
+    def connect(self, plan: WeightPlan, source: int, channel: Channel) -> None:
         """Opens this rank's end of the weight sync: it is the plan's `source`-th."""
         from megagrpo.weights.plan import require_own
         from megagrpo.weights.transport.choice import open_sender
         from megagrpo.weights.transport.disk import DiskFiles
 
         require_own(plan.sources[source], self.rank.manifest())
-        directory = sync_directory(self.recipe).absolute()
-        self.source, self.part = source, plan.part_for_source(source)
-        self.sender = open_sender(
-            transport,
-            plan,
-            source,
-            rendezvous,
-            self.recipe.weights.bucket_bytes,
-            ranks_per_engine=ranks_per_engine,
-            files=DiskFiles(directory, Path(self.model_directory), dtype_name(self.recipe, self.rank.device.type)),
-        )
+        directory, dtype = sync_directory(self.recipe).absolute(), dtype_name(self.recipe, self.rank.device.type)
+        self.sender = open_sender(channel, plan, source, DiskFiles(directory, Path(self.model_directory), dtype))
 
     def send_weights(self, version: int, destinations: Sequence[int]) -> Mapping[int, Mapping[str, int]]:
         """Sends this rank's part of the open sync. Returns its part of the digests expected at each destination."""
-        from megagrpo.weights.digest import sent_digests
-
         tensors = self.rank.tensors()
         self.sender.send(version, tensors)
-        return sent_digests(self.part, self.source, tensors, destinations)
+        return self.sender.digests(tensors, destinations)
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> Mapping[str, int]:
         return self.sender.bucket_digests(self.rank.tensors(), tensor, frozenset(destinations))

@@ -24,8 +24,7 @@ from megagrpo.weights.boxes import Manifest
 if TYPE_CHECKING:
     from megagrpo.rollout.sglang.server import Server
     from megagrpo.weights.plan import WeightPlan
-    from megagrpo.weights.transport.choice import TransportName
-    from megagrpo.weights.transport.rendezvous import Rendezvous
+    from megagrpo.weights.transport.choice import Channel
 
 
 @dataclass(frozen=True)
@@ -66,15 +65,8 @@ class EngineActor:
     def manifests(self) -> list[Manifest]:
         return self.engine.manifests()
 
-    def connect(
-        self,
-        plan: WeightPlan,
-        destinations: Sequence[int],
-        transport: TransportName,
-        rendezvous: Rendezvous,
-        bucket_bytes: int,
-    ) -> None:
-        self.engine.connect(plan, destinations, transport, rendezvous, bucket_bytes)
+    def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
+        self.engine.connect(plan, destinations, channel)
 
     def update(self, version: int) -> Sequence[Mapping[str, int]]:
         """Receives a whole update and returns, by engine rank, the digests of what arrived.

@@ -20,7 +20,7 @@ from megagrpo.weights.boxes import Box, Manifest, Topology, classes_of
 from megagrpo.weights.digest import digest_problems, expected_digests
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.transport.buckets import bucket_problems
-from megagrpo.weights.transport.choice import TransportName, choose_transport
+from megagrpo.weights.transport.choice import Channel, TransportName, choose_transport
 from megagrpo.weights.transport.disk import remove_all, remove_older
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from megagrpo.weights.transport.shared_memory import remove_left_over
@@ -37,7 +37,6 @@ class WeightSync:
         """`say` takes a line of text for the user. Raises WeightPlanError, WeightSyncError or RecipeError."""
         self._policy, self._rollouts, self._recipe, self._say = policy, rollouts, recipe, say
         self.version = -1  # nothing is verified yet
-        self.restarts = 0
         manifests = rollouts.manifests()
         topology = Topology(policy.places(), rollouts.places())
         self.plan = make_plan(sharing(policy.manifests()), sharing(list(chain(*manifests.values()))), topology)
@@ -47,10 +46,10 @@ class WeightSync:
             ends.append(ends[-1] + len(of_engine))
         self._destinations = {name: tuple(range(*span)) for name, span in zip(manifests, pairwise(ends), strict=True)}
         self._host = RendezvousHost(ray.util.get_node_ip_address(), recipe.weights.timeout_seconds)
+        self._channel = Channel(self.transport, self._host.rendezvous, recipe.weights.bucket_bytes)
         self._shared_plan = ray.put(self.plan)
-        each = len(next(iter(manifests.values())))
         connecting = {
-            name: actor.connect.remote(self._shared_plan, source, self.transport, self._host.rendezvous, each)
+            name: actor.connect.remote(self._shared_plan, source, self._channel)
             for source, (name, actor) in enumerate(policy.actors.items())
         }
         with ExitStack() as undoing:
@@ -220,7 +219,6 @@ class WeightSync:
         if not engines:
             return
         self._say(f"restarting {', '.join(engines)}")
-        self.restarts += len(engines)
         # No process in the last sync may have noticed that they ended; connections to them must be made anew.
         self._host.abort([Problem(f"{', '.join(engines)}: restarted")])
         self._rollouts.restart(engines)
@@ -228,13 +226,7 @@ class WeightSync:
 
     def _connect(self, engines: Iterable[str]) -> dict[str, ray.ObjectRef[None]]:
         return {
-            name: self._rollouts.actors[name].connect.remote(
-                self._shared_plan,
-                self._destinations[name],
-                self.transport,
-                self._host.rendezvous,
-                self._recipe.weights.bucket_bytes,
-            )
+            name: self._rollouts.actors[name].connect.remote(self._shared_plan, self._destinations[name], self._channel)
             for name in engines
         }
 

@@ -13,8 +13,7 @@ from megagrpo.weights.boxes import Manifest
 
 if TYPE_CHECKING:
     from megagrpo.weights.plan import WeightPlan
-    from megagrpo.weights.transport.choice import TransportName
-    from megagrpo.weights.transport.rendezvous import Rendezvous
+    from megagrpo.weights.transport.choice import Channel
 
 MemoryTag = Literal["weights", "kv_cache"]
 
@@ -36,14 +35,7 @@ class Engine(Protocol):
         """What each engine rank holds and where: destinations of a weight plan, in rank order."""
         ...
 
-    def connect(
-        self,
-        plan: WeightPlan,
-        destinations: Sequence[int],
-        transport: TransportName,
-        rendezvous: Rendezvous,
-        bucket_bytes: int,
-    ) -> None:
+    def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
         """Opens the receiving end of every engine rank; `destinations` are their indices in the plan, in rank order.
 
         Called once, and again with another plan or after a restart. Raises WeightSyncError if the engine does not hold

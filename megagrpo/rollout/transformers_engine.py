@@ -20,8 +20,7 @@ from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan, require_own
 from megagrpo.weights.sides import transformers as transformers_side
 from megagrpo.weights.transport.buckets import BucketReceiver
-from megagrpo.weights.transport.choice import TransportName, open_receiver
-from megagrpo.weights.transport.rendezvous import Rendezvous
+from megagrpo.weights.transport.choice import Channel, open_receiver
 from megagrpo.weights.views import model_tensors, torch_dtype
 
 
@@ -56,18 +55,11 @@ class TransformersEngine:
     def manifests(self) -> list[Manifest]:
         return [self._manifest]
 
-    def connect(
-        self,
-        plan: WeightPlan,
-        destinations: Sequence[int],
-        transport: TransportName,
-        rendezvous: Rendezvous,
-        bucket_bytes: int,
-    ) -> None:
+    def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
         self._disconnect()
         (destination,) = destinations
         require_own(plan.destinations[destination], self._manifest)
-        self._receiver = open_receiver(transport, plan, destination, self._tensors(), rendezvous, bucket_bytes)
+        self._receiver = open_receiver(channel, plan, destination, self._tensors())
 
     def begin_update(self, version: int) -> None:
         self._protocol.begin(version)

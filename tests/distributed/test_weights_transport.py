@@ -18,7 +18,7 @@ from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
-from megagrpo.weights.transport.choice import TransportName, open_receiver, open_sender
+from megagrpo.weights.transport.choice import Channel, TransportName, open_receiver, open_sender
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from megagrpo.weights.transport.shared_memory import DIRECTORY, remove_left_over
 from megagrpo.weights.views import fill_padding
@@ -68,7 +68,7 @@ def test_megatron_ranks_fill_engine_ranks_by_each_transport(
                 for storage in tensors.values():
                     storage.fill_(torch.nan)
             receivers = [
-                open_receiver(transport, plan, index, tensors, host.rendezvous, BUCKET_BYTES)
+                open_receiver(Channel(transport, host.rendezvous, BUCKET_BYTES), plan, index, tensors)
                 for index, tensors in enumerate(arrived)
             ]
             host.open(version, range(len(arrived)))
@@ -108,7 +108,7 @@ CASE = Case(architecture(), ParallelLayout(tensor=2), tensor=1)
 def test_a_sender_that_is_killed_ends_all_with_its_name(transport: TransportName) -> None:
     plan, held = CASE.plan(), CASE.held(random_checkpoint(CASE.arch))
     host = RendezvousHost("127.0.0.1", CALL_SECONDS)
-    receiver = open_receiver(transport, plan, 0, empty(plan.destinations[0]), host.rendezvous, 1500)
+    receiver = open_receiver(Channel(transport, host.rendezvous, 1500), plan, 0, empty(plan.destinations[0]))
     host.open(0, [0])
     ended: list[MegagrpoError | None] = []
     receiving = threading.Thread(target=lambda: ended.extend(at_once([lambda: receiver.receive(0)])), daemon=True)
@@ -147,7 +147,7 @@ def sent_to_one_that_stops(transport: TransportName, seconds: float) -> str:
     case = Case(architecture(), ParallelLayout(), tensor=1)
     plan, held = case.plan(), case.held(random_checkpoint(case.arch))
     host = RendezvousHost("127.0.0.1", seconds)
-    sender = open_sender(transport, plan, 0, host.rendezvous, 1500)
+    sender = open_sender(Channel(transport, host.rendezvous, 1500), plan, 0)
     host.open(0, [0])
     ended: list[MegagrpoError | None] = []
     sending = threading.Thread(target=lambda: ended.extend(at_once([lambda: sender.send(0, held[0])])), daemon=True)

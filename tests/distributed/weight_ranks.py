@@ -16,7 +16,7 @@ from megagrpo.megatron import model, process
 from megagrpo.weights.digest import sent_digests
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.transport.buckets import BucketReceiver, BucketSender, Peer, Transport, destination_peer
-from megagrpo.weights.transport.choice import TransportName, open_sender
+from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
 from megagrpo.weights.transport.process_group import ProcessGroup
 from megagrpo.weights.transport.rendezvous import Rendezvous
 from megagrpo.weights.transport.shared_memory import SharedMemory
@@ -42,7 +42,7 @@ def send_model(
         member.wait(lambda key=f"go {version}": member.read(key), lambda: Problem("the test does not go on"))
         for tensor in tensors.values():
             tensor.mul_(2)
-        sender = open_sender(transport, plan, source, rendezvous, bucket_bytes)
+        sender = open_sender(Channel(transport, rendezvous, bucket_bytes), plan, source)
         sender.send(version, tensors)
         sender.close()
     return sent_digests(plan, source, tensors)

@@ -26,7 +26,7 @@ from megagrpo.types import Request, Sample, SamplingParams
 from megagrpo.weights.digest import digest_problems, expected_digests, sent_digests
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import make_plan
-from megagrpo.weights.transport.choice import TransportName, open_sender
+from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
 from megagrpo.weights.transport.disk import DiskFiles
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from tests.rollout_engines import model_directory
@@ -208,12 +208,9 @@ class Policy:
         self.plan = make_plan(manifests(self.arch, layout), engine.manifests())
         self.host = RendezvousHost("127.0.0.1", timeout_seconds)
         self.ranks = range(len(self.plan.destinations))
-        engine.connect(self.plan, self.ranks, transport, self.host.rendezvous, BUCKET_BYTES)
-        each = len(self.ranks)
-        self.senders: list[Any] = [
-            open_sender(transport, self.plan, i, self.host.rendezvous, BUCKET_BYTES, ranks_per_engine=each, files=files)
-            for i in range(layout.ranks)
-        ]
+        self.channel = Channel(transport, self.host.rendezvous, BUCKET_BYTES)
+        engine.connect(self.plan, self.ranks, self.channel)
+        self.senders: list[Any] = [open_sender(self.channel, self.plan, i, files) for i in range(layout.ranks)]
 
     def held(self, directory: Path) -> list[Tensors]:
         return held_by_ranks(self.arch, self.layout, load_file(directory / "model.safetensors"))

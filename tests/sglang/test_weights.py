@@ -243,18 +243,18 @@ def test_wrong_shapes_and_commands_are_answered_and_the_server_lives(tied_server
     with tied_server.borrowed() as engine:
         policy = Policy(engine, tied_server, LAYOUTS["data2"], TransportName.SHARED_MEMORY)
         engine.begin_update(1)
-        loader, rendezvous = engine._weights, policy.host.rendezvous
+        loader = engine._weights
         misshapen_plan = misshapen(policy.plan)
         loader._manifests = misshapen_plan.destinations  # the driver's own check lets the plan pass
         with pytest.raises(WeightSyncError) as caught:
-            loader.connect(misshapen_plan, policy.ranks, EXACT[0], rendezvous, BUCKET_BYTES)
+            loader.connect(misshapen_plan, policy.ranks, policy.channel)
         loader._manifests = policy.plan.destinations
         assert [problem.where for problem in caught.value.problems] == ["engine 0 rank 0: model.norm.weight"]
         with pytest.raises(WeightSyncError, match="no weight plan"):
             loader.receive(1)
         with pytest.raises(WeightSyncError, match="no such action: reset"):
             loader._ask_all("reset")
-        loader.connect(policy.plan, policy.ranks, EXACT[0], rendezvous, BUCKET_BYTES)
+        loader.connect(policy.plan, policy.ranks, policy.channel)
         assert not policy.move(1, weights("qwen2_tied", 1))
         assert not policy.wrong(weights("qwen2_tied", 1), engine.end_update(1))
         engine.commit_update(1)

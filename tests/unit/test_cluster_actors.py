@@ -17,7 +17,6 @@ from megagrpo.errors import WeightSyncError
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.plan import make_plan, require_own
-from megagrpo.weights.transport.choice import TransportName
 from megagrpo.weights.transport.sglang import ServerWeights
 from tests.rollout_engines import model_directory, start_engine
 
@@ -70,14 +69,14 @@ def test_every_end_refuses_a_plan_made_from_manifests_in_another_order(tmp_path:
     actor.rank = rank
     server = ServerWeights(lambda *_: None, "engine 0", [held], {})
     export: Any = None  # these are not reached
-    sync: Any = (TransportName.SHARED_MEMORY, None, 1)
+    channel: Any = None
 
     for open_end, end in (
-        (lambda: actor.connect(plan, 0, *sync), own),
+        (lambda: actor.connect(plan, 0, channel), own),
         (lambda: rank.write_export(export, plan, 0, adapters=False), own),
         (lambda: rank.write_export(export, plan, 0, adapters=True), own),
-        (lambda: engine.connect(plan, [0], *sync), held),
-        (lambda: server.connect(plan, [0], *sync), held),
+        (lambda: engine.connect(plan, [0], channel), held),
+        (lambda: server.connect(plan, [0], channel), held),
     ):
         planned = other if end is own else elsewhere
         with pytest.raises(WeightSyncError, match=f"{end.holder}: (.|\n)*the manifest of {planned.holder}\n"):

@@ -81,7 +81,7 @@ def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyP
     )
     ranks: Any = SimpleNamespace(actors={}, places=tuple, manifests=list)
     recipe: Any = SimpleNamespace(weights=WeightsConfig())
-    for name in ("make_plan", "sharing", "Topology", "choose_transport", "RendezvousHost"):
+    for name in ("make_plan", "sharing", "Topology", "choose_transport", "RendezvousHost", "Channel"):
         monkeypatch.setattr(weight_sync, name, lambda *given, **named: SimpleNamespace(rendezvous=None))
     monkeypatch.setattr(ray, "put", lambda value: value)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")

@@ -15,7 +15,7 @@ from megagrpo.types import SamplingParams
 from megagrpo.weights.digest import digests
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint
-from megagrpo.weights.transport.choice import TransportName, open_sender
+from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from tests.rollout_engines import model_directory, request, start_engine
 
@@ -33,8 +33,9 @@ def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_pa
     tensors = load_file(new / "model.safetensors")
     plan = make_plan([source], engine.manifests())
     host = RendezvousHost("127.0.0.1", timeout_seconds=200)
-    sender = open_sender(TransportName.SHARED_MEMORY, plan, 0, host.rendezvous, bucket_bytes=4096)
-    engine.connect(plan, [0], TransportName.SHARED_MEMORY, host.rendezvous, bucket_bytes=4096)
+    channel = Channel(TransportName.SHARED_MEMORY, host.rendezvous, bucket_bytes=4096)
+    sender = open_sender(channel, plan, 0)
+    engine.connect(plan, [0], channel)
     host.open(3, [0])
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(sender.send, 3, tensors)

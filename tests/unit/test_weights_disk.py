@@ -16,7 +16,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
 from megagrpo.weights.families import architecture_of
-from megagrpo.weights.transport.choice import TransportName, open_sender
+from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
 from megagrpo.weights.transport.disk import MARKER, DiskFiles, DiskReceiver, remove_all, remove_older
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from megagrpo.weights.transport.sglang import LOAD_FORMAT, check_verifiable, checked_digests, checksum
@@ -70,16 +70,15 @@ class Sync:
     def __init__(self, case: Case, host: RendezvousHost, files: DiskFiles) -> None:
         self.case, self.host, self.files, self.plan = case, host, files, case.plan()
         self.senders: list[Any] = [
-            open_sender(
-                TransportName.DISK, self.plan, source, host.rendezvous, 0, ranks_per_engine=case.tensor, files=files
-            )
+            open_sender(Channel(TransportName.DISK, host.rendezvous, 0), self.plan, source, files)
             for source in range(case.layout.ranks)
         ]
         self.servers = [FakeServer(self.plan.destinations[: case.tensor]) for _ in range(case.engines)]
         self.receivers = [self.receiver(engine) for engine in range(case.engines)]
 
     def receiver(self, engine: int) -> DiskReceiver:
-        return DiskReceiver(engine, self.host.rendezvous, self.servers[engine].post, f"engine {engine}")
+        ranks = range(engine * self.case.tensor, (engine + 1) * self.case.tensor)
+        return DiskReceiver(ranks, self.host.rendezvous, self.servers[engine].post, f"engine {engine}")
 
     def run(self, version: int, checkpoint: Tensors, engines: list[int] | None = None) -> list[MegagrpoError]:
         """The errors of all ends."""

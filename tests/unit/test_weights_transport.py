@@ -35,7 +35,7 @@ from megagrpo.weights.transport.buckets import (
     label_of,
     outgoing,
 )
-from megagrpo.weights.transport.choice import Sender, TransportName, open_receiver, open_sender
+from megagrpo.weights.transport.choice import Channel, Sender, TransportName, open_receiver, open_sender
 from megagrpo.weights.transport.rendezvous import Rendezvous, RendezvousHost
 from megagrpo.weights.transport.shared_memory import DIRECTORY, FileArea, SharedMemory, remove_left_over
 from tests.weight_streams import Case, StandstillClock, at_once, empty, sync
@@ -181,20 +181,18 @@ def test_a_driver_that_is_gone_is_named() -> None:
 class Ends:
     """Senders and receivers of a case, and what the engine ranks hold."""
 
-    def __init__(self, case: Case, transport: TransportName, host: RendezvousHost, bucket_bytes: int = 1500) -> None:
-        self.case, self.transport, self.host, self.bucket_bytes = case, transport, host, bucket_bytes
+    def __init__(self, case: Case, transport: TransportName, host: RendezvousHost) -> None:
+        self.case, self.host, self.channel = case, host, Channel(transport, host.rendezvous, bucket_bytes=1500)
         self.plan = case.plan()
         self.arrived = [empty(manifest) for manifest in self.plan.destinations]
         self.senders: list[Any] = [self.sender(source) for source in range(len(self.plan.sources))]
         self.receivers: list[BucketReceiver] = [self.receiver(index) for index in range(len(self.arrived))]
 
     def sender(self, source: int) -> Sender:
-        return open_sender(self.transport, self.plan, source, self.host.rendezvous, self.bucket_bytes)
+        return open_sender(self.channel, self.plan, source)
 
     def receiver(self, index: int) -> BucketReceiver:
-        return open_receiver(
-            self.transport, self.plan, index, self.arrived[index], self.host.rendezvous, self.bucket_bytes
-        )
+        return open_receiver(self.channel, self.plan, index, self.arrived[index])
 
     def sync(self, version: int, checkpoint: Tensors, destinations: list[int] | None = None) -> list[Any]:
         return self.sync_held(version, self.case.held(checkpoint), destinations)
@@ -310,7 +308,7 @@ def test_a_missing_peer_is_named_with_the_bucket(
 def alone(host: RendezvousHost) -> Iterator[Callable[[], None]]:
     """Sends to an engine rank that answered the roll call of a process group and has ended since."""
     case = Case(architecture(), ParallelLayout())
-    sender = open_sender(TransportName.PROCESS_GROUP, case.plan(), 0, host.rendezvous, 1500)
+    sender = open_sender(Channel(TransportName.PROCESS_GROUP, host.rendezvous, 1500), case.plan(), 0)
     opened = host.open(1, [0])
     host.rendezvous.join("engine 0 rank 0").write(f"group/{opened.generation}/1", True)
     yield partial(sender.send, 1, case.held(random_checkpoint(case.arch))[0])
@@ -349,7 +347,7 @@ def test_a_wrong_shape_or_name_is_refused_before_anything_moves(host: Rendezvous
     tensors["model.norm.weight"] = torch.zeros(3)
     tensors["extra.weight"] = torch.zeros(3)
     with pytest.raises(ModelError) as caught:
-        open_receiver(TransportName.SHARED_MEMORY, plan, 1, tensors, host.rendezvous, 1000)
+        open_receiver(Channel(TransportName.SHARED_MEMORY, host.rendezvous, 1000), plan, 1, tensors)
     assert [problem.where for problem in caught.value.problems] == [
         "engine 0 rank 1: extra.weight",
         "engine 0 rank 1: model.norm.weight",

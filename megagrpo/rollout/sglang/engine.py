@@ -28,8 +28,7 @@ from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import sglang as sglang_side
-from megagrpo.weights.transport.choice import TransportName
-from megagrpo.weights.transport.rendezvous import Rendezvous
+from megagrpo.weights.transport.choice import Channel
 from megagrpo.weights.transport.sglang import ServerWeights
 
 Pause = Literal["retract", "in_place"]
@@ -154,17 +153,10 @@ class SglangEngine:
     def manifests(self) -> list[Manifest]:
         return self._manifests
 
-    def connect(
-        self,
-        plan: WeightPlan,
-        destinations: Sequence[int],
-        transport: TransportName,
-        rendezvous: Rendezvous,
-        bucket_bytes: int,
-    ) -> None:
+    def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
         was_open = self._update_open
         self._open_update()
-        self._weights.connect(plan, destinations, transport, rendezvous, bucket_bytes)
+        self._weights.connect(plan, destinations, channel)
         if not was_open:
             self._end_update()
 

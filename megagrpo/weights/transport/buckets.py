@@ -9,7 +9,7 @@ being unpacked, and no end holds more than two. All waiting is in the rendezvous
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -21,7 +21,7 @@ import torch
 from megagrpo.errors import Problem, WeightPlanError, WeightSyncError
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Placement, Transfer
 from megagrpo.weights.coverage import few
-from megagrpo.weights.digest import MODULUS, digests
+from megagrpo.weights.digest import MODULUS, digests, sent_digests
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.transport.rendezvous import Member, Rendezvous, Sync
 from megagrpo.weights.views import box_view, fill_padding, stored_tensors, torch_dtype
@@ -248,6 +248,10 @@ class BucketSender:
             storages = stored_tensors(self._plan.sources[self._source], tensors)
             buckets = list(outgoing(self._plan, self._source, sync.destinations, self._bucket_bytes))
             _Flow(self._plan, self._source, self._member, self._transport, sync, storages).run(buckets, [])
+
+    def digests(self, tensors: Mapping[str, torch.Tensor], active: Sequence[int]) -> dict[int, dict[str, int]]:
+        """This rank's part of the digests expected at each of the `active` destinations."""
+        return sent_digests(self._plan, self._source, tensors, active)
 
     def bucket_digests(
         self, tensors: Mapping[str, torch.Tensor], tensor: str, active: frozenset[int]

@@ -1,9 +1,10 @@
 """Chooses the transport of a run, and opens both of its ends.
 
-    host = RendezvousHost(host="10.0.0.1", timeout_seconds=600)                            # driver
-    transport = choose_transport("auto", plan.topology)                                    # driver
-    sender = open_sender(transport, plan, source, host.rendezvous, bucket_bytes, ...)      # in every training rank
-    receiver = open_receiver(transport, plan, destination, tensors, host.rendezvous, ...)  # in every engine rank
+    host = RendezvousHost(host="10.0.0.1", timeout_seconds=600)     # driver
+    transport = choose_transport("auto", plan.topology)             # driver
+    channel = Channel(transport, host.rendezvous, bucket_bytes)     # driver, which sends it to both ends
+    sender = open_sender(channel, plan, source)                     # in every training rank
+    receiver = open_receiver(channel, plan, destination, tensors)   # in every engine rank
 
     host.open(version, destinations)               # driver, before each sync: which engine ranks take part
     sender.send(version, tensors)                  # in every training rank, all at the same time as
@@ -20,6 +21,7 @@ docs/architecture.md lists all files.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -47,6 +49,15 @@ class TransportName(StrEnum):
     """A checkpoint on a file system that both ends reach."""
 
 
+@dataclass(frozen=True)
+class Channel:
+    """How weights travel in a run, as both ends must know it."""
+
+    transport: TransportName
+    rendezvous: Rendezvous
+    bucket_bytes: int
+
+
 Sender = BucketSender | DiskSender
 """The end of one training rank. It lasts from sync to sync."""
 
@@ -67,50 +78,35 @@ def choose_transport(wanted: str, topology: Topology) -> TransportName:
     return transport
 
 
-def open_sender(
-    transport: TransportName,
-    plan: WeightPlan,
-    source: int,
-    rendezvous: Rendezvous,
-    bucket_bytes: int,
-    *,
-    ranks_per_engine: int = 1,
-    files: DiskFiles | None = None,
-) -> Sender:
-    """The end of the `source`-th training rank.
-
-    Exact shards need only the rank's part of the plan. DISK needs all of it, the number of engine ranks in each engine,
-    and `files`, where it writes.
-    """
-    if transport is TransportName.DISK and files is not None:
-        return DiskSender(plan, source, rendezvous, files, ranks_per_engine)
-    return BucketSender(plan, source, rendezvous, bucket_bytes, _transport(transport, plan, source, rendezvous))
+def open_sender(channel: Channel, plan: WeightPlan, source: int, files: DiskFiles | None = None) -> Sender:
+    """The end of the `source`-th training rank. `files` is where DISK writes; the other transports do not need it."""
+    rendezvous = channel.rendezvous
+    if channel.transport is not TransportName.DISK:
+        return BucketSender(plan, source, rendezvous, channel.bucket_bytes, _transport(channel, plan, source))
+    if files is None:
+        raise ValueError("disk needs DiskFiles, which say where to write")
+    return DiskSender(plan, source, rendezvous, files)
 
 
 def open_receiver(
-    transport: TransportName,
-    plan: WeightPlan,
-    destination: int,
-    tensors: Mapping[str, torch.Tensor],
-    rendezvous: Rendezvous,
-    bucket_bytes: int,
+    channel: Channel, plan: WeightPlan, destination: int, tensors: Mapping[str, torch.Tensor]
 ) -> BucketReceiver:
     """An engine rank's end, for exact shards, in the process that holds `tensors`, its storages by name.
 
     `plan` may be the rank's part of the whole. Raises ModelError if `tensors` are not those of the manifest.
     """
-    of_peer = _transport(transport, plan, destination_peer(plan, destination), rendezvous)
-    return BucketReceiver(plan, destination, tensors, rendezvous, bucket_bytes, of_peer)
+    transport = _transport(channel, plan, destination_peer(plan, destination))
+    return BucketReceiver(plan, destination, tensors, channel.rendezvous, channel.bucket_bytes, transport)
 
 
-def _transport(name: TransportName, plan: WeightPlan, peer: Peer, rendezvous: Rendezvous) -> Transport:
-    match name:
+def _transport(channel: Channel, plan: WeightPlan, peer: Peer) -> Transport:
+    match channel.transport:
         case TransportName.SHARED_MEMORY:
-            return SharedMemory(rendezvous.run)
+            return SharedMemory(channel.rendezvous.run)
         case TransportName.PROCESS_GROUP:
             # NCCL refuses two ranks on one GPU: if training ranks and engines share GPUs, gloo carries host memory.
             places = plan.topology
             shared = {*places.sources} & {place for place in places.destinations if place.device is not None}
             return ProcessGroup(peer, on_host=bool(shared))
         case TransportName.DISK:
-            raise ValueError("disk sends files, not buckets")
+            raise ValueError("disk has no end in an engine rank: the engine's server reads the files")

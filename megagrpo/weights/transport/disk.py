@@ -21,6 +21,7 @@ import torch
 
 from megagrpo.errors import CheckpointError, EngineError, MegagrpoError, Problem, WeightSyncError
 from megagrpo.weights.boxes import Manifest, classes_of
+from megagrpo.weights.digest import sent_digests
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.export import Export, finish_export, lay_out, write_part
 from megagrpo.weights.plan import WeightPlan, make_plan
@@ -59,13 +60,12 @@ def plan_for_files(sources: Sequence[Manifest], destinations: Sequence[Manifest]
 
 
 class DiskSender:
-    """The end of the `source`-th training rank. In `plan` each engine has `ranks_per_engine` destinations."""
+    """The end of the `source`-th training rank of `plan`, all of which it needs."""
 
-    def __init__(
-        self, plan: WeightPlan, source: int, rendezvous: Rendezvous, files: DiskFiles, ranks_per_engine: int
-    ) -> None:
+    def __init__(self, plan: WeightPlan, source: int, rendezvous: Rendezvous, files: DiskFiles) -> None:
+        self._for_engines = plan.part_for_source(source)
         self._plan = plan_for_files(plan.sources, plan.destinations, files)
-        self._source, self._files, self._ranks_per_engine = source, files, ranks_per_engine
+        self._source, self._files = source, files
         self._member = rendezvous.join(plan.sources[source].holder)
         self._member.announce()
 
@@ -83,6 +83,10 @@ class DiskSender:
                 write_part(export, self._plan, self._source, tensors)
                 self._member.push(f"source {LEADER}", ["written", self._source])
 
+    def digests(self, tensors: Mapping[str, torch.Tensor], active: Sequence[int]) -> dict[int, dict[str, int]]:
+        """This rank's part of the digests expected at each of the `active` destinations."""
+        return sent_digests(self._for_engines, self._source, tensors, active)
+
     def bucket_digests(
         self, tensors: Mapping[str, torch.Tensor], tensor: str, active: frozenset[int]
     ) -> dict[str, int]:
@@ -94,9 +98,8 @@ class DiskSender:
 
     def _lead(self, sync: Sync, export: Export, tensors: Mapping[str, torch.Tensor]) -> None:
         others = set(range(len(self._plan.sources))) - {LEADER}
-        engines = sorted({index // self._ranks_per_engine for index in sync.destinations})
-        for engine in engines:
-            self._member.push(f"engine {engine}", ["begun", str(export.directory)])
+        for destination in sync.destinations:
+            self._member.push(f"destination {destination}", ["begun", str(export.directory)])
         try:
             self._begin(export)
             for source in sorted(others):
@@ -110,8 +113,8 @@ class DiskSender:
         except MegagrpoError:
             shutil.rmtree(export.partial, ignore_errors=True)  # a full disk gets its room back
             raise
-        for engine in engines:
-            self._member.push(f"engine {engine}", ["ready", str(export.directory)])
+        for destination in sync.destinations:
+            self._member.push(f"destination {destination}", ["ready", str(export.directory)])
 
     def _begin(self, export: Export) -> None:
         if export.directory.exists() and not (export.directory / MARKER).is_file():
@@ -133,10 +136,11 @@ class DiskSender:
 
 
 class DiskReceiver:
-    """The end of the `engine`-th engine, beside its server. `loaded` is the directory that the server has loaded."""
+    """The end of an engine, beside its server. Its ranks are these destinations of the plan. `loaded` is the directory
+    that the server has loaded."""
 
-    def __init__(self, engine: int, rendezvous: Rendezvous, post: Post, name: str) -> None:
-        self._engine, self._post = engine, post
+    def __init__(self, destinations: Sequence[int], rendezvous: Rendezvous, post: Post, name: str) -> None:
+        self._destinations, self._post = destinations, post
         self._member = rendezvous.join(name)
         self._member.announce()
         self.loaded: Path | None = None
@@ -147,9 +151,10 @@ class DiskReceiver:
         fix = "look for what stopped them; weights.timeout_seconds is the longest wait"
         missing = Problem(f"{self._member.name}: weights of version {version}", given, fix=fix)
         with self._member.attend(version):
-            kind = ""
-            while kind != "ready":
-                kind, directory = self._member.next_message(f"engine {self._engine}", lambda: missing)
+            for destination in self._destinations:
+                kind = ""
+                while kind != "ready":
+                    kind, directory = self._member.next_message(f"destination {destination}", lambda: missing)
             self.loaded = Path(directory)
             body = {"model_path": directory, "load_format": "auto", "flush_cache": False}
             with server_errors(f"{self._member.name}: {directory}"):

@@ -31,7 +31,7 @@ from megagrpo.weights.digest import combine, digests
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan, require_own
 from megagrpo.weights.transport.buckets import BucketReceiver
-from megagrpo.weights.transport.choice import TransportName, open_receiver
+from megagrpo.weights.transport.choice import Channel, TransportName, open_receiver
 from megagrpo.weights.transport.disk import DiskReceiver, Post, server_errors
 from megagrpo.weights.transport.rendezvous import Member, Rendezvous
 from megagrpo.weights.views import model_tensors, stored_tensors, torch_dtype
@@ -59,14 +59,7 @@ class ServerWeights:
         self._disk: DiskReceiver | None = None
         self._bucket_bytes = 0
 
-    def connect(
-        self,
-        plan: WeightPlan,
-        destinations: Sequence[int],
-        transport: TransportName,
-        rendezvous: Rendezvous,
-        bucket_bytes: int,
-    ) -> None:
+    def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
         """Opens the receiving end. `destinations` are the plan's indices of the tensor ranks, in order.
 
         Refused, naming the parameters, if the served model has not the names, shapes and dtypes of the manifests.
@@ -74,12 +67,11 @@ class ServerWeights:
         self.close()
         for destination, manifest in zip(destinations, self._manifests, strict=True):
             require_own(plan.destinations[destination], manifest)
-        self._bucket_bytes = bucket_bytes
-        check_verifiable(self._info, self._name, transport)
-        self._member = rendezvous.join(f"actor of {self._name}")
+        check_verifiable(self._info, self._name, channel.transport)
+        self._bucket_bytes, self._member = channel.bucket_bytes, channel.rendezvous.join(f"actor of {self._name}")
         if has_our_loader(self._info):
             parts = [pickle.dumps(plan.part_for_destination(destination)) for destination in destinations]
-            common = {"transport": str(transport), "bucket_bytes": bucket_bytes}
+            common = {"transport": channel.transport, "bucket_bytes": channel.bucket_bytes}
             self._ask(
                 "plan",
                 [
@@ -87,9 +79,8 @@ class ServerWeights:
                     for destination, part in zip(destinations, parts, strict=True)
                 ],
             )
-        if transport is TransportName.DISK:
-            engine = destinations[0] // len(self._manifests)
-            self._disk = DiskReceiver(engine, rendezvous, self._post, self._name)
+        if channel.transport is TransportName.DISK:
+            self._disk = DiskReceiver(destinations, channel.rendezvous, self._post, self._name)
 
     def receive(self, version: int) -> None:
         """Writes the weights of the open sync, while the training ranks send."""
@@ -318,14 +309,13 @@ class _Loader:
 
     def _connect(self, command: Mapping[str, Any]) -> None:
         self.close()
-        transport, destination = TransportName(command["transport"]), command["destination"]
+        channel = Channel(TransportName(command["transport"]), self.rendezvous, command["bucket_bytes"])
+        destination = command["destination"]
         plan = read_plan(base64.b64decode(command["plan"]))
         manifest = plan.destinations[destination]
         tensors = stored_tensors(manifest, model_tensors(self.model, manifest))
-        if transport is not TransportName.DISK:
-            self.receiver = open_receiver(
-                transport, plan, destination, tensors, self.rendezvous, command["bucket_bytes"]
-            )
+        if channel.transport is not TransportName.DISK:
+            self.receiver = open_receiver(channel, plan, destination, tensors)
         self.manifest, self.tensors = manifest, tensors
 
     def _in_place(self) -> tuple[Manifest, Mapping[str, torch.Tensor]]:
