@@ -39,13 +39,16 @@ class Section(BaseModel):
         return [key for key in keys if getattr(self, key) != fields[key].default]
 
 
-def broken_rules(section: Section, path: str = "") -> list[Problem]:
-    """All broken rules of a section and of the sections in it; `where` is a dotted path."""
+def broken_rules(section: Section, path: str = "", checked: Section | None = None) -> list[Problem]:
+    """All broken rules of a section and of the sections in it; `where` is a dotted path.
+
+    `checked` is such a section without broken rules, if there is one: what both have in common is not checked again.
+    """
     found = []
     for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            found += broken_rules(value, f"{path}{name}.")
+        value, good = getattr(section, name), getattr(checked, name, None)
+        if isinstance(value, Section) and value is not good:
+            found += broken_rules(value, f"{path}{name}.", good)
         elif isinstance(value, list):
             for index, item in enumerate(value):
                 if isinstance(item, Section):

@@ -9,12 +9,13 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.errors import DataError, Problem, brief, first_line
+
+if TYPE_CHECKING:  # pyarrow is slow to import, and a plan mostly has no parquet file to look at
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 SUFFIXES = (".parquet", ".jsonl")
 PROBLEMS_SHOWN = 10
@@ -131,6 +132,9 @@ def _unreadable(path: Path, error: BaseException, after_row: int | None = None) 
 
 
 def _open_parquet(path: Path) -> pq.ParquetFile:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         return pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
@@ -138,6 +142,8 @@ def _open_parquet(path: Path) -> pq.ParquetFile:
 
 
 def _parquet_records(path: Path, wanted: Iterable[str] | None) -> Iterator[tuple[int, Record | Problem]]:
+    import pyarrow as pa
+
     file = _open_parquet(path)
     present = file.schema_arrow.names
     names = present if wanted is None else [name for name in present if name in set(wanted)]

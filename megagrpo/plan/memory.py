@@ -7,10 +7,10 @@ says how exact each part is.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 
 from megagrpo.layout.parallel import ParallelLayout
@@ -105,16 +105,11 @@ def memory(
     model of algorithm.critic.path, if it is another; `expert_imbalance` as in Assumptions.
     """
     card = machines.gpu.memory_bytes if machines and device == "cuda" else None
-    planned, pipeline = plan_devices(recipe, device), recipe.train.layout.pipeline
-    ranks, engines = len(planned.bundle_of_rank), Counter(chain.from_iterable(planned.bundles_of_engine))
-    engine = None
+    planned, pipeline, engine = plan_devices(recipe, device), recipe.train.layout.pipeline, None
     if isinstance(recipe, Recipe) and recipe.rollout.engine != "external":
         engine = engine_memory(recipe, architecture, card, device)
-    kinds: dict[tuple[int | None, int], list[int]] = {}
-    for bundle in range(planned.bundles):
-        stage = bundle // (ranks // pipeline) if bundle < ranks else None  # ranks lie on the first devices, in order
-        kinds.setdefault((stage, engines[bundle]), []).append(bundle)
-    for (stage, count), devices in kinds.items():
+    ranks = len(planned.bundle_of_rank)
+    for (stage, count), devices in _kinds(planned.bundles, ranks, pipeline, planned.bundles_of_engine).items():
         names: list[str] = []
         parts: dict[str, list[Part]] = {phase: [] for phase in PHASES}
         if stage is not None:
@@ -126,7 +121,19 @@ def memory(
                 parts[phase] += _engine_parts(recipe, engine, device, phase, count, stage is not None)
         if names:
             phases = (PhaseMemory(phase, tuple(held)) for phase, held in parts.items())
-            yield DeviceMemory(", ".join(names), tuple(devices), tuple(phases))
+            yield DeviceMemory(", ".join(names), devices, tuple(phases))
+
+
+@lru_cache(maxsize=256)
+def _kinds(
+    devices: int, ranks: int, pipeline: int, devices_of_engine: tuple[tuple[int, ...], ...]
+) -> dict[tuple[int | None, int], tuple[int, ...]]:
+    """Devices by the pipeline stage of their rank and the number of their engines; no stage where there is no rank."""
+    engines, found = Counter(chain.from_iterable(devices_of_engine)), defaultdict(list)
+    for device in range(devices):
+        stage = device // (ranks // pipeline) if device < ranks else None  # ranks lie on the first devices, in order
+        found[stage, engines[device]].append(device)
+    return {kind: tuple(held) for kind, held in found.items()}
 
 
 # --- training ranks --------------------------------------------------------------------------------------------------

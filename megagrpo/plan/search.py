@@ -8,18 +8,19 @@ a set of values of recipe fields.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any, TypeVar
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.plan.advice import CONTEXT_TOKENS_MIN, node_problems
 from megagrpo.plan.assumptions import Assumptions, longest_sequence
+from megagrpo.plan.communication import Seconds
 from megagrpo.plan.machines import Machines
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import expert_parameters, total_parameters
 from megagrpo.plan.plan import Estimate, Plan, lacking_bytes
-from megagrpo.plan.time import StepTime, step_time
+from megagrpo.plan.time import StepTime, step_time, training_phases
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.model_rules import critic_problems, divisors, model_problems
@@ -137,18 +138,29 @@ class _Run:
     critic: Architecture | None
     estimated: int = 0
     nearest: _Found | None = None
+    training: dict[tuple[str, ...], dict[str, Seconds]] = field(default_factory=dict)  # by values in `train`
 
     def candidates(self, choices: Iterable[Values]) -> list[_Found]:
         """The legal ones, with the seconds of a step."""
         found = {}
         for values in choices:
             key = tuple(str(values[path]) for path in sorted(values))
+            if key in found:
+                continue
             recipe = changed(self.recipe, values)
-            if key not in found and legal(recipe, self.architecture, self.critic):
-                time = step_time(recipe, self.architecture, self.machines, self.assumptions, self.critic)
-                found[key] = _Found(values, recipe, time)
+            if legal(recipe, self.architecture, self.critic, checked=self.recipe):
+                found[key] = _Found(values, recipe, self._time(values, recipe))
         self.estimated += len(found)
         return list(found.values())
+
+    def _time(self, values: Values, recipe: AnyRecipe) -> StepTime:
+        """Candidates that differ only in engines or offload train in the same time."""
+        known = self.architecture, self.machines, self.assumptions, self.critic
+        train = [f"{path}={value}" for path, value in values.items() if path.startswith("train.")]
+        key = tuple(text for text in train if not text.startswith("train.offload="))
+        if key not in self.training:
+            self.training[key] = training_phases(recipe, *known)
+        return step_time(recipe, *known, self.training[key])
 
     def fitting(self, candidates: Iterable[_Found], most: int, apart: Sequence[str] = ()) -> list[_Found]:
         """The fastest `most` that fit, and only the fastest of those that agree in the fields `apart`, if given."""
@@ -183,11 +195,13 @@ class _Run:
         return Choice(tuple(overrides), estimate, _reason(found.recipe, estimate, self.machines.gpu.memory_bytes))
 
 
-def legal(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> bool:
-    """Whether every rule that a plan checks holds for the layout and the engines."""
+def legal(
+    recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None, checked: AnyRecipe | None = None
+) -> bool:
+    """Whether every rule that a plan checks holds for the layout and the engines; `checked` as in broken_rules."""
     return not (
-        broken_rules(recipe)
-        or model_problems(recipe, architecture)
+        model_problems(recipe, architecture)
+        or broken_rules(recipe, checked=checked)
         or _split_problems(recipe, architecture)
         or (critic is not None and critic_problems(recipe, critic))
         or any(node_problems(recipe))
@@ -419,10 +433,14 @@ def changed(recipe: AnyRecipe, values: Values) -> AnyRecipe:
 
 
 def _updated(section: Kind, tree: Mapping[str, Any]) -> Kind:
-    update = {
-        key: _updated(getattr(section, key), value) if isinstance(value, dict) else value for key, value in tree.items()
-    }
-    return section.model_copy(update=update)
+    """The section itself if it has these values."""
+    update = {}
+    for key, value in tree.items():
+        old: Any = getattr(section, key, None)
+        new = _updated(old, value) if isinstance(value, dict) else value
+        if new is not old and new != old:
+            update[key] = new
+    return section.model_copy(update=update) if update else section
 
 
 def value_at(recipe: AnyRecipe, path: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -74,24 +74,22 @@ def step_time(
     machines: Machines,
     assumptions: Assumptions,
     critic: Architecture | None = None,
+    training: Mapping[str, Seconds] | None = None,
 ) -> StepTime:
     """Expected seconds of one step, without evaluation and checkpoints. `critic` is the model of algorithm.critic.path,
-    if it is another. With `A_CPU` only calibrated assumptions give seconds that mean something."""
-    lengths, device = lengths_of(recipe, assumptions), "cpu" if machines.gpu == A_CPU.gpu else "cuda"
-    item_bytes, planned = ITEM_BYTES[dtype_name(recipe, device)], plan_devices(recipe, "cuda")
-    ranks = TrainingRanks(architecture, recipe.train, machines, assumptions, item_bytes)
-    phases: dict[str, Seconds] = {}
+    if it is another. With `A_CPU` only calibrated assumptions give seconds that mean something. `training` is what
+    `training_phases` gives, if it is known."""
+    lengths, device = lengths_of(recipe, assumptions), _device(machines)
+    planned = plan_devices(recipe, "cuda")
+    phases = dict(training or training_phases(recipe, architecture, machines, assumptions, critic))
     if isinstance(recipe, SftRecipe):
         samples = float(recipe.data.examples_per_step)
-        tokens = samples * lengths.sequence
-        phases["update"] = ranks.update_seconds(BatchSize(samples, tokens, samples * lengths.sequence_square, tokens))
     else:
         rounds = list(prompts_of_rounds(recipe, assumptions.signal_share))
         samples = float(sum(rounds) * recipe.rollout.samples_per_prompt)
-        batch = trained_batch(recipe, assumptions, sum(rounds))
-        phases["rollout"] = _rollout(recipe, architecture, machines, assumptions, planned, rounds, device)
-        phases["reward"] = _reward(recipe, assumptions, samples)
-        phases["logprobs"], phases["update"] = _training(recipe, ranks, critic, batch)
+        rollout = _rollout(recipe, architecture, machines, assumptions, planned, rounds, device)
+        phases = {"rollout": rollout, "reward": _reward(recipe, assumptions, samples), **phases}
+        item_bytes = ITEM_BYTES[dtype_name(recipe, device)]
         phases["weight_sync"] = sync_seconds(recipe, architecture, machines, assumptions, item_bytes)
     phases["driver"] = _driver(recipe, architecture, assumptions, samples, critic)
     times = []
@@ -101,6 +99,10 @@ def step_time(
     known = assumptions.epoch_rows is not None or recipe.train.total_epochs is None
     steps = total_steps(recipe, math.ceil(assumptions.epoch_rows or 0)) if known else None
     return StepTime(tuple(times), samples * lengths.sequence, planned.bundles, steps)
+
+
+def _device(machines: Machines) -> str:
+    return "cpu" if machines.gpu == A_CPU.gpu else "cuda"
 
 
 # --- rollout ---------------------------------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ def _rollout(
     rollout, devices, lengths = recipe.rollout, planned.bundles_of_engine, lengths_of(recipe, assumed)
     tensor = 1 if rollout.engine == "transformers" else rollout.layout.tensor
     engine = EngineSpeed(arch, tensor, machines, assumed, ITEM_BYTES[dtype_name(recipe, device)])
-    blocks = len({own[0] for own in devices}) if devices[0] else rollout.engines
+    blocks = len(set(devices)) if devices[0] else rollout.engines
     greedy = 1 if recipe.algorithm.advantage.name == "remax" else 0
     at_once = float(rollout.requests_at_once * math.ceil(rollout.engines / blocks))
     if rollout.engine == "sglang" and device == "cuda":
@@ -174,11 +176,24 @@ def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
     }
 
 
-def _training(
-    recipe: Recipe, ranks: TrainingRanks, critic: Architecture | None, batch: BatchSize
-) -> tuple[Seconds, Seconds]:
-    """The passes before the update, and the update, of the policy and of a critic on the same ranks."""
+def training_phases(
+    recipe: AnyRecipe,
+    architecture: Architecture,
+    machines: Machines,
+    assumptions: Assumptions,
+    critic: Architecture | None = None,
+) -> dict[str, Seconds]:
+    """The passes before the update, and the update, of the policy and of a critic on the same ranks. Nothing in
+    `rollout` but the size of a step, in `cluster` or in `train.offload` changes them."""
+    item_bytes = ITEM_BYTES[dtype_name(recipe, _device(machines))]
+    ranks = TrainingRanks(architecture, recipe.train, machines, assumptions, item_bytes)
+    if isinstance(recipe, SftRecipe):
+        lengths, samples = lengths_of(recipe, assumptions), float(recipe.data.examples_per_step)
+        tokens = samples * lengths.sequence
+        batch = BatchSize(samples, tokens, samples * lengths.sequence_square, tokens)
+        return {"update": ranks.update_seconds(batch)}
     algorithm = recipe.algorithm
+    batch = trained_batch(recipe, assumptions, sum(prompts_of_rounds(recipe, assumptions.signal_share)))
     minibatch, times = batch.share(1 / algorithm.minibatches), algorithm.minibatches * algorithm.epochs
     before = {"sending the batch": batch.sequences * ranks.assumptions.send_seconds_per_response}
     passes = {"old": algorithm.computes_old_logprobs, "reference": algorithm.kl.coefficient > 0}
@@ -190,7 +205,7 @@ def _training(
         critics = replace(ranks, arch=critic_of(critic or ranks.arch), train=whole)
         before |= _named("values", critics.forward_seconds(batch))
         update |= _named("critic", critics.update_seconds(minibatch))
-    return before, {name: spent * times for name, spent in update.items()}
+    return {"logprobs": before, "update": {name: spent * times for name, spent in update.items()}}
 
 
 def _named(what: str, seconds: Seconds) -> Seconds:

@@ -82,7 +82,11 @@ def _known_directory(path: str) -> Path | None:
 
 def cached_directory(path: str) -> Path | None:
     """Where the hub id `path` lies in the local cache, if its config.json does. Asks no server."""
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if not (Path(HF_HUB_CACHE) / f"models--{path.replace('/', '--')}").is_dir():
+        return None
+    from huggingface_hub import try_to_load_from_cache  # imports all that downloads: a tenth of a second
 
     config = try_to_load_from_cache(path, "config.json")
     return Path(config).parent if isinstance(config, str) else None

@@ -73,6 +73,9 @@ def _uneven(layers: int, layout: ParallelLayout) -> str | None:
 def _tensor(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
     tensor, groups = recipe.train.layout.tensor, architecture.query_groups
     divided = {what: size for axis, what, size in divided_sizes(architecture) if axis == "tensor"}
+    repeated = groups % tensor and tensor % groups
+    if not repeated and all(count % tensor == 0 for count in divided.values()):
+        return
     fitting = [
         size
         for size in divisors(architecture.heads)
@@ -82,7 +85,7 @@ def _tensor(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
         if count % tensor:
             given = f"{tensor}, and the model has {count} {what}"
             yield Problem("train.layout.tensor", given, f"a size that divides {count}", f"tensor of {either(fitting)}")
-    if groups % tensor and tensor % groups:
+    if repeated:
         given = f"{tensor}, and the model has {groups} query groups (num_key_value_heads)"
         needed = f"a size that divides {groups}, or a multiple of it (the groups are then held more than once)"
         yield Problem("train.layout.tensor", given, needed, f"tensor of {either(fitting)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megagrpo.errors import Problem
@@ -50,11 +50,9 @@ def model_tensors(arch: Architecture) -> ModelTensors:
 
 @lru_cache(maxsize=4)
 def _roles_of(arch: Architecture) -> frozenset[Role]:
-    model = model_tensors(arch)
-    found = set(model.roles)
-    for layer in model.layers:
-        found.update(layer.roles, *layer.experts[:1])
-    return frozenset(found)
+    """Layers of one kind have the same roles, so those up to the first one with experts have them all."""
+    layers = 1 + (arch.experts.dense_layers if arch.experts else 0)
+    return frozenset(tensor.role for tensor in tensors_of(replace(arch, layers=min(layers, arch.layers))))
 
 
 def role_problems(arch: Architecture, held: frozenset[Role], side: str) -> list[Problem]:
