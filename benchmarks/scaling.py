@@ -14,11 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.machines import machines_of
 from megagrpo.plan.parameters import known_models
+from megagrpo.plan.plan import plan_of
 from megagrpo.plan.search import Choice, search
 from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import Recipe
@@ -98,11 +96,7 @@ def row(size: Size, gpus: int) -> Row | str:
         f"rollout.prompts_per_step={responses // SAMPLES}", f"rollout.samples_per_prompt={SAMPLES}",
     ]  # fmt: skip
     recipe = load(RECIPE, overrides).recipe
-    architecture, assumptions = read_architecture(known_models()[size.model]), Assumptions()
-    machines = machines_of(recipe, assumptions)
-    if machines is None:
-        raise RecipeError(Problem("cluster.gpu", "none", "a kind of GPU"))
-    found = search(recipe, architecture, machines, assumptions, gpus)
+    found = search(plan_of(recipe, read_architecture(known_models()[size.model])), gpus)
     if not found.choices:
         return f"nothing fits; nearest: {found.nearest.reason}" if found.nearest else "no layout is legal"
     best = found.choices[0]

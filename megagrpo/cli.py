@@ -75,7 +75,7 @@ def plan(asked: argparse.Namespace) -> int:
     loaded = load_any(asked.recipe, asked.overrides)
     ready = preflight(loaded, plan_only=True)
     from megagrpo.plan.plan import plan_of
-    from megagrpo.plan.search import search_for
+    from megagrpo.plan.search import search
     from megagrpo.weights.families import read_architecture
 
     planned = plan_of(
@@ -87,7 +87,7 @@ def plan(asked: argparse.Namespace) -> int:
         epoch_rows=ready.epoch_rows,
         critic=read_architecture(ready.critic_directory) if ready.critic_directory else None,
     )
-    found = search_for(planned, asked.gpus) if asked.search else None
+    found = search(planned, asked.gpus) if asked.search else None
     if asked.html:
         from megagrpo.plan.show.page import page
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
-from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.machines import GPUS, Machines, machines_of
-from megagrpo.plan.memory import memory
+from megagrpo.plan.case import GPUS, Machines
 from megagrpo.plan.parameters import known_models
-from megagrpo.plan.plan import Estimate, Plan, lacking_bytes, plan_of
+from megagrpo.plan.plan import Plan, plan_of
 from megagrpo.plan.search import Search, search
-from megagrpo.plan.time import step_time
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
@@ -63,15 +61,11 @@ ON_2048: dict[str, Any] = {
 """DeepSeek-V3 on 2,048 GPUs."""
 
 
-def recipe(**changes: Any) -> Recipe:
-    """BASE with values by their dotted paths, given as keys with two underscores for a dot."""
-    return changed(changes)
-
-
-def changed(values: Mapping[str, Any]) -> Recipe:
-    """BASE with values by their dotted paths; None removes a key."""
+def recipe(values: Mapping[str, Any] = MappingProxyType({}), **more: Any) -> Recipe:
+    """BASE with values by their dotted paths, which keys of `more` have with two underscores for a dot; None removes
+    a key."""
     tree = deepcopy(BASE)
-    for path, value in values.items():
+    for path, value in {**values, **more}.items():
         *above, last = path.replace("__", ".").split(".")
         section = tree
         for key in above:
@@ -125,27 +119,20 @@ def architecture(of: AnyRecipe) -> Architecture:
     return known_model(of.model.path)
 
 
-def plan(**changes: Any) -> Plan:
-    made = recipe(**changes)
-    return plan_of(made, architecture(made))
+def plan(values: Mapping[str, Any] = MappingProxyType({}), *, given: Sequence[str] = (), **more: Any) -> Plan:
+    """The plan of a `recipe`, of which a test may look at what it wants."""
+    return planned(recipe(values, **more), given)
 
 
-def estimate(of: AnyRecipe, arch: Architecture | None = None) -> Estimate:
-    """With the assumed values, on the machines that the recipe names."""
-    machines, assumptions, arch = machines_of(of, Assumptions()), Assumptions(), arch or architecture(of)
-    assert machines is not None
-    held = tuple(memory(of, arch, machines, "cuda"))
-    return Estimate(held, step_time(of, arch, machines, assumptions), lacking_bytes(held, machines))
+def planned(of: Recipe, given: Sequence[str] = (), critic: Architecture | None = None) -> Plan:
+    return plan_of(of, architecture(of), given=given, critic=critic)
 
 
-def searched(of: AnyRecipe, gpus: int) -> Search:
+def searched(of: Recipe, gpus: int) -> Search:
     """A search with the assumed values, made once: it takes a second."""
     return _searched(of.model_dump_json(), gpus)
 
 
 @lru_cache
 def _searched(recipe_json: str, gpus: int) -> Search:
-    of, assumptions = Recipe.model_validate_json(recipe_json), Assumptions()
-    machines = machines_of(of, assumptions)
-    assert machines is not None
-    return search(of, architecture(of), machines, assumptions, gpus)
+    return search(planned(Recipe.model_validate_json(recipe_json)), gpus)

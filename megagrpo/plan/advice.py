@@ -11,10 +11,10 @@ from pathlib import Path
 
 from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan.assumptions import Assumptions, lengths_of, longest_sequence, minibatch_sequences
+from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
+from megagrpo.plan.case import Case
 from megagrpo.plan.device_map import axes
 from megagrpo.plan.engine import EngineMemory, engine_memory
-from megagrpo.plan.machines import Machines
 from megagrpo.plan.memory import DeviceMemory
 from megagrpo.plan.parameters import adapter_parameters, total_parameters
 from megagrpo.plan.time import StepTime
@@ -40,15 +40,13 @@ TIMEOUT_SHARE_MAX = 0.8
 # --- impossible ------------------------------------------------------------------------------------------------------
 
 
-def impossible(
-    recipe: AnyRecipe, architecture: Architecture, machines: Machines | None, held: Sequence[DeviceMemory]
-) -> Iterator[Problem]:
+def impossible(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:
     """Why the recipe cannot run on its machines. Too little memory is one problem, since one change moves all kinds of
     devices."""
-    yield from node_problems(recipe)
-    if machines is None:
+    yield from node_problems(case.recipe)
+    if case.gpus is None:
         return
-    gpu, engine = machines.gpu, _engine(recipe, architecture, machines)
+    gpu, engine = case.gpus.gpu, _engine(case)
     if engine and engine.sequences == 0:
         yield Problem(
             "rollout.layout.tensor",
@@ -70,11 +68,12 @@ def impossible(
         yield Problem(f"memory of {kind.name}, {fullest.phase}", given, needed, fix)
 
 
-def _engine(recipe: AnyRecipe, architecture: Architecture, machines: Machines | None) -> EngineMemory | None:
+def _engine(case: Case) -> EngineMemory | None:
     """None without a known card, and for recipes without engines of their own."""
-    if machines is None or isinstance(recipe, SftRecipe) or recipe.rollout.devices_of_engine == 0:
+    of = case.recipe
+    if case.card_bytes is None or isinstance(of, SftRecipe) or of.rollout.devices_of_engine == 0:
         return None
-    return engine_memory(recipe, architecture, machines.gpu.memory_bytes, "cuda")
+    return engine_memory(case)
 
 
 def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
@@ -97,29 +96,22 @@ def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
 # --- unwise ----------------------------------------------------------------------------------------------------------
 
 
-def unwise(
-    recipe: AnyRecipe,
-    architecture: Architecture,
-    machines: Machines | None,
-    held: Sequence[DeviceMemory],
-    time: StepTime | None,
-    assumptions: Assumptions,
-) -> Iterator[Problem]:
+def unwise(case: Case, held: Sequence[DeviceMemory], time: StepTime | None) -> Iterator[Problem]:
     """What works and is probably not what the recipe's author wants. `time` is None where GPUs are not known."""
-    if recipe.cluster.device != "cpu":
-        yield from _unwise_nodes(recipe, architecture)
-    yield from _unwise_layout(recipe, architecture, machines, time, assumptions)
-    yield from _unwise_training(recipe, architecture, machines, held)
-    if isinstance(recipe, Recipe):
-        yield from _unwise_engines(recipe, time, _engine(recipe, architecture, machines))
+    if case.device == "cuda":
+        yield from _unwise_nodes(case)
+    yield from _unwise_layout(case, time)
+    yield from _unwise_training(case, held)
+    if isinstance(case.recipe, Recipe):
+        yield from _unwise_engines(case, case.recipe, time)
     if time is not None:
-        yield from _unwise_seconds(recipe, time)
+        yield from _unwise_seconds(case.recipe, time)
 
 
-def _unwise_nodes(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
-    per_node, devices = recipe.cluster.gpus_per_node, plan_devices(recipe, "cuda").bundles
+def _unwise_nodes(case: Case) -> Iterator[Problem]:
+    per_node, devices = case.recipe.cluster.gpus_per_node, case.device_plan.bundles
     fixes = {"tensor": f"a divisor of {per_node}, and pipeline for the rest", "expert_tensor": "expert_tensor: 1"}
-    for axis in axes(recipe, architecture):
+    for axis in axes(case):
         if axis.name in fixes and axis.nodes > 1:
             given = f"{axis.size}, whose ranks reach over {axis.nodes} nodes"
             needed = f"groups within nodes of {per_node} GPUs: they exchange activations several times a layer"
@@ -130,18 +122,12 @@ def _unwise_nodes(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Pro
         yield Problem("cluster.gpus_per_node", given, "whole nodes", fix)
 
 
-def _unwise_layout(
-    recipe: AnyRecipe,
-    architecture: Architecture,
-    machines: Machines | None,
-    time: StepTime | None,
-    assumptions: Assumptions,
-) -> Iterator[Problem]:
-    layout, experts = recipe.train.layout.parallel(), architecture.experts
+def _unwise_layout(case: Case, time: StepTime | None) -> Iterator[Problem]:
+    recipe, layout, lengths, experts = case.recipe, case.layout, case.lengths, case.architecture.experts
     tensor, data, context = layout.tensor, layout.data, layout.context
-    if machines and tensor > 1 and machines.gpu.node_bytes_per_second < NVLINK_BYTES_PER_SECOND_MIN:
-        speed = machines.gpu.node_bytes_per_second / 1e9
-        given = f"{tensor}, over the {speed:.0f} GB/s between {machines.gpu.name}s of a node"
+    gpu = case.speeds.gpu
+    if case.card_bytes and tensor > 1 and gpu.node_bytes_per_second < NVLINK_BYTES_PER_SECOND_MIN:
+        given = f"{tensor}, over the {gpu.node_bytes_per_second / 1e9:.0f} GB/s between {gpu.name}s of a node"
         fix = "tensor: 1, with pipeline or more data ranks in its place, where it fits"
         yield Problem("train.layout.tensor", given, "NVLink: tensor ranks exchange activations four times a layer", fix)
     if experts and experts.count >= EXPERTS_MANY and tensor > 1 and recipe.train.layout.expert_tensor is None:
@@ -162,7 +148,6 @@ def _unwise_layout(
             "fewer data ranks, or change "
             + ("data.examples_per_step" if isinstance(recipe, SftRecipe) else "algorithm.minibatches"),
         )
-    lengths = lengths_of(recipe, assumptions)
     longest = lengths.prompt + lengths.longest
     padding = context / lengths.sequence  # half of a multiple of 2 x context, on the mean
     if context > 1 and (longest / context < CONTEXT_TOKENS_MIN or padding > CONTEXT_PADDING_MAX):
@@ -171,18 +156,18 @@ def _unwise_layout(
         yield Problem("train.layout.context", given, needed, "context: 1, and data in its place")
 
 
-def _unwise_engines(recipe: Recipe, time: StepTime | None, engine: EngineMemory | None) -> Iterator[Problem]:
-    rollout, ranks = recipe.rollout, recipe.train.layout.parallel().ranks
+def _unwise_engines(case: Case, recipe: Recipe, time: StepTime | None) -> Iterator[Problem]:
+    rollout, ranks, engine = recipe.rollout, case.layout.ranks, _engine(case)
     engines, each = rollout.engines, rollout.devices_of_engine
     responses = rollout.prompts_per_step * rollout.samples_per_prompt
     if each == 0:
         return
-    used = len({device for devices in plan_devices(recipe, "cuda").bundles_of_engine for device in devices})
+    used = len({device for devices in case.device_plan.bundles_of_engine for device in devices})
     if responses < engines:
         given = f"{engines}, for {responses} responses in a step"
         yield Problem("rollout.engines", given, "something to do for each", "fewer engines, or more samples")
     if recipe.cluster.placement == "colocated":
-        if used < ranks and recipe.cluster.device != "cpu":
+        if used < ranks and case.device == "cuda":
             given = f"{engines} of {each}: {ranks - used} of {ranks} GPUs wait in the rollout"
             yield Problem("rollout.engines", given, "engines on all training devices", f"engines: {ranks // each}")
     elif time:
@@ -199,17 +184,15 @@ def _unwise_engines(recipe: Recipe, time: StepTime | None, engine: EngineMemory 
         yield Problem("rollout.layout.tensor", given, needed, "more tensor ranks in each engine, or shorter responses")
 
 
-def _unwise_training(
-    recipe: AnyRecipe, architecture: Architecture, machines: Machines | None, held: Sequence[DeviceMemory]
-) -> Iterator[Problem]:
-    train, layout, longest = recipe.train, recipe.train.layout.parallel(), longest_sequence(recipe)
+def _unwise_training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:
+    recipe, layout, train, longest = case.recipe, case.layout, case.recipe.train, longest_sequence(case.recipe)
     of_rank = minibatch_sequences(recipe) / layout.data * longest
     if train.tokens_per_microbatch * layout.context > 1.5 * max(of_rank, longest):
         given = f"{train.tokens_per_microbatch}, and {of_rank:.0f} tokens of a minibatch at most on a rank"
         fix = f"tokens_per_microbatch: {-(-int(max(longest, of_rank)) // layout.context)}"
         yield Problem("train.tokens_per_microbatch", given, "no more than that: it only takes memory", fix)
     updates = [phase.bytes for kind in held for phase in kind.phases if phase.phase == "update"]
-    free = 1 - max(updates) / machines.gpu.memory_bytes if machines else 0.0
+    free = 1 - max(updates) / case.card_bytes if case.card_bytes else 0.0
     if train.recompute == "full" and free > FREE_SHARE_MIN:
         given = f"full, with {free:.0%} of the memory free in the update"
         needed = "no more than has to be: whole layers cost a third more products"
@@ -220,8 +203,8 @@ def _unwise_training(
         needed = "each its share: the same numbers for 12 bytes less for each parameter"
         yield Problem("train.distributed_optimizer", given, needed, "distributed_optimizer: true")
     whole = isinstance(recipe, Recipe) and train.lora is None
-    if whole and architecture.hidden >= 512 and train.optimizer.lr > LEARNING_RATE_MAX:
-        given = f"{train.optimizer.lr:g} for all weights of a model with {architecture.hidden} hidden units"
+    if whole and case.architecture.hidden >= 512 and train.optimizer.lr > LEARNING_RATE_MAX:
+        given = f"{train.optimizer.lr:g} for all weights of a model with {case.architecture.hidden} hidden units"
         needed = f"at most {LEARNING_RATE_MAX:g}: published runs take 1e-6; larger ones forget"
         yield Problem("train.optimizer.lr", given, needed, "lr: 1.0e-6")
 

@@ -10,7 +10,7 @@ from statistics import median
 
 from megagrpo.errors import Problem, ReportError
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.machines import A_CPU, Machines, machines_of
+from megagrpo.plan.case import Case, machines_of
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.load import load_any
@@ -34,40 +34,32 @@ METRICS: Mapping[str, Mapping[str, str]] = {
 nothing about a larger run."""
 
 
-def calibrated(
-    assumptions: Assumptions,
-    recipe: AnyRecipe,
-    architecture: Architecture,
-    machines: Machines | None,
-    run_directory: Path,
-    critic: Architecture | None = None,
-) -> Assumptions:
-    """`assumptions` with lengths, imbalance and factors of phases from a run's metrics.jsonl: medians over its steps
-    without the first.
+def calibrated(case: Case, run_directory: Path) -> Assumptions:
+    """The case's assumptions with lengths, imbalance and factors of phases from a run's metrics.jsonl: medians over its
+    steps without the first.
 
     A factor is the measured seconds of a phase over those predicted for the run's own recipe, which is beside the
-    metrics; without that file the run is taken to be of `recipe`. `machines` are the run's where its recipe names none;
-    None: CPUs (A_CPU).
+    metrics; without that file the run is taken to be of the case. The run was on the case's machines if its recipe
+    names none.
 
     Raises ReportError if the directory has no metrics of steps, or is of another kind, of CPUs where GPUs are planned
     for, or of a model that is not there, and RecipeError if its recipe is not one of this version.
     """
     steps = read_steps(run_directory)
     known = {
-        field: value for field, name in METRICS[recipe.kind].items() if (value := _median(steps, name)) is not None
+        field: value for field, name in METRICS[case.recipe.kind].items() if (value := _median(steps, name)) is not None
     }
     if (uneven := _median(steps, "packing/imbalance")) is not None:
         known["imbalance"] = 1 + uneven
-    assumptions = replace(assumptions, **known, **dict.fromkeys(FACTORS, 1.0))
+    assumptions = replace(case.assumptions, **known, **dict.fromkeys(FACTORS, 1.0))
 
+    ran = replace(case, assumptions=assumptions)
     path = run_directory / RECIPE_FILE
     if path.exists():
         own = load_any(path).recipe
-        architecture = _architecture_of_run(own, recipe, architecture, path)
-        recipe, machines = own, machines_of(own, assumptions) or machines
-    if machines is None or recipe.cluster.device == "cpu":
-        machines = A_CPU
-    predicted = step_time(recipe, architecture, machines, assumptions, critic)
+        model, machines = _architecture_of_run(own, case, path), machines_of(own, assumptions)
+        ran = replace(ran, recipe=own, architecture=model, machines=machines or case.machines)
+    predicted = step_time(ran)
 
     factors = {}
     for phase in predicted.phases:
@@ -79,8 +71,9 @@ def calibrated(
     return replace(assumptions, **factors)
 
 
-def _architecture_of_run(own: AnyRecipe, recipe: AnyRecipe, architecture: Architecture, path: Path) -> Architecture:
-    """The model of the run's own recipe. Raises ReportError if such a run says nothing about `recipe`."""
+def _architecture_of_run(own: AnyRecipe, case: Case, path: Path) -> Architecture:
+    """The model of the run's own recipe. Raises ReportError if such a run says nothing about the case."""
+    recipe = case.recipe
     if own.kind != recipe.kind:
         raise ReportError(Problem(str(path), f"a run of kind {own.kind}", f"one of kind {recipe.kind}, as the recipe"))
     ran_on, planned_for = own.cluster.device, recipe.cluster.device
@@ -89,7 +82,7 @@ def _architecture_of_run(own: AnyRecipe, recipe: AnyRecipe, architecture: Archit
         fix = "calibrate by a run on the cluster, or give its lengths: --assume response_tokens=N"
         raise ReportError(Problem(f"{path}: cluster.device", f"a run on {ran_on}", needed, fix))
     if own.model.path == recipe.model.path:
-        return architecture
+        return case.architecture
     directory = known_models().get(own.model.path) or Path(own.model.path)
     if not (directory / "config.json").exists():
         needed = "the run's model, or at least its config.json, where the run had it"

@@ -16,9 +16,9 @@ from typing import Literal
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.machines import Machines
+from megagrpo.plan.case import Case, Machines
 from megagrpo.plan.parameters import expert_parameters, total_parameters
-from megagrpo.recipe.schema import Recipe, TrainConfig
+from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.families.architecture import Architecture
 
 Link = Literal["node", "network"]
@@ -238,16 +238,14 @@ class SyncBytes:
     model: float
 
 
-def sync_seconds(
-    recipe: Recipe, arch: Architecture, machines: Machines, assumed: Assumptions, item_bytes: int
-) -> Seconds:
+def sync_seconds(case: Case) -> Seconds:
     """Seconds of a weight sync. Engines get all weights, also with train.lora: adapters are added before."""
+    recipe, machines, assumed = case.grpo, case.speeds, case.assumptions
     rollout, links = recipe.rollout, Links.of(machines, assumed)
     external, colocated = rollout.engine == "external", recipe.cluster.placement == "colocated"
     engine = (1, 1) if rollout.engine == "transformers" else (rollout.layout.tensor, rollout.layout.expert)
-    layout, per_node = recipe.train.layout.parallel(), machines.gpus_per_node
-    shared = colocated and not external
-    found = sync_bytes(arch, layout, engine, rollout.engines, per_node, item_bytes, colocated=shared)
+    sizes = case.layout, engine, rollout.engines, machines.gpus_per_node, case.item_bytes
+    found = sync_bytes(case.architecture, *sizes, colocated=colocated and not external)
     seconds = {"pauses and set-up": assumed.sync_seconds, "digests": found.held / assumed.digest_bytes_per_second}
     if recipe.weights.transfer_to(external=external) == "disk":
         seconds["writing to disk"] = found.model / assumed.disk_bytes_per_second

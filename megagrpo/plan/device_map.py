@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megagrpo.layout.parallel import RankCoordinates, rank_grid
-from megagrpo.recipe.defaults import plan_devices
-from megagrpo.recipe.schema import AnyRecipe
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.plan.case import Case
 
 ROWS_MAX = 32
 
@@ -43,10 +41,10 @@ class Axis:
     nodes: int
 
 
-def device_map(recipe: AnyRecipe, device: str) -> tuple[MappedDevice, ...]:
+def device_map(case: Case) -> tuple[MappedDevice, ...]:
     """Every device of the device plan, in order."""
-    plan, per_node = plan_devices(recipe, device), recipe.cluster.gpus_per_node
-    ranks = dict(zip(plan.bundle_of_rank, rank_grid(recipe.train.layout.parallel()), strict=True))
+    plan, per_node = case.device_plan, case.recipe.cluster.gpus_per_node
+    ranks = dict(zip(plan.bundle_of_rank, rank_grid(case.layout), strict=True))
     engines: dict[int, list[int]] = {}
     engine_rank: dict[int, int] = {}
     for engine, bundles in enumerate(plan.bundles_of_engine):
@@ -74,16 +72,16 @@ def rows(devices: Sequence[MappedDevice]) -> list[tuple[MappedDevice, ...]]:
     ]
 
 
-def axes(recipe: AnyRecipe, architecture: Architecture) -> list[Axis]:
+def axes(case: Case) -> list[Axis]:
     """Every axis of more than one rank; those of experts only where there are experts."""
-    layout, per_node = recipe.train.layout.parallel(), recipe.cluster.gpus_per_node
+    layout, per_node = case.layout, case.recipe.cluster.gpus_per_node
     strides = {
         "tensor": (layout.tensor, 1),
         "context": (layout.context, layout.tensor),
         "data": (layout.data, layout.tensor * layout.context),
         "pipeline": (layout.pipeline, layout.ranks // layout.pipeline),
     }
-    if architecture.experts is not None:
+    if case.architecture.experts is not None:
         strides |= {
             "expert_tensor": (layout.expert_tensor, 1),
             "expert": (layout.expert, layout.expert_tensor),

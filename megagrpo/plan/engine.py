@@ -9,13 +9,10 @@ from typing import Any
 
 from megagrpo.batching.work import head_work, layer_work
 from megagrpo.plan.assumptions import Assumptions, Lengths, longest_sequence
+from megagrpo.plan.case import Case, Machines
 from megagrpo.plan.communication import Links, RankGroup, Seconds, gather
-from megagrpo.plan.machines import Machines
 from megagrpo.plan.parameters import engine_rank_parameters, expert_parameters, layer_counts, total_parameters
 from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops
-from megagrpo.recipe.defaults import dtype_name
-from megagrpo.recipe.schema import Recipe
-from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture
 
 MIB, GIB = 2**20, 2**30
@@ -55,14 +52,20 @@ class EngineMemory:
         return min(self.asked, self.cache_tokens // self.longest)
 
 
-def engine_memory(recipe: Recipe, arch: Architecture, card_bytes: int | None, device: str) -> EngineMemory:
-    """`card_bytes`: a card's memory; None if it is not known: then the cache is as large as the recipe could use.
+def engine_memory(case: Case) -> EngineMemory:
+    """Of a GRPO recipe. Where the card is not known, the cache is as large as the recipe could use.
 
     SGLang takes mem_fraction_static of what is free when it starts, and it starts beside the trainer: it is taken to
     find the card empty.
     """
+    recipe, arch, card_bytes, device, element = (
+        case.grpo,
+        case.architecture,
+        case.card_bytes,
+        case.device,
+        case.item_bytes,
+    )
     rollout, options = recipe.rollout, recipe.rollout.sglang.model_extra or {}
-    element = ITEM_BYTES[dtype_name(recipe, device)]
     longest = longest_sequence(recipe)
     asked = min(rollout.requests_at_once, -(-rollout.prompts_per_step * rollout.samples_per_prompt // rollout.engines))
     if rollout.engine != "sglang":

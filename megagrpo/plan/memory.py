@@ -15,9 +15,9 @@ from itertools import chain
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.activations import Pass, forward_bytes, logits_bytes, stage_bytes, working_bytes
-from megagrpo.plan.assumptions import Assumptions, longest_sequence, minibatch_sequences
+from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
+from megagrpo.plan.case import Case
 from megagrpo.plan.engine import GIB, MIB, EngineMemory, engine_memory
-from megagrpo.plan.machines import Machines
 from megagrpo.plan.parameters import (
     RankParameters,
     Stage,
@@ -26,9 +26,7 @@ from megagrpo.plan.parameters import (
     rank_parameters,
     stages,
 )
-from megagrpo.recipe.defaults import dtype_name, plan_devices
 from megagrpo.recipe.schema import AnyRecipe, Recipe, TrainConfig
-from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture, critic_of
 
 CONTEXT_BYTES = 512 * MIB
@@ -92,33 +90,22 @@ class DeviceMemory:
         return max(self.phases, key=lambda phase: phase.bytes)
 
 
-def memory(
-    recipe: AnyRecipe,
-    architecture: Architecture,
-    machines: Machines | None,
-    device: str,
-    critic: Architecture | None = None,
-    expert_imbalance: float = Assumptions().expert_imbalance,
-) -> Iterator[DeviceMemory]:
-    """One entry for each kind of device, in their order. `device` is cpu or cuda; without `machines` an engine's cache
-    is as large as the recipe could use. All sequences are taken to be as long as the recipe allows. `critic` is the
-    model of algorithm.critic.path, if it is another; `expert_imbalance` as in Assumptions.
-    """
-    card = machines.gpu.memory_bytes if machines and device == "cuda" else None
-    planned, pipeline, engine = plan_devices(recipe, device), recipe.train.layout.pipeline, None
+def memory(case: Case) -> Iterator[DeviceMemory]:
+    """One entry for each kind of device, in their order. All sequences are taken to be as long as the recipe allows."""
+    recipe, planned, pipeline, engine = case.recipe, case.device_plan, case.layout.pipeline, None
     if isinstance(recipe, Recipe) and recipe.rollout.engine != "external":
-        engine = engine_memory(recipe, architecture, card, device)
+        engine = engine_memory(case)
     ranks = len(planned.bundle_of_rank)
     for (stage, count), devices in _kinds(planned.bundles, ranks, pipeline, planned.bundles_of_engine).items():
         names: list[str] = []
         parts: dict[str, list[Part]] = {phase: [] for phase in PHASES}
         if stage is not None:
             names.append("training" if pipeline == 1 else f"training, stage {stage} of {pipeline}")
-            parts = _rank_parts(recipe, architecture, device, stage, critic, expert_imbalance)
-        if isinstance(recipe, Recipe) and engine and count:
+            parts = _rank_parts(case, stage)
+        if engine and count:
             names.append("engine" if count == 1 else f"{count} engines")
             for phase in parts:
-                parts[phase] += _engine_parts(recipe, engine, device, phase, count, stage is not None)
+                parts[phase] += _engine_parts(case, engine, phase, count, stage is not None)
         if names:
             phases = (PhaseMemory(phase, tuple(held)) for phase, held in parts.items())
             yield DeviceMemory(", ".join(names), devices, tuple(phases))
@@ -139,15 +126,13 @@ def _kinds(
 # --- training ranks --------------------------------------------------------------------------------------------------
 
 
-def model_parts(
-    recipe: AnyRecipe, architecture: Architecture, stage: int, device: str, critic: Architecture | None = None
-) -> dict[str, int]:
+def model_parts(case: Case, stage: int) -> dict[str, int]:
     """Bytes of the models on every rank of a pipeline stage, by the names that train.offload has for them.
 
     Padding is not counted: Megatron aligns each parameter in its buffers to 64 elements, and each buffer's end.
     """
-    train, layout = recipe.train, recipe.train.layout.parallel()
-    fused, item = fused_layers(train, device), ITEM_BYTES[dtype_name(recipe, device)]
+    recipe, architecture, layout, item = case.recipe, case.architecture, case.layout, case.item_bytes
+    train, fused = recipe.train, fused_layers(recipe.train, case.device)
     held = trained = rank_parameters(architecture, layout, stage, fused)
     weights = held.total
     if train.lora is not None:
@@ -162,7 +147,7 @@ def model_parts(
             exact = 4 if average and item < 4 else 0  # an average is kept in float32 besides
             found["reference"] = trained.total * (item + exact)
         if algorithm.critic is not None:  # adapters are never on it
-            values = rank_parameters(critic_of(critic or architecture), layout, stage, fused)
+            values = rank_parameters(critic_of(case.critic or architecture), layout, stage, fused)
             found["critic"] = values.total * (item + 4) + _optimizer_bytes(values, train, layout, item)
     return {name: size for name, size in found.items() if size}
 
@@ -186,21 +171,10 @@ def bucket_bytes(recipe: AnyRecipe, weights: int) -> int:
     return 0 if by_files else 2 * min(recipe.weights.bucket_bytes, weights)
 
 
-def _rank_parts(
-    recipe: AnyRecipe,
-    arch: Architecture,
-    device: str,
-    index: int,
-    critic: Architecture | None,
-    expert_imbalance: float,
-) -> dict[str, list[Part]]:
+def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     """All that a training rank of pipeline stage `index` holds, by phase."""
-    train, layout, longest = recipe.train, recipe.train.layout.parallel(), longest_sequence(recipe)
-    stage, item, fused = (
-        stages(arch.layers, layout)[index],
-        ITEM_BYTES[dtype_name(recipe, device)],
-        fused_layers(train, device),
-    )
+    recipe, arch, layout, train = case.recipe, case.architecture, case.layout, case.recipe.train
+    stage, longest = stages(arch.layers, layout)[index], longest_sequence(recipe)
     phases, before_update = ["update"], False
     movable: tuple[str, ...] = ()  # what lowers parts that can be away; engines on devices of their own need no room
     if isinstance(recipe, Recipe):
@@ -213,25 +187,32 @@ def _rank_parts(
     sequences = -(-minibatch_sequences(recipe) // layout.data)  # of a data rank in a minibatch
     whole = -(-sequences * longest // layout.context)
 
-    def work(tokens: int) -> Pass:
-        adapters, tokens = train.lora is not None, min(tokens, whole)
-        return Pass(arch, layout, item, tokens, longest, device, fused, train.recompute, adapters, expert_imbalance)
-
-    with_gradients = _with_gradients(recipe, work(train.tokens_per_microbatch), stage, index, sequences)
+    work = Pass(
+        arch,
+        layout,
+        case.item_bytes,
+        min(train.tokens_per_microbatch, whole),
+        longest,
+        case.device,
+        fused_layers(train, case.device),
+        train.recompute,
+        adapters=train.lora is not None,
+        expert_imbalance=case.assumptions.expert_imbalance,
+    )
+    with_gradients = _with_gradients(recipe, work, stage, index, sequences)
     without: list[Part] = []
     if before_update:
-        without = _without_gradients(
-            train, work(train.logprob_tokens_per_microbatch or train.tokens_per_microbatch), stage
-        )
+        tokens = train.logprob_tokens_per_microbatch or train.tokens_per_microbatch
+        without = _without_gradients(train, replace(work, tokens=min(tokens, whole)), stage)
     passing = max(_sum(with_gradients), _sum(without))  # the most that passes of a step allocate at once
     nccl = TRAINING_NCCL_BYTES if layout.ranks > 1 else 0
     context = Part("context, NCCL, fragmentation", CONTEXT_BYTES + nccl + int(FRAGMENTATION * passing))
 
-    sizes = model_parts(recipe, arch, index, device, critic)
+    sizes = model_parts(case, index)
     models = [Part(name, size, _that_lower(name, train, arch)) for name, size in sizes.items()]
     moved = [replace(part, lowered_by=movable + part.lowered_by) for part in models]
     batch = _batch(recipe, stage, sequences)
-    sync = list(_sync_parts(recipe, arch, layout, index, device, sizes["parameters"]))
+    sync = list(_sync_parts(case, index, sizes["parameters"]))
     found = {}
     for phase in phases:
         if phase == "rollout":
@@ -242,7 +223,7 @@ def _rank_parts(
             parts = [models[0], *(part for part in moved[1:] if part.name not in away), batch, *sync]
         else:
             parts = [*models, batch, *(with_gradients if phase == "update" else without)]
-        if device == "cuda":
+        if case.device == "cuda":
             # Torch keeps the memory of passes that are over; an engine on the same device does not get it. Moving
             # anything away empties torch's cache as well.
             left = passing - (_sum(sync) if phase == "weight_sync" else 0)
@@ -298,26 +279,23 @@ def _without_gradients(train: TrainConfig, work: Pass, stage: Stage) -> list[Par
     return [Part("logits", logits, lowered) if logits > layer else Part("one layer", layer, lowered)]
 
 
-def _sync_parts(
-    recipe: AnyRecipe, arch: Architecture, layout: ParallelLayout, index: int, device: str, parameters: int
-) -> Iterator[Part]:
-    if used := bucket_bytes(recipe, parameters):
+def _sync_parts(case: Case, index: int, parameters: int) -> Iterator[Part]:
+    if used := bucket_bytes(case.recipe, parameters):
         yield Part("sync buckets", used, ("weights.bucket_bytes",))
-    if recipe.train.lora is not None:
+    if case.recipe.train.lora is not None:
         # Copies of the matrices that adapters are added to: at most all that is not vocabulary.
-        held = rank_parameters(arch, layout, index, fused_layers(recipe.train, device))
-        vocabulary = (held.embedding + held.head) * ITEM_BYTES[dtype_name(recipe, device)]
+        held = rank_parameters(case.architecture, case.layout, index, fused_layers(case.recipe.train, case.device))
+        vocabulary = (held.embedding + held.head) * case.item_bytes
         yield Part("merged weights", parameters - vocabulary, ("train.layout.tensor", "train.layout.pipeline"))
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
 
 
-def _engine_parts(
-    recipe: Recipe, held: EngineMemory, device: str, phase: str, count: int, beside_training: bool
-) -> Iterator[Part]:
+def _engine_parts(case: Case, held: EngineMemory, phase: str, count: int, beside_training: bool) -> Iterator[Part]:
     """All that ranks of `count` engines on one device hold in a phase."""
-    on_cuda, sglang = device == "cuda", recipe.rollout.engine == "sglang"
+    recipe, on_cuda = case.grpo, case.device == "cuda"
+    sglang = recipe.rollout.engine == "sglang"
     saves = (recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
     released = sglang and bool(saves) and recipe.cluster.placement == "colocated" and phase != "rollout"
     idle = sglang and beside_training and phase != "rollout"

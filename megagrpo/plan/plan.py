@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 from megagrpo.errors import Problem
@@ -12,8 +13,8 @@ from megagrpo.layout.parallel import layers_of_stages
 from megagrpo.plan.advice import disk_advice, impossible, unwise
 from megagrpo.plan.assumptions import Assumptions, assumptions_from
 from megagrpo.plan.calibrate import calibrated
+from megagrpo.plan.case import Case, machines_of
 from megagrpo.plan.device_map import MappedDevice, device_map
-from megagrpo.plan.machines import A_CPU, Machines, machines_of
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import Stage, active_parameters, stages, total_parameters
 from megagrpo.plan.time import StepTime, step_time
@@ -64,37 +65,59 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A recipe's plan. Without `machines` there is no estimate of time, unless a run on CPUs calibrates it."""
+class Plan(Case):
+    """A recipe's plan. Without known GPUs there is no estimate of time, unless a run on CPUs calibrates it."""
 
-    recipe: AnyRecipe
-    architecture: Architecture
-    critic: Architecture | None  # of algorithm.critic.path; None: no critic, or one like the policy
-    summary: Mapping[str, str]
-    device: str  # "cuda" or "cpu": what is planned for
-    device_map: tuple[MappedDevice, ...]
-    stages: tuple[Stage, ...]
-    machines: Machines | None
-    memory: tuple[DeviceMemory, ...]
-    estimate: Estimate | None
-    assumptions: Assumptions
-    assumed: tuple[Assumed, ...]
-    problems: tuple[Problem, ...]  # why it cannot run there
-    unwise: tuple[Problem, ...]
-    unchecked: tuple[str, ...]  # what was not on this machine
+    origins: Mapping[str, str] = field(default_factory=dict)  # of assumptions, where they are not defaults
+    calibrated: bool = False
+    unchecked: tuple[str, ...] = ()  # what was not on this machine
 
     @property
     def noun(self) -> str:
         """What one of its devices is called."""
         return "GPU" if self.device == "cuda" else "process"
 
-    @property
-    def card_bytes(self) -> int | None:
-        return self.machines.gpu.memory_bytes if self.machines else None
+    @cached_property
+    def summary(self) -> Mapping[str, str]:
+        return summary(self.recipe, self.architecture, self.assumptions.epoch_rows)
+
+    @cached_property
+    def device_map(self) -> tuple[MappedDevice, ...]:
+        return device_map(self)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return stages(self.architecture.layers, self.layout)
+
+    @cached_property
+    def memory(self) -> tuple[DeviceMemory, ...]:
+        return tuple(memory(self))
 
     @property
     def fullest_first(self) -> list[DeviceMemory]:
         return sorted(self.memory, key=lambda kind: kind.fullest.bytes, reverse=True)
+
+    @cached_property
+    def estimate(self) -> Estimate | None:
+        if not self.card_bytes and not (self.device == "cpu" and self.calibrated):
+            return None
+        return Estimate(self.memory, step_time(self), lacking_bytes(self.memory, self.card_bytes))
+
+    @property
+    def assumed(self) -> tuple[Assumed, ...]:
+        of = self.origins
+        values = vars(self.assumptions).items()
+        return tuple(Assumed(name, value, unit_of(name), of.get(name, "default")) for name, value in values)
+
+    @cached_property
+    def problems(self) -> tuple[Problem, ...]:
+        """Why it cannot run there."""
+        return tuple(impossible(self, self.memory))
+
+    @cached_property
+    def unwise(self) -> tuple[Problem, ...]:
+        advice = unwise(self, self.memory, self.estimate.time if self.estimate else None)
+        return (*advice, *disk_advice(self.recipe, self.architecture, self.critic))
 
 
 def plan_of(
@@ -116,47 +139,23 @@ def plan_of(
     origins = {}
     if assumptions.epoch_rows is None and epoch_rows is not None:
         assumptions, origins["epoch_rows"] = replace(assumptions, epoch_rows=epoch_rows), "counted"
-    machines = machines_of(recipe, assumptions)
+    case = Case(recipe, architecture, machines_of(recipe, assumptions), assumptions, critic)
+    asked = {text.partition("=")[0].strip() for text in given}
     if run_directory is not None:
         before = vars(assumptions)
-        found = vars(calibrated(assumptions, recipe, architecture, machines, run_directory, critic))
-        asked = {text.partition("=")[0].strip() for text in given}  # counts more than what was measured
-        assumptions = Assumptions(**(found | {name: before[name] for name in asked}))
+        found = vars(calibrated(case, run_directory))
+        kept = {name: before[name] for name in asked}  # what was given counts more than what was measured
+        case = replace(case, assumptions=Assumptions(**(found | kept)))
         origins |= {name: "calibrated" for name, value in found.items() if value != before[name]}
-    origins |= dict.fromkeys((text.partition("=")[0].strip() for text in given), "given")
-
-    device = "cpu" if recipe.cluster.device == "cpu" else "cuda"  # GPUs or CPUs of this machine do not matter
-    known = machines if device == "cuda" else None
-    held = tuple(memory(recipe, architecture, known, device, critic, assumptions.expert_imbalance))
-    time = None
-    if known or (device == "cpu" and run_directory is not None):  # nothing is known of CPUs but what a run measured
-        time = step_time(recipe, architecture, known or A_CPU, assumptions, critic)
-    advice = unwise(recipe, architecture, known, held, time, assumptions)
-    return Plan(
-        recipe=recipe,
-        architecture=architecture,
-        critic=critic,
-        summary=summary(recipe, architecture, assumptions.epoch_rows),
-        device=device,
-        device_map=device_map(recipe, device),
-        stages=stages(architecture.layers, recipe.train.layout.parallel()),
-        machines=known,
-        memory=held,
-        estimate=Estimate(held, time, lacking_bytes(held, known) if known else 0) if time else None,
-        assumptions=assumptions,
-        assumed=tuple(
-            Assumed(name, value, unit_of(name), origins.get(name, "default"))
-            for name, value in vars(assumptions).items()
-        ),
-        problems=tuple(impossible(recipe, architecture, known, held)),
-        unwise=(*advice, *disk_advice(recipe, architecture, critic)),
-        unchecked=tuple(unchecked),
-    )
+    origins |= dict.fromkeys(asked, "given")
+    known = {field.name: getattr(case, field.name) for field in fields(Case)}
+    return Plan(**known, origins=origins, calibrated=run_directory is not None, unchecked=tuple(unchecked))
 
 
-def lacking_bytes(held: Sequence[DeviceMemory], machines: Machines, spare: float = 0.0) -> int:
-    """How much the fullest device has too little; 0 if everything fits. `spare` is a share of a card to leave free."""
-    return max(0, max(kind.fullest.bytes for kind in held) - int(machines.gpu.memory_bytes * (1 - spare)))
+def lacking_bytes(held: Sequence[DeviceMemory], card_bytes: int | None, spare: float = 0.0) -> int:
+    """How much the fullest device has too little; 0 if everything fits, or the card is not known. `spare` is a share of
+    a card to leave free."""
+    return max(0, max(kind.fullest.bytes for kind in held) - int(card_bytes * (1 - spare))) if card_bytes else 0
 
 
 def unit_of(assumption: str) -> str:

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.plan.advice import CONTEXT_TOKENS_MIN, node_problems
-from megagrpo.plan.assumptions import Assumptions, longest_sequence
+from megagrpo.plan.assumptions import longest_sequence
+from megagrpo.plan.case import Case
 from megagrpo.plan.communication import Seconds
-from megagrpo.plan.machines import Machines
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import expert_parameters, total_parameters
-from megagrpo.plan.plan import Estimate, Plan, lacking_bytes
+from megagrpo.plan.plan import Estimate, lacking_bytes
 from megagrpo.plan.time import StepTime, step_time, training_phases
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.defaults import plan_devices
@@ -79,37 +79,24 @@ class Search:
         return (Problem(f"--search on {self.gpus} GPUs", lacking, "a layout that fits", fix),)
 
 
-def search_for(plan: Plan, gpus: int | None) -> Search:
-    """A search for what a plan is about, on as many GPUs as its recipe has, or on `gpus`. Raises RecipeError if the
-    plan does not know their kind."""
-    if plan.machines is None:
+def search(case: Case, gpus: int | None = None) -> Search:
+    """Layouts for what a plan is about, ranked by estimated seconds of a step: on as many GPUs as its recipe has, or on
+    `gpus`. Raises RecipeError if their kind is not known."""
+    if case.card_bytes is None:
         field, given, fix = "cluster.gpu", "none", "cluster.gpu=H100"
-        if plan.device == "cpu":
+        if case.device == "cpu":
             field, given, fix = "cluster.device", "cpu", "cluster.device=cuda cluster.gpu=H100"
         raise RecipeError(Problem(field, given, "the kind of GPU that a search is for", fix))
-    gpus = gpus or len(plan.device_map)
-    return search(plan.recipe, plan.architecture, plan.machines, plan.assumptions, gpus, plan.critic)
-
-
-def search(
-    recipe: AnyRecipe,
-    architecture: Architecture,
-    machines: Machines,
-    assumptions: Assumptions,
-    gpus: int,
-    critic: Architecture | None = None,
-) -> Search:
-    """Layouts for `gpus` GPUs, ranked by estimated seconds of a step."""
-    run = _Run(recipe, architecture, machines, assumptions, gpus, critic)
+    run = _Run(case, gpus or case.device_plan.bundles, case.card_bytes)
     sparing = run.candidates(_sparing_layouts(run))
     best = fitting = run.fitting(sparing, LAYOUTS_KEPT)
     if fitting:
         contexts = [(found.values, found.values["train.layout.context"]) for found in fitting]
-        thrifty = ({**values, **saving} for values, context in contexts for saving in savings(recipe, context))
+        thrifty = ({**values, **saving} for values, context in contexts for saving in savings(case.recipe, context))
         kept = run.fitting(run.candidates(thrifty), SAVINGS_KEPT)
         best = run.fitting(run.candidates(_engines_of(run, kept)), SHOWN, apart=APART)
     nearest = run.choice(run.nearest) if run.nearest and not fitting else None
-    return Search(gpus, tuple(map(run.choice, best)), len(sparing), run.estimated, nearest)
+    return Search(run.gpus, tuple(map(run.choice, best)), len(sparing), run.estimated, nearest)
 
 
 # --- rounds ----------------------------------------------------------------------------------------------------------
@@ -120,7 +107,7 @@ class _Found:
     """A legal choice. Its memory is estimated only if it is fast enough to matter."""
 
     values: Values
-    recipe: AnyRecipe
+    case: Case
     time: StepTime
     memory: tuple[DeviceMemory, ...] = ()
     lacking: int = 0
@@ -130,12 +117,9 @@ class _Found:
 class _Run:
     """What a search is for, and what it has seen so far."""
 
-    recipe: AnyRecipe
-    architecture: Architecture
-    machines: Machines
-    assumptions: Assumptions
+    case: Case
     gpus: int
-    critic: Architecture | None
+    card_bytes: int
     estimated: int = 0
     nearest: _Found | None = None
     training: dict[tuple[str, ...], dict[str, Seconds]] = field(default_factory=dict)  # by values in `train`
@@ -147,20 +131,19 @@ class _Run:
             key = tuple(str(values[path]) for path in sorted(values))
             if key in found:
                 continue
-            recipe = changed(self.recipe, values)
-            if legal(recipe, self.architecture, self.critic, checked=self.recipe):
-                found[key] = _Found(values, recipe, self._time(values, recipe))
+            case = replace(self.case, recipe=changed(self.case.recipe, values))
+            if legal(case, checked=self.case.recipe):
+                found[key] = _Found(values, case, self._time(values, case))
         self.estimated += len(found)
         return list(found.values())
 
-    def _time(self, values: Values, recipe: AnyRecipe) -> StepTime:
+    def _time(self, values: Values, case: Case) -> StepTime:
         """Candidates that differ only in engines or offload train in the same time."""
-        known = self.architecture, self.machines, self.assumptions, self.critic
         train = [f"{path}={value}" for path, value in values.items() if path.startswith("train.")]
         key = tuple(text for text in train if not text.startswith("train.offload="))
         if key not in self.training:
-            self.training[key] = training_phases(recipe, *known)
-        return step_time(recipe, *known, self.training[key])
+            self.training[key] = training_phases(case)
+        return step_time(case, self.training[key])
 
     def fitting(self, candidates: Iterable[_Found], most: int, apart: Sequence[str] = ()) -> list[_Found]:
         """The fastest `most` that fit, and only the fastest of those that agree in the fields `apart`, if given."""
@@ -180,30 +163,29 @@ class _Run:
 
     def _with_memory(self, candidate: _Found) -> _Found:
         """Stops at a kind of device that lacks as much as the nearest candidate: this one cannot be nearer."""
-        uneven, held = self.assumptions.expert_imbalance, []
-        for kind in memory(candidate.recipe, self.architecture, self.machines, "cuda", self.critic, uneven):
+        held, lacking = [], 0
+        for kind in memory(candidate.case):
             held.append(kind)
-            lacking = lacking_bytes(held, self.machines, spare=SPARE)
+            lacking = max(lacking, lacking_bytes([kind], self.card_bytes, spare=SPARE))
             if self.nearest and lacking >= self.nearest.lacking:
                 break
         return replace(candidate, memory=tuple(held), lacking=lacking)
 
     def choice(self, found: _Found) -> Choice:
         values = found.values.items()
-        overrides = (f"{path}={_text(value)}" for path, value in values if value != value_at(self.recipe, path))
+        overrides = (f"{path}={_text(value)}" for path, value in values if value != value_at(self.case.recipe, path))
         estimate = Estimate(found.memory, found.time, found.lacking)
-        return Choice(tuple(overrides), estimate, _reason(found.recipe, estimate, self.machines.gpu.memory_bytes))
+        return Choice(tuple(overrides), estimate, _reason(found.case.recipe, estimate, self.card_bytes))
 
 
-def legal(
-    recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None, checked: AnyRecipe | None = None
-) -> bool:
+def legal(case: Case, checked: AnyRecipe | None = None) -> bool:
     """Whether every rule that a plan checks holds for the layout and the engines; `checked` as in broken_rules."""
+    recipe, arch = case.recipe, case.architecture
     return not (
-        model_problems(recipe, architecture)
+        model_problems(recipe, arch)
         or broken_rules(recipe, checked=checked)
-        or _split_problems(recipe, architecture)
-        or (critic is not None and critic_problems(recipe, critic))
+        or _split_problems(recipe, arch)
+        or (case.critic is not None and critic_problems(recipe, case.critic))
         or any(node_problems(recipe))
     )
 
@@ -217,9 +199,9 @@ def _split_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Probl
 def _sparing_layouts(run: _Run) -> Iterator[Values]:
     """Every layout with every saving, its engines on all GPUs; those that cannot hold the weights are left out, unless
     none can."""
-    recipe, engine = run.recipe, _first_engine(run)
-    experts = expert_parameters(run.architecture)
-    dense, each = total_parameters(run.architecture) - experts, 2 if recipe.train.lora else GRADIENT_BYTES
+    recipe, arch, engine = run.case.recipe, run.case.architecture, _first_engine(run)
+    experts = expert_parameters(arch)
+    dense, each = total_parameters(arch) - experts, 2 if recipe.train.lora else GRADIENT_BYTES
 
     def least(values: Values) -> float:
         """No layout can have less on its fullest rank, during the update."""
@@ -227,8 +209,8 @@ def _sparing_layouts(run: _Run) -> Iterator[Values]:
         cut = expert * (values["train.layout.expert_tensor"] or tensor)
         return float(each * (dense / tensor + experts / cut) / pipeline)
 
-    found = list(layouts(recipe, run.architecture, run.gpus))
-    small = [values for values in found if least(values) <= run.machines.gpu.memory_bytes]
+    found = list(layouts(recipe, arch, run.gpus))
+    small = [values for values in found if least(values) <= run.card_bytes]
     for values in small or sorted(found, key=least)[:LAYOUTS_KEPT]:
         saving = savings(recipe, values["train.layout.context"])[0]
         yield placed({**values, **saving, **engine}, colocated=True)
@@ -236,13 +218,14 @@ def _sparing_layouts(run: _Run) -> Iterator[Values]:
 
 def _first_engine(run: _Run) -> Values:
     """The smallest engine whose weights leave most of a card to its cache; the largest if none does."""
-    whole = 2 * total_parameters(run.architecture)
+    recipe, arch = run.case.recipe, run.case.architecture
+    whole = 2 * total_parameters(arch)
     last: Values = {}
-    for values in engines(run.recipe, run.architecture, run.gpus, colocated=True):
-        if _split_problems(changed(run.recipe, values), run.architecture):
+    for values in engines(recipe, arch, run.gpus, colocated=True):
+        if _split_problems(changed(recipe, values), arch):
             continue
         last = values
-        if whole / values.get("rollout.layout.tensor", 1) < ENGINE_WEIGHTS_SHARE * run.machines.gpu.memory_bytes:
+        if whole / values.get("rollout.layout.tensor", 1) < ENGINE_WEIGHTS_SHARE * run.card_bytes:
             break
     return last
 
@@ -250,7 +233,7 @@ def _first_engine(run: _Run) -> Values:
 def _engines_of(run: _Run, fitting: Sequence[_Found]) -> Iterator[Values]:
     """Every size of engines beside the ranks, with and without offload; engines on GPUs of their own; and the recipe's
     own values if it is for as many GPUs, so that what is recommended is never slower."""
-    recipe, arch, gpus = run.recipe, run.architecture, run.gpus
+    recipe, arch, gpus = run.case.recipe, run.case.architecture, run.gpus
     for found in fitting:
         values, data = found.values, found.values["train.layout.data"]
         for engine in engines(recipe, arch, gpus, colocated=True):

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megagrpo.plan.assumptions import Assumptions, lengths_of
+from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.case import Case
 from megagrpo.plan.communication import Seconds, added, sync_seconds
 from megagrpo.plan.engine import EngineSpeed, engine_memory, rollout_seconds
-from megagrpo.plan.machines import A_CPU, Machines
 from megagrpo.plan.memory import model_parts
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
-from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices, total_steps
-from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
-from megagrpo.weights.boxes import ITEM_BYTES
-from megagrpo.weights.families.architecture import Architecture, critic_of
+from megagrpo.recipe.defaults import total_steps
+from megagrpo.recipe.schema import Recipe, SftRecipe
+from megagrpo.weights.families.architecture import critic_of
 
 ON_DRIVER = ("gsm8k",)
 """Reward functions that run on the driver (reward/functions.py); the others run in reward.workers."""
@@ -68,41 +67,26 @@ class StepTime:
         return None if self.steps is None else self.steps * self.seconds / 86400
 
 
-def step_time(
-    recipe: AnyRecipe,
-    architecture: Architecture,
-    machines: Machines,
-    assumptions: Assumptions,
-    critic: Architecture | None = None,
-    training: Mapping[str, Seconds] | None = None,
-) -> StepTime:
-    """Expected seconds of one step, without evaluation and checkpoints. `critic` is the model of algorithm.critic.path,
-    if it is another. With `A_CPU` only calibrated assumptions give seconds that mean something. `training` is what
-    `training_phases` gives, if it is known."""
-    lengths, device = lengths_of(recipe, assumptions), _device(machines)
-    planned = plan_devices(recipe, "cuda")
-    phases = dict(training or training_phases(recipe, architecture, machines, assumptions, critic))
+def step_time(case: Case, training: Mapping[str, Seconds] | None = None) -> StepTime:
+    """Expected seconds of one step, without evaluation and checkpoints. `training` is what `training_phases` gives, if
+    it is known already."""
+    recipe, assumed = case.recipe, case.assumptions
+    phases = dict(training or training_phases(case))
     if isinstance(recipe, SftRecipe):
         samples = float(recipe.data.examples_per_step)
     else:
-        rounds = list(prompts_of_rounds(recipe, assumptions.signal_share))
+        rounds = list(prompts_of_rounds(recipe, assumed.signal_share))
         samples = float(sum(rounds) * recipe.rollout.samples_per_prompt)
-        rollout = _rollout(recipe, architecture, machines, assumptions, planned, rounds, device)
-        phases = {"rollout": rollout, "reward": _reward(recipe, assumptions, samples), **phases}
-        item_bytes = ITEM_BYTES[dtype_name(recipe, device)]
-        phases["weight_sync"] = sync_seconds(recipe, architecture, machines, assumptions, item_bytes)
-    phases["driver"] = _driver(recipe, architecture, assumptions, samples, critic)
+        phases = {"rollout": _rollout(case, rounds), "reward": _reward(recipe, assumed, samples), **phases}
+        phases["weight_sync"] = sync_seconds(case)
+    phases["driver"] = _driver(case, samples)
     times = []
     for phase, seconds in phases.items():
-        factor = getattr(assumptions, f"{phase}_factor")
+        factor = getattr(assumed, f"{phase}_factor")
         times.append(PhaseTime(phase, {name: spent * factor for name, spent in seconds.items() if spent > 0}))
-    known = assumptions.epoch_rows is not None or recipe.train.total_epochs is None
-    steps = total_steps(recipe, math.ceil(assumptions.epoch_rows or 0)) if known else None
-    return StepTime(tuple(times), samples * lengths.sequence, planned.bundles, steps)
-
-
-def _device(machines: Machines) -> str:
-    return "cpu" if machines.gpu == A_CPU.gpu else "cuda"
+    known = assumed.epoch_rows is not None or recipe.train.total_epochs is None
+    steps = total_steps(recipe, math.ceil(assumed.epoch_rows or 0)) if known else None
+    return StepTime(tuple(times), samples * case.lengths.sequence, case.device_plan.bundles, steps)
 
 
 # --- rollout ---------------------------------------------------------------------------------------------------------
@@ -124,27 +108,21 @@ def prompts_of_rounds(recipe: Recipe, signal_share: float) -> Iterator[int]:
         missing -= prompts * signal_share
 
 
-def _rollout(
-    recipe: Recipe,
-    arch: Architecture,
-    machines: Machines,
-    assumed: Assumptions,
-    planned: DevicePlan,
-    rounds: list[int],
-    device: str,
-) -> Seconds:
+def _rollout(case: Case, rounds: list[int]) -> Seconds:
     """Rounds of so many prompts, on the devices that have most to do. Engines that share a device take turns, so they
     count as one."""
-    rollout, devices, lengths = recipe.rollout, planned.bundles_of_engine, lengths_of(recipe, assumed)
-    tensor = 1 if rollout.engine == "transformers" else rollout.layout.tensor
-    engine = EngineSpeed(arch, tensor, machines, assumed, ITEM_BYTES[dtype_name(recipe, device)])
+    recipe, rollout, lengths = case.grpo, case.grpo.rollout, case.lengths
+    devices, tensor = (
+        case.device_plan.bundles_of_engine,
+        1 if rollout.engine == "transformers" else rollout.layout.tensor,
+    )
+    engine = EngineSpeed(case.architecture, tensor, case.speeds, case.assumptions, case.item_bytes)
     blocks = len(set(devices)) if devices[0] else rollout.engines
     greedy = 1 if recipe.algorithm.advantage.name == "remax" else 0
     at_once = float(rollout.requests_at_once * math.ceil(rollout.engines / blocks))
-    if rollout.engine == "sglang" and device == "cuda":
+    if rollout.engine == "sglang" and case.device == "cuda":
         # Responses whose keys and values fit. They end before they are longest: at their mean length.
-        held = engine_memory(recipe, arch, machines.gpu.memory_bytes, "cuda")
-        at_once = min(at_once, max(1.0, held.cache_tokens / lengths.sequence))
+        at_once = min(at_once, max(1.0, engine_memory(case).cache_tokens / lengths.sequence))
     own = (math.ceil(prompts / blocks) for prompts in rounds)  # all samples of a prompt are on one engine
     return added(
         *(rollout_seconds(engine, lengths, each, rollout.samples_per_prompt + greedy, at_once) for each in own)
@@ -152,19 +130,6 @@ def _rollout(
 
 
 # --- the other phases ------------------------------------------------------------------------------------------------
-
-
-def trained_batch(recipe: Recipe, assumed: Assumptions, prompts: int) -> BatchSize:
-    """What the update passes over in one epoch, if `prompts` prompts were sampled."""
-    algorithm, rollout, lengths = recipe.algorithm, recipe.rollout, lengths_of(recipe, assumed)
-    groups = float(rollout.prompts_per_step)
-    skips = algorithm.skips_groups and not algorithm.reads_batch
-    if skips or rollout.dynamic_sampling:
-        groups = min(groups, prompts * assumed.signal_share)
-    sequences = groups * rollout.samples_per_prompt
-    return BatchSize(
-        sequences, sequences * lengths.sequence, sequences * lengths.sequence_square, sequences * lengths.response
-    )
 
 
 def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
@@ -176,33 +141,27 @@ def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
     }
 
 
-def training_phases(
-    recipe: AnyRecipe,
-    architecture: Architecture,
-    machines: Machines,
-    assumptions: Assumptions,
-    critic: Architecture | None = None,
-) -> dict[str, Seconds]:
+def training_phases(case: Case) -> dict[str, Seconds]:
     """The passes before the update, and the update, of the policy and of a critic on the same ranks. Nothing in
     `rollout` but the size of a step, in `cluster` or in `train.offload` changes them."""
-    item_bytes = ITEM_BYTES[dtype_name(recipe, _device(machines))]
-    ranks = TrainingRanks(architecture, recipe.train, machines, assumptions, item_bytes)
+    recipe, lengths = case.recipe, case.lengths
+    ranks = TrainingRanks(case.architecture, recipe.train, case.speeds, case.assumptions, case.item_bytes)
     if isinstance(recipe, SftRecipe):
-        lengths, samples = lengths_of(recipe, assumptions), float(recipe.data.examples_per_step)
-        tokens = samples * lengths.sequence
-        batch = BatchSize(samples, tokens, samples * lengths.sequence_square, tokens)
-        return {"update": ranks.update_seconds(batch)}
-    algorithm = recipe.algorithm
-    batch = trained_batch(recipe, assumptions, sum(prompts_of_rounds(recipe, assumptions.signal_share)))
+        return {"update": ranks.update_seconds(BatchSize.of(recipe.data.examples_per_step, lengths))}
+    algorithm, rollout, share = recipe.algorithm, recipe.rollout, case.assumptions.signal_share
+    groups = float(rollout.prompts_per_step)
+    if rollout.dynamic_sampling or (algorithm.skips_groups and not algorithm.reads_batch):
+        groups = min(groups, sum(prompts_of_rounds(recipe, share)) * share)
+    batch = BatchSize.of(groups * rollout.samples_per_prompt, lengths)
     minibatch, times = batch.share(1 / algorithm.minibatches), algorithm.minibatches * algorithm.epochs
-    before = {"sending the batch": batch.sequences * ranks.assumptions.send_seconds_per_response}
+    before = {"sending the batch": batch.sequences * case.assumptions.send_seconds_per_response}
     passes = {"old": algorithm.computes_old_logprobs, "reference": algorithm.kl.coefficient > 0}
     for name in (name for name, made in passes.items() if made):
         before |= _named(name, ranks.forward_seconds(batch))
     update = ranks.update_seconds(minibatch)
     if algorithm.critic is not None:
         whole = recipe.train.model_copy(update={"lora": None})  # adapters are never on a critic
-        critics = replace(ranks, arch=critic_of(critic or ranks.arch), train=whole)
+        critics = replace(ranks, arch=critic_of(case.critic or ranks.arch), train=whole)
         before |= _named("values", critics.forward_seconds(batch))
         update |= _named("critic", critics.update_seconds(minibatch))
     return {"logprobs": before, "update": {name: spent * times for name, spent in update.items()}}
@@ -212,13 +171,12 @@ def _named(what: str, seconds: Seconds) -> Seconds:
     return {f"{what}: {name}": spent for name, spent in seconds.items()}
 
 
-def _driver(
-    recipe: AnyRecipe, arch: Architecture, assumed: Assumptions, responses: float, critic: Architecture | None
-) -> Seconds:
+def _driver(case: Case, responses: float) -> Seconds:
+    assumed, train = case.assumptions, case.recipe.train
     seconds = {"bookkeeping": assumed.driver_seconds + responses * assumed.driver_seconds_per_response}
-    if isinstance(recipe, Recipe) and recipe.train.offload:
-        held = model_parts(recipe, arch, 0, "cuda", critic)
+    if isinstance(case.recipe, Recipe) and train.offload:
         # Gradients are not copied: they come back as zeros.
-        moved = sum(size for name, size in held.items() if name in recipe.train.offload and name != "gradients")
+        held = {name: size for name, size in model_parts(case, 0).items() if name != "gradients"}
+        moved = sum(size for name, size in held.items() if name in train.offload)
         seconds["to the host and back"] = 2 * moved / assumed.host_bytes_per_second
     return seconds

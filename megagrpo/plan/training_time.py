@@ -15,7 +15,8 @@ from math import ceil
 from megagrpo.batching.rank_batches import MICROBATCHES_PER_STAGE
 from megagrpo.batching.work import head_work, layer_work
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.assumptions import Assumptions, Lengths
+from megagrpo.plan.case import Machines
 from megagrpo.plan.communication import (
     Exchanged,
     Groups,
@@ -27,7 +28,6 @@ from megagrpo.plan.communication import (
     replica_seconds,
     stage_seconds,
 )
-from megagrpo.plan.machines import Machines
 from megagrpo.plan.parameters import adapted_linears, adapter_parameters, layer_counts, rank_parameters, stages
 from megagrpo.recipe.schema import LoraConfig, TrainConfig
 from megagrpo.weights.families.architecture import Architecture
@@ -127,6 +127,11 @@ class BatchSize:
     tokens: float
     squares: float
     head_tokens: float
+
+    @classmethod
+    def of(cls, sequences: float, lengths: Lengths) -> BatchSize:
+        each = lengths.sequence, lengths.sequence_square, lengths.response
+        return cls(sequences, *(sequences * size for size in each))
 
     def share(self, part: float) -> BatchSize:
         return BatchSize(self.sequences * part, self.tokens * part, self.squares * part, self.head_tokens * part)

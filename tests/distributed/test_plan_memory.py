@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.plan.case import A_CPU, Case
 from megagrpo.plan.memory import model_parts
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
@@ -113,7 +114,7 @@ def check(directory: Path, recipes: list[Recipe]) -> None:
         per_stage = layout.ranks // layout.pipeline
         for stage in range(layout.pipeline):
             ranks = [held[index] for held in by_rank[stage * per_stage : (stage + 1) * per_stage]]
-            planned = model_parts(recipe, architecture, stage, "cpu")
+            planned = model_parts(Case(recipe, architecture, A_CPU), stage)
             told = f"stage {stage} of {layout}, {recipe.model.dtype}: {planned}, {ranks}"
             assert all(held.keys() == planned.keys() for held in ranks), told
             for name, size in planned.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -12,9 +13,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.calibrate import calibrated
-from megagrpo.plan.machines import A_CPU
+from megagrpo.plan.case import A_CPU, Case
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.load import load
 from megagrpo.track.metrics import undocumented
@@ -50,9 +50,10 @@ def test_a_run_remembers_its_recipe_and_its_environment(finished: Finished) -> N
 
 def test_a_plan_that_is_calibrated_by_a_run_says_what_its_phases_took(finished: Finished, inputs: Path) -> None:
     recipe, architecture = load(finished.directory / "recipe.yaml").recipe, read_architecture(inputs / "model")
-    assumptions = calibrated(Assumptions(), recipe, architecture, None, finished.directory)
+    case = Case(recipe, architecture, A_CPU)
+    case = replace(case, assumptions=calibrated(case, finished.directory))
     entries = [entry for step, entry in sorted(small_run.metrics(finished.directory).items()) if step > 1]
-    for phase in step_time(recipe, architecture, A_CPU, assumptions).phases:
+    for phase in step_time(case).phases:
         if phase.phase != "driver":
             measured = median(entry[f"seconds/{phase.phase}"] for entry in entries)
             assert phase.seconds == pytest.approx(measured, rel=1e-6)

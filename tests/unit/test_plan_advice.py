@@ -11,7 +11,7 @@ from megagrpo.plan.advice import STATE_BYTES, checkpoint_bytes, disk_advice, dis
 from megagrpo.plan.parameters import total_parameters
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
-from tests.plans import LLAMA_8B, QWEN_30B, architecture, changed, plan, recipe
+from tests.plans import LLAMA_8B, QWEN_30B, architecture, plan, recipe
 from tests.tiny_run import make_run
 
 EXPERTS: dict[str, Any] = {
@@ -60,14 +60,10 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 def test_what_is_unwise_is_told_until_it_is_remedied(
     changes: dict[str, Any], where: str, remedy: dict[str, Any]
 ) -> None:
-    told = [problem for problem in _unwise(changes) if problem.where == where]
+    told = [problem for problem in plan(changes).unwise if problem.where == where]
     assert told
     assert all(problem.given and problem.needed and problem.fix for problem in told)
-    assert where not in [problem.where for problem in _unwise({**changes, **remedy})]
-
-
-def _unwise(changes: dict[str, Any]) -> Any:
-    return plan(**{path.replace(".", "__"): value for path, value in changes.items()}).unwise
+    assert where not in [problem.where for problem in plan({**changes, **remedy}).unwise]
 
 
 def test_a_good_recipe_gets_no_advice() -> None:
@@ -102,7 +98,7 @@ class Usage(NamedTuple):
 
 def test_checkpoints_need_room_where_they_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
-    of = changed({"model.path": LLAMA_8B, "checkpoint.directory": str(tmp_path)})
+    of = recipe({"model.path": LLAMA_8B, "checkpoint.directory": str(tmp_path)})
     model = architecture(of)
     each = checkpoint_bytes(of, model)
 

@@ -11,10 +11,10 @@ import pytest
 
 from megagrpo.cli import main, parse
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.machines import GPUS
+from megagrpo.plan.case import GPUS
 from megagrpo.plan.plan import plan_of, unit_of
 from megagrpo.plan.show.as_json import plan_json
-from tests.plans import ON_2048, architecture, changed, plan, searched
+from tests.plans import ON_2048, architecture, plan, recipe, searched
 from tests.tiny_run import make_run
 
 ROOT = Path(__file__).parents[2]
@@ -91,8 +91,7 @@ def test_without_a_kind_of_gpu_what_needs_it_is_null() -> None:
 def test_every_assumption_is_told_with_its_unit_and_origin(told: dict[str, Any]) -> None:
     assert {assumed["name"] for assumed in told["assumptions"]} == set(vars(Assumptions()))
     assert all(assumed["unit"] for assumed in told["assumptions"])
-    of = changed({})
-    given = plan_of(of, architecture(of), given=["response_tokens=2000"])
+    given = plan(given=["response_tokens=2000"])
     assert {a.name: a.value for a in given.assumed if a.origin == "given"} == {"response_tokens": 2000}
 
 
@@ -158,7 +157,7 @@ def test_days_are_known_where_the_rows_of_an_epoch_are(tmp_path: Path, capsys: C
 
 
 def test_a_plan_of_2048_gpus_is_soon_made() -> None:
-    of = changed(ON_2048)
+    of = recipe(ON_2048)
     model = architecture(of)
     before = time.thread_time()
     plan_json(plan_of(of, model))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megagrpo.errors import RecipeError
 from megagrpo.plan.assumptions import Assumptions, Lengths, assumptions_from
-from megagrpo.plan.machines import GPUS, gpu, machines_of
+from megagrpo.plan.case import GPUS, gpu, machines_of
 from megagrpo.recipe.load import load
 from tests.tiny_run import make_run
 

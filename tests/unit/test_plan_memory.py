@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.activations import Pass, layer_bytes, logits_bytes, passes_in_flight, stage_bytes, working_bytes
 from megagrpo.plan.advice import checkpoint_bytes
-from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.case import A_CPU, Case
 from megagrpo.plan.engine import cache_bytes_per_token, default_fraction, engine_memory
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory, memory, model_parts
 from megagrpo.plan.parameters import (
@@ -45,7 +45,7 @@ LLAMA, DEEPSEEK, EXPERTS = map(known_model, (plans.LLAMA_70B, plans.DEEPSEEK, pl
 
 def held_by(recipe: Recipe, arch: Architecture = LLAMA, critic: Architecture | None = None) -> DeviceMemory:
     """The first kind of device, on H100."""
-    return next(memory(recipe, arch, H100, "cuda", critic))
+    return next(memory(Case(recipe, arch, H100, critic=critic)))
 
 
 def phases(held: DeviceMemory) -> dict[str, dict[str, int]]:
@@ -85,7 +85,7 @@ def test_active_parameters_are_those_of_the_models_names(model: str, active: flo
 
 
 def test_all_ranks_of_671b_on_2048_gpus_hold_the_whole_model() -> None:
-    layout = plans.changed(plans.ON_2048).train.layout.parallel()
+    layout = plans.recipe(plans.ON_2048).train.layout.parallel()
     held = [rank_parameters(DEEPSEEK, layout, stage, fused=True) for stage in range(16)]
     assert sum(rank.experts for rank in held) * layout.expert == 58 * 256 * 3 * 7168 * 2048
     llama = ParallelLayout(tensor=8, pipeline=4, data=4)
@@ -97,22 +97,22 @@ def test_all_ranks_of_671b_on_2048_gpus_hold_the_whole_model() -> None:
 def test_models_cost_eighteen_bytes_for_each_parameter_and_the_distributed_optimizer_shares_twelve() -> None:
     arch = known_model(QWEN_8B)
     count = total_parameters(arch)
-    held = model_parts(merged(model={"dtype": "bfloat16"}), arch, 0, "cpu")
+    held = model_parts(Case(merged(model={"dtype": "bfloat16"}), arch, A_CPU), 0)
     assert held == {"parameters": 2 * count, "gradients": 4 * count, "optimizer": 12 * count}
     recipe = merged({"tensor": 8, "pipeline": 4, "data": 4})
     shard = rank_parameters(LLAMA, recipe.train.layout.parallel(), stage=1, fused=True).total
-    held = model_parts(recipe, LLAMA, 1, "cuda")
+    held = model_parts(Case(recipe, LLAMA, H100), 1)
     assert held == {"parameters": 2 * shard, "gradients": 4 * shard, "optimizer": 12 * shard // 4}
 
 
 def test_sft_and_recipes_without_a_penalty_have_no_reference() -> None:
     arch = known_model(QWEN_HALF_B)
-    sft = model_parts(sft_recipe(), arch, 0, "cuda")
+    sft = model_parts(Case(sft_recipe(), arch, H100), 0)
     assert list(sft) == ["parameters", "gradients", "optimizer"]
-    (held,) = memory(sft_recipe(layout={"tensor": 8, "data": 2}), LLAMA, H100, "cuda")
+    (held,) = memory(Case(sft_recipe(layout={"tensor": 8, "data": 2}), LLAMA, H100))
     assert list(phases(held)) == ["update"]
     assert len(held.devices) == 16
-    penalty = model_parts(merged(algorithm={"kl": {"coefficient": 0.001}}), arch, 0, "cuda")
+    penalty = model_parts(Case(merged(algorithm={"kl": {"coefficient": 0.001}}), arch, H100), 0)
     assert penalty == sft | {"reference": 2 * total_parameters(arch)}
 
 
@@ -242,18 +242,18 @@ def test_cached_bytes_are_those_of_transformers(family: str, tiny: dict[str, Pat
 def test_an_engine_fills_its_share_of_a_card() -> None:
     layout = {"layout": {"tensor": 8}, "requests_at_once": 1000}
     card = H100.gpu.memory_bytes
-    held = engine_memory(merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.5}}), LLAMA, card, "cuda")
+    held = engine_memory(Case(merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.5}}), LLAMA, H100))
     assert 0 <= card // 2 - held.weights - held.cache < 40960
     assert held.weights == pytest.approx(2 * 70.55e9 / 8, rel=0.01)
     assert held.sequences == held.cache_tokens // 8192
     half = merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.5, "kv_cache_dtype": "fp8_e5m2"}})
-    assert engine_memory(half, LLAMA, card, "cuda").cache_tokens == pytest.approx(2 * held.cache_tokens, abs=2)
+    assert engine_memory(Case(half, LLAMA, H100)).cache_tokens == pytest.approx(2 * held.cache_tokens, abs=2)
     capped = merged(rollout=layout | {"sglang": {"max_total_tokens": 16384}})
-    assert engine_memory(capped, LLAMA, card, "cuda").cache == 16384 * 40960
+    assert engine_memory(Case(capped, LLAMA, H100)).cache == 16384 * 40960
     tight = merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.1}})
-    assert engine_memory(tight, LLAMA, card, "cuda").sequences == 0
+    assert engine_memory(Case(tight, LLAMA, H100)).sequences == 0
     few = merged({"data": 4}, rollout={"engines": 4, "prompts_per_step": 4, "sglang": {"mem_fraction_static": 0.8}})
-    assert engine_memory(few, known_model(QWEN_8B), card, "cuda").sequences == 8  # its part of a step
+    assert engine_memory(Case(few, known_model(QWEN_8B), H100)).sequences == 8  # its part of a step
 
 
 def test_sglangs_own_fraction_leaves_what_it_says() -> None:
@@ -267,7 +267,7 @@ def test_sglangs_own_fraction_leaves_what_it_says() -> None:
 def test_servers_on_cpus_have_the_cache_that_they_are_started_with() -> None:
     for changes in ({}, {"requests_at_once": 2}, {"response_tokens_max": 40000}):
         recipe = merged(rollout=changes)
-        held = engine_memory(recipe, LLAMA, None, "cpu")
+        held = engine_memory(Case(recipe, LLAMA, A_CPU))
         given = arguments.server_arguments(
             model_directory="",
             layout=recipe.rollout.layout,
@@ -290,7 +290,7 @@ def test_every_device_is_of_one_kind() -> None:
         cluster={"placement": "disaggregated", "engine_devices": 4},
         rollout={"engines": 2, "layout": {"tensor": 2}},
     )
-    held = list(memory(recipe, LLAMA, H100, "cuda"))
+    held = list(memory(Case(recipe, LLAMA, H100)))
     assert [kind.name for kind in held] == ["training, stage 0 of 2", "training, stage 1 of 2", "engine"]
     devices = [device for kind in held for device in kind.devices]
     assert devices == list(range(plan_devices(recipe, "cuda").bundles))
@@ -333,7 +333,7 @@ def test_torch_keeps_the_memory_of_passes_from_an_engine_on_the_same_card() -> N
     passing = held["update"]["activations"] + held["update"]["logits"]
     assert held["rollout"]["kept by torch's allocator"] == passing
     assert held["weight_sync"]["kept by torch's allocator"] == passing - held["weight_sync"]["sync buckets"]
-    assert "kept by torch's allocator" not in phases(next(memory(merged({"tensor": 8}), LLAMA, None, "cpu")))["rollout"]
+    assert "kept by torch's allocator" not in phases(next(memory(Case(merged({"tensor": 8}), LLAMA, A_CPU))))["rollout"]
 
 
 def test_passes_before_the_update_are_there_if_the_recipe_has_any() -> None:
@@ -365,7 +365,7 @@ def test_a_part_is_lowered_by_what_makes_it_large() -> None:
 
 def test_buckets_are_no_larger_than_the_weights_and_files_need_none(tiny: dict[str, Path]) -> None:
     arch = read_architecture(tiny["qwen2"])
-    held = phases(next(memory(merged({}), arch, None, "cpu")))["weight_sync"]
+    held = phases(next(memory(Case(merged({}), arch, A_CPU))))["weight_sync"]
     assert held["sync buckets"] == 2 * held["parameters"]
     assert held["engine sync buckets"] == 2 * held["engine weights"]
     elsewhere = {"engine": "external", "urls": ["http://somewhere:30000"]}
@@ -381,7 +381,7 @@ def test_a_critic_is_as_large_as_its_own_model() -> None:
     assert held[0] == held[1]
     assert held[0] / 4 < held[2] < held[0] / 3  # the embedding stays
     seconds = [
-        {phase.phase: phase.seconds for phase in step_time(recipe, LLAMA, H100, Assumptions(), critic).phases}
+        {phase.phase: phase.seconds for phase in step_time(Case(recipe, LLAMA, H100, critic=critic)).phases}
         for critic in (LLAMA, small)
     ]
     for phase in ("logprobs", "update"):
@@ -420,7 +420,7 @@ def test_more_work_never_takes_less(change: tuple[str, str, int, int], arch: Arc
         train = {"total_steps": 1, "layout": layout, "recompute": recompute}
         sections: dict[str, Any] = {"train": train, "rollout": {"layout": {"tensor": 4}, "sglang": SAVER}}
         sections[section] = sections.get(section, {}) | {field: value}
-        return [phase for kind in memory(merged(**sections), arch, H100, "cuda") for phase in kind.phases]
+        return [phase for kind in memory(Case(merged(**sections), arch, H100)) for phase in kind.phases]
 
     less, more = map(fullest, values)
     assert all(small.bytes <= large.bytes for small, large in zip(less, more, strict=True))
@@ -435,7 +435,7 @@ def test_fields_that_lower_a_part_are_keys_of_a_recipe() -> None:
     )
     fields = {
         field
-        for held in (memory(recipe, LLAMA, H100, "cuda"), memory(recipe, LLAMA, None, "cpu"))
+        for held in (memory(Case(recipe, LLAMA, H100)), memory(Case(recipe, LLAMA, A_CPU)))
         for kind in held
         for phase in kind.phases
         for part in phase.parts
@@ -450,8 +450,8 @@ def test_fields_that_lower_a_part_are_keys_of_a_recipe() -> None:
 
 
 def test_uneven_routing_takes_memory_and_time_and_kinds_of_devices_are_counted_once() -> None:
-    recipe = plans.changed(plans.ON_2048)
-    held = list(memory(recipe, DEEPSEEK, H100, "cuda"))
+    recipe = plans.recipe(plans.ON_2048)
+    held = list(memory(Case(recipe, DEEPSEEK, H100)))
     assert len(held) == 16
     assert sum(len(kind.devices) for kind in held) == 2048
 

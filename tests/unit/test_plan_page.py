@@ -8,7 +8,7 @@ import pytest
 
 from megagrpo.plan.plan import Plan, plan_of
 from megagrpo.plan.show.page import page, stage_colour
-from tests.plans import ON_2048, architecture, changed, plan, searched
+from tests.plans import ON_2048, architecture, plan, recipe, searched
 
 
 class Balance(HTMLParser):
@@ -65,8 +65,7 @@ def test_every_gpu_is_a_square_that_says_what_it_holds(of_70b: Plan) -> None:
 
 
 def test_squares_lie_apart_and_inside_the_picture() -> None:
-    of = changed(ON_2048)
-    grid = pictures(page(plan_of(of, architecture(of))))[0]
+    grid = pictures(page(plan(ON_2048)))[0]
     _, _, width, height = map(float, (grid.get("viewBox") or "").split())
     squares = [rect for rect in grid.iter("rect") if rect.get("rx") == "3"]
     corners = {(float(r.get("x") or -1), float(r.get("y") or -1)) for r in squares}
@@ -96,7 +95,7 @@ def test_bars_are_in_proportion_and_stay_inside_the_picture() -> None:
 
 def test_names_are_escaped_and_the_recipe_is_there(of_70b: Plan) -> None:
     assert "tokens_per_microbatch: 5120" in page(of_70b)
-    of = changed({"data.train": [{"path": "data/<b>.parquet"}]})
+    of = recipe({"data.train": [{"path": "data/<b>.parquet"}]})
     text = page(plan_of(of, architecture(of), unchecked=["data/<b>.parquet: no such file on this machine"]))
     assert "<b>.parquet" not in text
     assert "not checked</dt><dd>data/&lt;b&gt;.parquet: no such file on this machine" in text
@@ -107,7 +106,6 @@ def test_pages_without_a_kind_of_gpu_or_without_gpus_have_no_time() -> None:
         {"cluster.gpu": None},
         {"cluster": {"device": "cpu"}, "train.offload": [], "rollout.layout": {"tensor": 2}, "rollout.engines": 1},
     ):
-        of = changed(changes)
-        text = page(plan_of(of, architecture(of)))
+        text = page(plan(changes))
         assert "A step:" not in text
         assert "Memory of each" in text

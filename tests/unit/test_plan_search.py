@@ -7,11 +7,9 @@ import pytest
 
 from megagrpo.errors import RecipeError
 from megagrpo.plan import search as options
-from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.machines import machines_of
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import lacking_bytes
-from megagrpo.plan.search import SPARE, legal, search, search_for
+from megagrpo.plan.search import SPARE, legal, search
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.load import Places, apply_overrides
 from megagrpo.recipe.model_rules import model_problems
@@ -19,7 +17,7 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.section import broken_rules
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides.sglang import split_problems
-from tests.plans import H100, LLAMA_8B, ON_2048, QWEN_30B, architecture, changed, estimate, plan, recipe, searched
+from tests.plans import H100, LLAMA_8B, ON_2048, QWEN_30B, architecture, plan, planned, recipe, searched
 
 SMALL: dict[str, Any] = {
     "model__path": LLAMA_8B,
@@ -32,7 +30,7 @@ SMALL: dict[str, Any] = {
 
 def applied(overrides: tuple[str, ...], changes: dict[str, Any]) -> Recipe:
     """As the command line does it."""
-    tree, _, problems = apply_overrides(changed(changes).model_dump(), Places("recipe"), overrides)
+    tree, _, problems = apply_overrides(recipe(changes).model_dump(), Places("recipe"), overrides)
     assert not problems
     return Recipe.model_validate(tree)
 
@@ -42,7 +40,7 @@ def applied(overrides: tuple[str, ...], changes: dict[str, Any]) -> Recipe:
     [({}, 128), ({"model.path": QWEN_30B, "train.offload": []}, 16), ({"algorithm.kl.coefficient": 0.001}, 64)],
 )
 def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[str, Any], gpus: int) -> None:
-    of = changed(changes)
+    of = recipe(changes)
     found = searched(of, gpus)
     assert found.choices
     assert found.nearest is None
@@ -56,17 +54,15 @@ def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[
         assert not model_problems(chosen, model)
         assert not split_problems(model, chosen.rollout.layout, "cuda")
         assert plan_devices(chosen, "cuda").bundles == gpus
-        again = estimate(chosen)
+        again = planned(chosen).estimate
         assert again == choice.estimate
-        assert lacking_bytes(again.memory, H100, SPARE) == 0
+        assert lacking_bytes(again.memory, H100.gpu.memory_bytes, SPARE) == 0
         assert chosen.rollout.engine in choice.reason or "engine" in choice.reason
 
 
 def test_the_best_choice_is_that_of_all_choices() -> None:
-    of = recipe(**SMALL)
-    model, assumptions = architecture(of), Assumptions()
-    machines = machines_of(of, assumptions)
-    assert machines is not None
+    of = recipe(SMALL)
+    model = architecture(of)
     every = (
         options.placed({**layout, **saving, **engine}, colocated=gpus == 2)
         for gpus in (2, 1)
@@ -76,11 +72,9 @@ def test_the_best_choice_is_that_of_all_choices() -> None:
     )
     best = float("inf")
     for values in every:
-        candidate = options.changed(of, values)
-        if legal(candidate, model):
-            told = estimate(candidate)
-            if lacking_bytes(told.memory, machines, SPARE) == 0:
-                best = min(best, told.time.seconds)
+        candidate = planned(options.changed(of, values))
+        if legal(candidate) and lacking_bytes(candidate.memory, candidate.card_bytes, SPARE) == 0:
+            best = min(best, candidate.estimate.time.seconds)
     assert searched(of, 2).choices[0].estimate.time.seconds == pytest.approx(best)
 
 
@@ -95,20 +89,18 @@ def test_what_lacks_least_is_told_if_nothing_fits() -> None:
 def test_layouts_fit_a_critic_of_its_own() -> None:
     of = recipe(train__layout={"tensor": 4}, algorithm__critic={"path": "unused"}, algorithm__advantage={"name": "gae"})
     critic = read_architecture(known_models()["Qwen/Qwen2.5-0.5B-Instruct"])  # 14 heads
-    machines = machines_of(of, Assumptions())
-    assert machines is not None
-    assert not legal(of, architecture(of), critic)
-    found = search(of, architecture(of), machines, Assumptions(), 64, critic)
+    with_critic = planned(of, critic=critic)
+    assert not legal(with_critic)
+    found = search(with_critic, 64)
     assert found.choices
     for choice in found.choices:
         assert "train.layout.tensor=2" in choice.overrides or "train.layout.tensor=1" in choice.overrides
 
 
 def test_searches_need_a_kind_of_gpu() -> None:
-    with pytest.raises(RecipeError, match=r"cluster.gpu=H100"):
-        search_for(plan(cluster__gpu=None), None)
-    with pytest.raises(RecipeError, match=r"cluster.device=cuda"):
-        search_for(plan(cluster__device="cpu"), None)
+    for changes, fix in (({"cluster.gpu": None}, "cluster.gpu=H100"), ({"cluster.device": "cpu"}, "device=cuda")):
+        with pytest.raises(RecipeError, match=fix):
+            search(plan(changes))
 
 
 def test_engines_apart_have_whole_nodes_and_no_offload() -> None:
@@ -123,7 +115,7 @@ def test_engines_apart_have_whole_nodes_and_no_offload() -> None:
 
 
 def test_the_last_of_uneven_stages_is_the_shortest() -> None:
-    of = changed({"model.path": ON_2048["model.path"]})
+    of = recipe({"model.path": ON_2048["model.path"]})
     lengths = {
         values["train.layout.pipeline"]: values["train.layout.last_stage_layers"]
         for values in options.layouts(of, architecture(of), 128)

@@ -9,10 +9,10 @@ from rich.console import Console
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.device_map import axes, device_map, rows
 from megagrpo.plan.parameters import stages
-from megagrpo.plan.plan import Plan, plan_of
+from megagrpo.plan.plan import Plan
 from megagrpo.plan.show.terminal import draw
 from megagrpo.plan.units import byte_text, second_text, spans
-from tests.plans import ON_2048, architecture, changed, plan, recipe
+from tests.plans import ON_2048, architecture, plan, planned, recipe
 
 
 def drawn(of: Plan, *, width: int = 80, encoding: str = "utf-8", terminal: bool = False) -> str:
@@ -33,8 +33,7 @@ def of_70b() -> Plan:
 
 @pytest.fixture(scope="module")
 def of_671b() -> Plan:
-    of = changed(ON_2048)
-    return plan_of(of, architecture(of))
+    return plan(ON_2048)
 
 
 def test_layers_embedding_and_head_are_where_the_stages_are(of_70b: Plan) -> None:
@@ -99,13 +98,13 @@ def test_cpu_recipes_have_processes_and_no_time() -> None:
 def test_every_place_is_in_one_row() -> None:
     for count in (1, 2, 16, 17, 64):
         of = recipe(train__layout={"tensor": 1, "data": count}, rollout__layout={"tensor": 1}, rollout__engines=count)
-        every = device_map(of, "cuda")
+        every = device_map(planned(of))
         assert [mapped for row in rows(every) for mapped in row] == list(every)
 
 
 def test_engines_of_their_own_lie_behind_the_ranks() -> None:
     of = recipe(cluster__placement="disaggregated", train__offload=[], rollout__engines=4)
-    every = device_map(of, "cuda")
+    every = device_map(planned(of))
     alone = [mapped for mapped in every if mapped.rank is None]
     assert [mapped.device for mapped in alone] == list(range(128, 160))
     assert [mapped.engines for mapped in alone[::8]] == [(0,), (1,), (2,), (3,)]
@@ -115,13 +114,13 @@ def test_engines_of_their_own_lie_behind_the_ranks() -> None:
 
 def test_groups_say_how_many_nodes_the_widest_of_them_reaches_over() -> None:
     of = recipe(train__layout={"tensor": 4, "context": 3, "data": 2}, cluster__gpus_per_node=8, rollout__engines=3)
-    found = {axis.name: axis for axis in axes(of, architecture(of))}
+    found = {axis.name: axis for axis in axes(planned(of))}
     assert found["tensor"].nodes == 1
     assert found["context"].example == (0, 4, 8)
     assert found["context"].nodes == 2
     assert found["data"].nodes == 2
     of = recipe(train__layout={"tensor": 6, "data": 4}, cluster__gpus_per_node=8)
-    assert axes(of, architecture(of))[0].nodes == 2  # ranks 6-11
+    assert axes(planned(of))[0].nodes == 2  # ranks 6-11
 
 
 def test_interleaved_chunks_of_a_stage_are_all_named() -> None:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.plan.assumptions import Assumptions, Lengths
+from megagrpo.plan.case import A_CPU, Case, Machines
 from megagrpo.plan.engine import EngineSpeed, rollout_seconds
-from megagrpo.plan.machines import A_CPU, Machines
 from megagrpo.plan.time import ON_DRIVER, prompts_of_rounds, step_time
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
 from megagrpo.recipe.schema import LayoutConfig, Recipe, TrainConfig
@@ -58,7 +58,7 @@ def parts_of(time, phase):
 
 
 def test_phases_and_their_parts_add_up():
-    time = step_time(recipe(), LLAMA_8B, H100, Assumptions())
+    time = step_time(Case(recipe(), LLAMA_8B, H100))
     assert tuple(phase.phase for phase in time.phases) == PHASES
     assert time.seconds == pytest.approx(sum(seconds for phase in time.phases for seconds in phase.parts.values()))
     assert all(seconds > 0 for phase in time.phases for seconds in phase.parts.values())
@@ -67,7 +67,7 @@ def test_phases_and_their_parts_add_up():
     assert time.days == pytest.approx(100 * time.seconds / 86400)
     for length, steps in (({"total_episodes": 1025}, 3), ({"total_epochs": 2}, None)):
         planned = recipe(train={"total_steps": None, **length})
-        assert step_time(planned, LLAMA_8B, H100, Assumptions()).steps == steps
+        assert step_time(Case(planned, LLAMA_8B, H100)).steps == steps
 
 
 # Mean length and seconds of a step, measured by others: NeMo-RL 0.4, docs/about/performance-summary.md, DGX H100,
@@ -118,7 +118,7 @@ def test_steps_are_about_as_long_as_published_ones(name):
         **rollout,
     )
     assumptions = Assumptions(signal_share=1.0, prompt_tokens=130, response_tokens=mean - 130)
-    time = step_time(planned, arch, H100, assumptions)
+    time = step_time(Case(planned, arch, H100, assumptions))
     assert published / 2.2 < time.seconds < published * 1.5
     if name in SYNCS:
         fastest, slowest = SYNCS[name]
@@ -146,11 +146,11 @@ def test_longer_responses_take_longer_and_more_replicas_no_longer(tensor, pipeli
     layout = {"tensor": tensor, "pipeline": pipeline, "data": data}
     ranks = tensor * pipeline * data
     short = Assumptions(response_tokens=500)
-    time = step_time(recipe(layout, engines=ranks), LLAMA_8B, H100, short)
-    other = step_time(recipe(layout, engines=ranks), LLAMA_8B, H100, replace(short, response_tokens=500 * longer))
+    time = step_time(Case(recipe(layout, engines=ranks), LLAMA_8B, H100, short))
+    other = step_time(Case(recipe(layout, engines=ranks), LLAMA_8B, H100, replace(short, response_tokens=500 * longer)))
     for phase in ("rollout", "update"):
         assert seconds_of(other, phase) > seconds_of(time, phase)
-    twice = step_time(recipe(layout | {"data": 2 * data}, engines=2 * ranks), LLAMA_8B, H100, short)
+    twice = step_time(Case(recipe(layout | {"data": 2 * data}, engines=2 * ranks), LLAMA_8B, H100, short))
     assert seconds_of(twice, "rollout") <= seconds_of(time, "rollout")
     # Gradients begin to travel between replicas; a second may be lost to that, not more.
     assert seconds_of(twice, "update") <= seconds_of(time, "update") + 1.0
@@ -184,7 +184,7 @@ def test_few_sequences_are_still_enough_microbatches_to_fill_the_pipeline():
 def test_passes_without_gradients_may_take_more_tokens_at_once():
     def overhead(at_once):
         planned = recipe(train={"logprob_tokens_per_microbatch": at_once}, algorithm={"kl": {"coefficient": 0.1}})
-        return parts_of(step_time(planned, LLAMA_8B, H100, Assumptions()), "logprobs")["reference: between products"]
+        return parts_of(step_time(Case(planned, LLAMA_8B, H100)), "logprobs")["reference: between products"]
 
     assert overhead(4 * 8192) == pytest.approx(overhead(None) / 4, rel=0.1)
 
@@ -201,7 +201,7 @@ def test_passes_without_gradients_may_take_more_tokens_at_once():
     ],
 )
 def test_the_passes_are_those_that_the_recipe_asks_for(algorithm, passes):
-    time = step_time(recipe(algorithm=algorithm), LLAMA_8B, H100, Assumptions())
+    time = step_time(Case(recipe(algorithm=algorithm), LLAMA_8B, H100))
     assert {name.split(":")[0] for name in parts_of(time, "logprobs") if ":" in name} == passes
     critic = {name for name in parts_of(time, "update") if name.startswith("critic: ")}
     assert bool(critic) == ("critic" in algorithm)
@@ -209,7 +209,7 @@ def test_the_passes_are_those_that_the_recipe_asks_for(algorithm, passes):
 
 def test_groups_without_signal_are_not_trained_on_unless_they_have_to_be():
     def update(**algorithm):
-        time = step_time(recipe(algorithm=algorithm), LLAMA_8B, H100, Assumptions(signal_share=0.5))
+        time = step_time(Case(recipe(algorithm=algorithm), LLAMA_8B, H100, Assumptions(signal_share=0.5)))
         return parts_of(time, "update")["attention"]
 
     every = update(skip_groups_without_signal=False)
@@ -232,21 +232,21 @@ def test_rounds_of_dynamic_sampling_are_as_the_trainer_takes_them(share):
 
 def test_rewards_take_workers_or_the_driver():
     assert ON_DRIVER == INLINE
-    parts = parts_of(step_time(recipe(reward=("gsm8k", "math")), LLAMA_8B, H100, Assumptions()), "reward")
+    parts = parts_of(step_time(Case(recipe(reward=("gsm8k", "math")), LLAMA_8B, H100)), "reward")
     assumed = Assumptions()
     assert parts["on the driver"] == pytest.approx(512 * assumed.reward_seconds)
     assert parts["in workers"] == pytest.approx(512 * assumed.isolated_reward_seconds / 16)
 
 
 def test_offloading_takes_time_between_the_phases():
-    time = step_time(recipe(train={"offload": ["optimizer", "gradients"]}), LLAMA_8B, H100, Assumptions())
+    time = step_time(Case(recipe(train={"offload": ["optimizer", "gradients"]}), LLAMA_8B, H100))
     # Main weights and two moments in float32, of 8e9 parameters on 8 ranks, both ways.
     expected = 2 * 12 * 8.03e9 / 8 / Assumptions().host_bytes_per_second
     assert parts_of(time, "driver")["to the host and back"] == pytest.approx(expected, rel=0.02)
 
 
 def test_supervised_fine_tuning_has_updates_only():
-    time = step_time(plans.sft_recipe(examples=128, layout={"data": 8}), LLAMA_8B, H100, Assumptions())
+    time = step_time(Case(plans.sft_recipe(examples=128, layout={"data": 8}), LLAMA_8B, H100))
     assert [phase.phase for phase in time.phases] == ["update", "driver"]
     assert time.tokens == 128 * 2048
     assert time.steps is None
@@ -284,19 +284,19 @@ def test_responses_that_do_not_fit_at_once_take_longer_but_the_same_tokens_are_d
 def test_a_smaller_share_of_the_memory_makes_responses_wait():
     def rollout(**sglang):
         planned = recipe(engines=8, response_tokens_max=8192, prompts_per_step=256, sglang=sglang)
-        return seconds_of(step_time(planned, LLAMA_8B, H100, Assumptions()), "rollout")
+        return seconds_of(step_time(Case(planned, LLAMA_8B, H100)), "rollout")
 
     assert rollout() < rollout(mem_fraction_static=0.5) < rollout(mem_fraction_static=0.3)
 
 
 def test_engines_that_share_a_device_take_turns():
     made = [recipe({"data": 1}, engines=count, requests_at_once=256 // count) for count in (1, 4)]
-    one, several = (step_time(each, LLAMA_8B, H100, Assumptions()) for each in made)
+    one, several = (step_time(Case(each, LLAMA_8B, H100)) for each in made)
     assert seconds_of(one, "rollout") == seconds_of(several, "rollout")
 
 
 def test_a_step_on_cpus_is_planned_in_float32():
     single = recipe({"data": 2}, engine="transformers", engines=2)
     half = single.model_copy(update={"model": single.model.model_copy(update={"dtype": "bfloat16"})})
-    single, half = (step_time(each, LLAMA_8B, A_CPU, Assumptions()) for each in (single, half))
+    single, half = (step_time(Case(each, LLAMA_8B, A_CPU)) for each in (single, half))
     assert seconds_of(half, "rollout") < seconds_of(single, "rollout")

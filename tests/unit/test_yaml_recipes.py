@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.plan.machines import GPUS
+from megagrpo.plan.case import GPUS
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight

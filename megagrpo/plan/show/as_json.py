@@ -24,7 +24,7 @@ DERIVED: dict[type, tuple[str, ...]] = {
 
 def plan_json(plan: Plan, search: Search | None = None) -> str:
     """Everything in a plan, and in the search if there was one."""
-    judged = plan.estimate if plan.machines else None
+    judged = plan.estimate if plan.gpus else None
     values: dict[str, Any] = {
         "format": FORMAT,
         "name": plan.recipe.name,
@@ -32,8 +32,8 @@ def plan_json(plan: Plan, search: Search | None = None) -> str:
         "model": {"family": plan.architecture.family, "parameters": total_parameters(plan.architecture)},
         "summary": plan.summary,
         "device": plan.device,
-        "machines": plan.machines,
-        "axes": axes(plan.recipe, plan.architecture),
+        "machines": plan.gpus,
+        "axes": axes(plan),
         "stages": plan.stages,
         "devices": plan.device_map,
         "memory": plan.memory,

@@ -81,7 +81,7 @@ def _chips(plan: Plan) -> str:
     noun = "GPUs" if plan.device == "cuda" else "processes"
     card = f"of {byte_text(plan.card_bytes)} at most in use" if plan.card_bytes else "on the fullest"
     chips = [
-        (str(len(plan.device_map)), f"{plan.machines.gpu.name} {noun}" if plan.machines else noun),
+        (str(len(plan.device_map)), f"{plan.gpus.gpu.name} {noun}" if plan.gpus else noun),
         (byte_text(plan.fullest_first[0].fullest.bytes), card),
     ]
     if plan.estimate:
@@ -109,8 +109,7 @@ def _where(plan: Plan) -> str:
     square = "Each row is a node and each square one GPU" if plan.device == "cuda" else "Each square is a process"
     note = f"{square}. A dot marks the first device of an engine, a bar its other devices."
     lines = [
-        (axis.name, f"{axis.size}", f"{axis.stride}", ranks_text(axis.example), f"{axis.nodes}")
-        for axis in axes(plan.recipe, plan.architecture)
+        (axis.name, f"{axis.size}", f"{axis.stride}", ranks_text(axis.example), f"{axis.nodes}") for axis in axes(plan)
     ]
     table = _table(("axis", "ranks", "apart", "first group", "nodes"), lines, numbers=(1, 2, 4))
     grid = device_grid(plan.device_map, plan.stages, plan.recipe.cluster.gpus_per_node)

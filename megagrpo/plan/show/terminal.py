@@ -65,7 +65,7 @@ def _layout(plan: Plan) -> RenderableType:
         numbers = {name: spans(number for mapped in row for number in of(mapped)) for name, of in columns.items()}
         table.add_row(*((numbers | {"layers": _held(plan.stages, row)})[name] or "-" for name in columns))
     lines: list[RenderableType] = [_title("where"), table]
-    for axis in axes(plan.recipe, plan.architecture) if plan.device == "cuda" else ():
+    for axis in axes(plan) if plan.device == "cuda" else ():
         nodes = f"over {axis.nodes} nodes" if axis.nodes > 1 else "within a node"
         lines.append(Text(f"{axis.name} {axis.size}: ranks {ranks_text(axis.example)}, each group {nodes}"))
     return Group(*lines)
@@ -114,7 +114,7 @@ def _memory(plan: Plan, marks: _Marks) -> RenderableType | None:
     scale, fullest = max(card or 0, kinds[0].fullest.bytes), kinds[0]
     title, colours = f"memory of each {plan.noun}", _colours(fullest)
     if plan.device == "cuda":
-        title += f" ({plan.machines.gpu.name}, {byte_text(card)})" if plan.machines and card else UNKNOWN_GPU
+        title += f" ({plan.gpus.gpu.name}, {byte_text(card)})" if plan.gpus and card else UNKNOWN_GPU
     lines: list[RenderableType] = [_title(title), _kind(fullest, plan)]
     lines += [_bar(phase, card, scale, marks, colours) for phase in fullest.phases]
     lines.append(_parts(fullest.fullest, colours, card))
@@ -189,9 +189,9 @@ def _time(plan: Plan, marks: _Marks) -> RenderableType | None:
         return Text(hint) if plan.device == "cuda" else None
     time = plan.estimate.time
     where = f"{time.gpus} process{'es' if time.gpus > 1 else ''}"
-    if plan.machines:
-        nodes = -(-time.gpus // plan.machines.gpus_per_node)
-        where = f"{time.gpus} {plan.machines.gpu.name}" + (f" in {nodes} nodes" if nodes > 1 else "")
+    if plan.gpus:
+        nodes = -(-time.gpus // plan.gpus.gpus_per_node)
+        where = f"{time.gpus} {plan.gpus.gpu.name}" + (f" in {nodes} nodes" if nodes > 1 else "")
     days = "; how long in all: --assume epoch_rows=N, the rows of data.train"
     if time.days is not None:
         days = f"; {time.steps} steps take {second_text(time.days * 86400)}"

@@ -1,14 +1,19 @@
-"""The machines of a plan: kinds of GPUs, by their makers' data sheets, and how many are in a node."""
+"""What a plan is about: a recipe and its model on machines, whose GPUs are known by their makers' data sheets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.plan.assumptions import Assumptions
-from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.plan.assumptions import Assumptions, Lengths, lengths_of
+from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices
+from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.weights.boxes import ITEM_BYTES
+from megagrpo.weights.families.architecture import Architecture
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ GPUS: Mapping[str, Gpu] = {
 }
 
 A_CPU = Machines(Gpu("CPU", 16 * 2**30, 1e11, 2e10, 5e9, "placeholders, for calibration by a run to scale"), 8, 1e9)
-"""For recipes on CPUs: predictions with it mean nothing until a run has calibrated them."""
+"""CPUs: seconds on them mean nothing until a run has calibrated them."""
 
 
 def gpu(name: str) -> Gpu:
@@ -89,6 +94,66 @@ def gpu(name: str) -> Gpu:
 def machines_of(recipe: AnyRecipe, assumptions: Assumptions) -> Machines | None:
     """The machines that the recipe's cluster names; None if it has no cluster.gpu. Raises RecipeError as `gpu`."""
     cluster = recipe.cluster
-    if cluster.gpu is None:
-        return None
-    return Machines(gpu(cluster.gpu), cluster.gpus_per_node, assumptions.network_bytes_per_second)
+    known = gpu(cluster.gpu) if cluster.gpu is not None else None
+    if cluster.device == "cpu":
+        return A_CPU
+    return Machines(known, cluster.gpus_per_node, assumptions.network_bytes_per_second) if known else None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe whose rules hold, and all else that an estimate depends on.
+
+    `machines` are A_CPU on CPUs, and None for GPUs of an unknown kind. `critic` is the model of algorithm.critic.path,
+    if it is another than the policy's.
+    """
+
+    recipe: AnyRecipe
+    architecture: Architecture
+    machines: Machines | None
+    assumptions: Assumptions = field(default_factory=Assumptions)
+    critic: Architecture | None = None
+
+    @cached_property
+    def device(self) -> str:
+        """cuda or cpu."""
+        return "cpu" if self.machines == A_CPU else "cuda"
+
+    @property
+    def grpo(self) -> Recipe:
+        """The recipe, for what only one of GRPO has."""
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(f"{self.recipe.name} is of kind {self.recipe.kind}")
+        return self.recipe
+
+    @property
+    def speeds(self) -> Machines:
+        """The machines, or placeholders."""
+        return self.machines or A_CPU
+
+    @property
+    def gpus(self) -> Machines | None:
+        """The machines, if they have GPUs of a known kind."""
+        return self.machines if self.device == "cuda" else None
+
+    @property
+    def card_bytes(self) -> int | None:
+        """A GPU's memory, if its kind is known."""
+        return self.gpus.gpu.memory_bytes if self.gpus else None
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a weight or an activation: 2 or 4."""
+        return ITEM_BYTES[dtype_name(self.recipe, self.device)]
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        return self.recipe.train.layout.parallel()
+
+    @cached_property
+    def device_plan(self) -> DevicePlan:
+        return plan_devices(self.recipe, self.device)
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        return lengths_of(self.recipe, self.assumptions)
