@@ -201,6 +201,8 @@ def verify(asked: argparse.Namespace) -> int:
 def _print_converted(done: Converted) -> int:
     if done.left_out:
         print(f"not converted, because they are not the model's: {', '.join(done.left_out)}", file=sys.stderr)
+    if done.continued:
+        print(f"continued: {done.continued} parts were on disk from an earlier attempt", file=sys.stderr)
     print(f"{done.tensors} tensors, {done.bytes / 1e9:.3f} GB, in {done.directory}")
     return 0
 

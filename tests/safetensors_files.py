@@ -20,7 +20,10 @@ def saved(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_files(first: Path, second: Path) -> None:
-    left, right = saved(first), saved(second)
+    assert_same_tensors(saved(first), saved(second))
+
+
+def assert_same_tensors(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> None:
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         other = right[name]

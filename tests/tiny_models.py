@@ -44,7 +44,7 @@ YARN_ROPE = {
 }
 
 # family: (transformers config class, its changes to DIMENSIONS)
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+TINY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "head_dim": 14}),
     "qwen2": ("Qwen2Config", {}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
@@ -103,7 +103,7 @@ def make_model(family: str, directory: str | Path, *, seed: int = 0, **changes: 
     marker = directory / "tiny_model.json"
     if marker.exists() and json.loads(marker.read_text()) == json.loads(json.dumps(wanted)):
         return directory
-    class_name, own = FAMILIES[family]
+    class_name, own = TINY_FAMILIES[family]
     config = getattr(transformers, class_name)(**(DIMENSIONS | own | changes))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from megagrpo.errors import MegagrpoError, ModelError, Problem
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.weights.boxes import Manifest, Place, Topology, Transfer
+from megagrpo.weights.digest import digest_problems, expected_digests, sent_digests
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.export import begin_export, finish_export, write_part
@@ -26,7 +27,7 @@ from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from megagrpo.weights.transport import rendezvous
-from megagrpo.weights.transport.buckets import buckets_between
+from megagrpo.weights.transport.buckets import outgoing
 from megagrpo.weights.transport.rendezvous import Member, RendezvousHost, Sync
 from megagrpo.weights.views import fill_padding, stored_tensors, torch_dtype
 from tests.weights_oracle import Tensors, engine_tensors, held_by_ranks
@@ -96,18 +97,30 @@ def assert_equal(found: Tensors, wanted: Tensors) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def carry_out(plan: WeightPlan, held: Sequence[Tensors], bucket_bytes: int = 1 << 20) -> list[Tensors]:
-    """What the destinations of a plan without relays hold after it has run through buckets."""
+def carry_out(
+    plan: WeightPlan, held: Sequence[Tensors], bucket_bytes: int = 1 << 20, relays_first: bool = False
+) -> list[Tensors]:
+    """What the destinations hold after a plan has run through buckets: sources send, then destinations pass on."""
     arrived = [empty(manifest, padded=True) for manifest in plan.destinations]
-    everyone = frozenset(range(len(plan.destinations)))
-    for source, tensors in enumerate(held):
-        for destination in plan.destinations_of(source):
-            for bucket in buckets_between(plan, source, destination, everyone, bucket_bytes):
-                assert bucket.bytes <= max(bucket_bytes, 4)
-                flat = torch.empty(bucket.bytes, dtype=torch.uint8)
-                bucket.pack(stored_tensors(plan.sources[source], tensors), flat)
-                bucket.unpack(arrived[destination], flat)
+    storages = [stored_tensors(manifest, its) for manifest, its in zip(plan.sources, held, strict=True)] + arrived
+    everyone = frozenset(range(len(arrived)))
+    for peer in sorted(range(len(storages)), reverse=relays_first):
+        for bucket in outgoing(plan, peer, everyone, bucket_bytes):
+            assert bucket.bytes <= max(bucket_bytes, 4)
+            flat = torch.empty(bucket.bytes, dtype=torch.uint8)
+            bucket.pack(storages[peer], flat)
+            bucket.unpack(storages[bucket.receiver], flat)
     return arrived
+
+
+def unlike_sent(plan: WeightPlan, held: Sequence[Tensors], arrived: Sequence[Mapping[str, int]]) -> list[Problem]:
+    """What verification says, from what the training ranks hold and the digests on each engine rank."""
+    expected = expected_digests(sent_digests(plan, source, tensors) for source, tensors in enumerate(held))
+    return [
+        problem
+        for index, manifest in enumerate(plan.destinations)
+        for problem in digest_problems(manifest.holder, expected[index], arrived[index])
+    ]
 
 
 def loaded(model: Path, held: Sequence[Manifest]) -> list[Tensors]:

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megagrpo.weights.boxes import Box, Fill, Placement
-
-Region = tuple[tuple[int, ...], tuple[int, ...]]
-"""start and shape of an axis-aligned part of a local tensor"""
+from megagrpo.weights.coverage import Region
 
 
 @dataclass(frozen=True, slots=True)

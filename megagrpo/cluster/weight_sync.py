@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import ray
@@ -41,9 +41,7 @@ class WeightSync:
         topology = Topology(policy.places(), rollouts.places())
         self.plan = make_plan(sharing(policy.manifests()), sharing(list(chain(*manifests.values()))), topology)
         self.transport = choose_transport(recipe.weights.transfer_to(external=rollouts.external), topology)
-        ends = [0]
-        for of_engine in manifests.values():
-            ends.append(ends[-1] + len(of_engine))
+        ends = accumulate(map(len, manifests.values()), initial=0)
         self._destinations = {name: tuple(range(*span)) for name, span in zip(manifests, pairwise(ends), strict=True)}
         self._host = RendezvousHost(ray.util.get_node_ip_address(), recipe.weights.timeout_seconds)
         self._channel = Channel(self.transport, self._host.rendezvous, recipe.weights.bucket_bytes)

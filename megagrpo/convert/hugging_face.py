@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import IO, Any
 
 from megagrpo.convert.job import Advance, Converted, by_layer, convert
-from megagrpo.convert.source import Source, open_source, pieces, whole
+from megagrpo.convert.source import Source, open_source
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Tensor
-from megagrpo.weights.files.export import lay_out, write_all
+from megagrpo.weights.files.export import lay_out, write_box
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import torch_dtype
 
@@ -60,22 +59,19 @@ class HuggingFaceTarget:
 
     def write(self, index: int, directory: Path, advance: Advance) -> Any:
         expert = None
-        opened: dict[str, int] = {}
-        try:
+        opened: dict[str, IO[bytes]] = {}
+        with ExitStack() as closing:
+            closing.callback(self._source.forget)
             for tensor in self._units[index]:
                 if tensor.expert != expert:
                     self._source.forget()
                     expert = tensor.expert
                 file, entry = self._entries[tensor.name]
                 if file not in opened:
-                    opened[file] = os.open(directory / file, os.O_WRONLY)
-                self._write_tensor(opened[file], entry, tensor, advance)
-            for descriptor in opened.values():
-                os.fsync(descriptor)
-        finally:
-            self._source.forget()
-            for descriptor in opened.values():
-                os.close(descriptor)
+                    opened[file] = closing.enter_context((directory / file).open("r+b", buffering=0))
+                self._write_tensor(opened[file].fileno(), entry, tensor, advance)
+            for stream in opened.values():
+                os.fsync(stream.fileno())
         return None
 
     def finish(self, directory: Path, written: Sequence[Any]) -> None:
@@ -83,10 +79,7 @@ class HuggingFaceTarget:
 
     def _write_tensor(self, descriptor: int, entry: checkpoint.Entry, tensor: Tensor, advance: Advance) -> None:
         dtype = self._dtypes[tensor.name]
-        item_bytes = ITEM_BYTES[dtype]
-        row_bytes = math.prod(tensor.shape[1:]) * item_bytes
-        for box in pieces(whole(tensor), item_bytes, PIECE_BYTES):
+        for box in tensor.box.pieces(PIECE_BYTES // ITEM_BYTES[dtype]):
             values = self._source.read(box).to(torch_dtype(dtype))
-            data = values.view(-1).view(torch.uint8).numpy().data
-            write_all(descriptor, data, entry.begin + (box.start[0] * row_bytes if box.start else 0))
-            advance(len(data))
+            write_box(descriptor, entry, box.start, values)
+            advance(values.nbytes)

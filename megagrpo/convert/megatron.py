@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from megagrpo.convert.job import Advance, Converted, by_layer, convert
-from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source, pieces
+from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source
 from megagrpo.convert.torch_checkpoint import TorchFile, Written, write_metadata
-from megagrpo.weights.boxes import ITEM_BYTES
+from megagrpo.weights.boxes import ITEM_BYTES, Box
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.export import lay_out
 from megagrpo.weights.sides import torch_dist
@@ -102,7 +102,7 @@ class MegatronTarget:
         for placement in part.placements:
             at = tuple(a - s for a, s in zip(placement.at, part.start, strict=True))
             local = replace(placement, at=at)
-            for box in pieces(placement.box, dtype.itemsize, PIECE_BYTES):
+            for box in placement.box.pieces(PIECE_BYTES // dtype.itemsize):
                 box_view(values, local.part(box)).copy_(self._source.read(box))
         return values
 
@@ -112,14 +112,10 @@ class MegatronTarget:
 
 def _parts(chunk: Chunk, item_bytes: int) -> Iterator[Chunk]:
     """The chunk as runs of rows of at most CHUNK_BYTES."""
-    axis = sum(index is None for index in chunk.placements[0].axes)
-    step = max(1, CHUNK_BYTES // (math.prod(chunk.shape[axis + 1 :]) * item_bytes))
-    for low in range(0, chunk.shape[axis], step):
-        at = (*chunk.start[:axis], low, *chunk.start[axis + 1 :])
-        count = min(step, chunk.shape[axis] - low)
-        shape = (*chunk.shape[:axis], count, *chunk.shape[axis + 1 :])
-        parts = (placement.within(at, shape) for placement in chunk.placements)
-        yield replace(chunk, start=at, shape=shape, placements=tuple(part for part in parts if part is not None))
+    for box in Box(chunk.key, chunk.start, chunk.shape).pieces(CHUNK_BYTES // item_bytes):
+        held = (placement.within(box.start, box.shape) for placement in chunk.placements)
+        placements = tuple(part for part in held if part is not None)
+        yield replace(chunk, start=box.start, shape=box.shape, placements=placements)
 
 
 def _arguments(arch: Architecture) -> dict[str, Any]:

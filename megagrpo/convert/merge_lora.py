@@ -27,12 +27,12 @@ from megagrpo.convert.source import (
     open_source,
     trainer_state,
     training_checkpoint,
-    whole,
 )
 from megagrpo.convert.torch_checkpoint import TorchCheckpoint
 from megagrpo.errors import CheckpointError, ModelError, Problem
 from megagrpo.weights.boxes import Box, Placement
 from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.families.reading import read_json
 from megagrpo.weights.files.adapters import PREFIX, SUFFIX_A, SUFFIX_B, key_a, key_b, merged
 from megagrpo.weights.files.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from megagrpo.weights.files.loading import read_region
@@ -115,8 +115,8 @@ def _merged_source(source: Source, adapter: Adapter, dtype: str | None) -> Sourc
         b = adapter.read(key_b(name), (row, 0), (rows, rank))
         return merged(plain.read(Box(name, start, shape)), a, b, adapter.scales[name])
 
-    adapted = [whole(tensor) for tensor in source.tensors if tensor.name in adapter.scales]
-    held = {box.tensor: [(Placement(box.tensor, box.start, (0, 1), box), read)] for box in adapted}
+    adapted = [tensor.box for tensor in source.tensors if tensor.name in adapter.scales]
+    held = {box.tensor: [(Placement.whole(box), read)] for box in adapted}
     return replace(plain, held={**source.held, **held})
 
 
@@ -137,7 +137,7 @@ def _of_peft(path: Path) -> Adapter:
     file = path / ADAPTER_WEIGHTS
     if not file.is_file():
         raise CheckpointError(Problem(str(file), "no such file", "adapters as safetensors"))
-    config = _config(path / ADAPTER_CONFIG)
+    config = read_json(path / ADAPTER_CONFIG, fix="write the adapter again, with PEFT's save_pretrained")
     entries = read_header(file)
     shapes = {name: entry.shape for name, entry in entries.items()}
     problems = _method_problems(path / ADAPTER_CONFIG, config) + _scale_problems(path / ADAPTER_CONFIG, config)
@@ -166,17 +166,6 @@ def _of_peft(path: Path) -> Adapter:
         return read_region(file, entries[name], start, shape)
 
     return Adapter(path, (file, path / ADAPTER_CONFIG), shapes, scales, read)
-
-
-def _config(file: Path) -> dict[str, Any]:
-    fix = "write the adapter again, with PEFT's save_pretrained"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(Problem(str(file), str(error), "a JSON file in UTF-8", fix)) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(Problem(str(file), _shown(config), "a JSON object", fix))
-    return config
 
 
 def _method_problems(file: Path, config: Mapping[str, Any]) -> list[Problem]:

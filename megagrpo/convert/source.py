@@ -193,8 +193,7 @@ def _main_weights_source(path: Path, stored: TorchCheckpoint, model: Path) -> So
         found = stored.tensors.get(MAIN_WEIGHTS + tensor.name)
         if found is not None and found.shape == tensor.shape:
             storages[found.name] = found
-            box = whole(tensor)
-            placements.append(Placement(found.name, box.start, tuple(range(len(box.shape))), box))
+            placements.append(Placement.whole(tensor.box, found.name))
         elif found is not None or tensor.trained:
             given = "no such tensor" if found is None else str(list(found.shape))
             problems.append(Problem(f"{path}: {tensor.name}", given, f"{list(tensor.shape)} by {CONFIG}"))
@@ -236,18 +235,3 @@ def _latest_iteration(path: Path) -> Path:
         needed = f"a torch_dist checkpoint ({METADATA})"
         raise CheckpointError(Problem(str(found), f"no {METADATA}", needed, "save with --ckpt-format torch_dist"))
     return found
-
-
-def pieces(box: Box, item_bytes: int, limit_bytes: int) -> list[Box]:
-    """The box as runs of rows of at most `limit_bytes` each, or of one row if a row is longer."""
-    if not box.shape:
-        return [box]
-    step = max(1, limit_bytes // (math.prod(box.shape[1:]) * item_bytes))
-    return [
-        Box(box.tensor, (box.start[0] + low, *box.start[1:]), (min(step, box.shape[0] - low), *box.shape[1:]))
-        for low in range(0, box.shape[0], step)
-    ]
-
-
-def whole(tensor: Tensor) -> Box:
-    return Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)

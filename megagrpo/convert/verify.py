@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megagrpo.convert.job import Advance, bar
-from megagrpo.convert.source import CONFIG, Source, open_source, pieces, whole
+from megagrpo.convert.source import CONFIG, Source, open_source
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.digest import BITS
 from megagrpo.weights.families.architecture import Tensor
@@ -82,7 +82,7 @@ def _compare(left: Source, right: Source, tensor: Tensor, dtype: str | None, adv
         advance(_bytes(left, tensor))
         return [Difference(tensor.name, f"{dtypes[0]} and {dtypes[1]}")]
     count, largest, first = 0, 0.0, ""
-    for box in pieces(whole(tensor), ITEM_BYTES[dtypes[0]], PIECE_BYTES):
+    for box in tensor.box.pieces(PIECE_BYTES // ITEM_BYTES[dtypes[0]]):
         values, others = left.read(box), right.read(box)
         advance(values.nbytes)
         if dtype is not None:

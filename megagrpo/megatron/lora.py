@@ -24,7 +24,7 @@ from megagrpo.recipe.schema import LoraConfig
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files import adapters
-from megagrpo.weights.files.adapters import AdaptedLinear
+from megagrpo.weights.files.adapters import FusedLinear
 
 
 class LoraLinear(torch.nn.Module):
@@ -35,7 +35,7 @@ class LoraLinear(torch.nn.Module):
     only the rank's own tokens, as Megatron's norms do, and its gradients are summed with those of the norms.
     """
 
-    def __init__(self, linear: ColumnParallelLinear | RowParallelLinear, held: AdaptedLinear, lora: LoraConfig) -> None:
+    def __init__(self, linear: ColumnParallelLinear | RowParallelLinear, held: FusedLinear, lora: LoraConfig) -> None:
         super().__init__()
         self.held, self.rank, self.scale = held, lora.rank, lora.alpha / lora.rank
         self._by_rows = isinstance(linear, ColumnParallelLinear)
@@ -132,7 +132,7 @@ class Adapters:
         }
 
 
-def _attach(chunks: Sequence[GPTModel], held: AdaptedLinear, lora: LoraConfig) -> LoraLinear:
+def _attach(chunks: Sequence[GPTModel], held: FusedLinear, lora: LoraConfig) -> LoraLinear:
     chunk, _, module = held.weight.removesuffix(".weight").partition(".")
     linear = chunks[int(chunk.removeprefix("chunk"))].get_submodule(module)
     linear.adapter = LoraLinear(linear, held, lora)

@@ -18,7 +18,7 @@ def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Proble
     """
     return [
         *_pipeline(recipe, architecture),
-        *_tensor(recipe, architecture),
+        *_divided(recipe, architecture),
         *_experts(recipe, architecture),
         *_adapters(recipe, architecture),
         *(_examples(recipe, architecture) if isinstance(recipe, SftRecipe) else _tokens(recipe, architecture)),
@@ -70,25 +70,30 @@ def _uneven(layers: int, layout: ParallelLayout) -> str | None:
     )
 
 
-def _tensor(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
-    tensor, groups = recipe.train.layout.tensor, architecture.query_groups
-    divided = {what: size for axis, what, size in divided_sizes(architecture) if axis == "tensor"}
-    repeated = groups % tensor and tensor % groups
-    if not repeated and all(count % tensor == 0 for count in divided.values()):
+def _divided(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
+    layout, groups = recipe.train.layout.parallel(), architecture.query_groups
+    ranks = {"tensor": layout.tensor, "expert": layout.expert, "expert_tensor": layout.expert_tensor}
+    divided = divided_sizes(architecture)
+    broken = [(axis, what, size) for axis, what, size in divided if size % ranks[axis]]
+    repeated = groups % layout.tensor and layout.tensor % groups
+    if not broken and not repeated:
         return
     fitting = [
-        size
-        for size in divisors(architecture.heads)
-        if all(count % size == 0 for count in divided.values()) and (groups % size == 0 or size % groups == 0)
+        tensor
+        for tensor in divisors(architecture.heads)
+        if all(size % tensor == 0 for axis, _, size in divided if axis == "tensor")
+        and (groups % tensor == 0 or tensor % groups == 0)
     ]
-    for what, count in divided.items():
-        if count % tensor:
-            given = f"{tensor}, and the model has {count} {what}"
-            yield Problem("train.layout.tensor", given, f"a size that divides {count}", f"tensor of {either(fitting)}")
+    fixes = {"tensor": f"tensor of {either(fitting)}", "expert_tensor": "expert_tensor: 1, with expert above 1"}
+    if architecture.experts is not None:
+        fixes["expert"] = f"expert of {either(divisors(architecture.experts.count))}"
+    for axis, what, size in broken:
+        given = f"{ranks[axis]}, and the model has {size} {what}"
+        yield Problem(f"train.layout.{axis}", given, f"a size that divides {size}", fixes[axis])
     if repeated:
-        given = f"{tensor}, and the model has {groups} query groups (num_key_value_heads)"
+        given = f"{layout.tensor}, and the model has {groups} query groups (num_key_value_heads)"
         needed = f"a size that divides {groups}, or a multiple of it (the groups are then held more than once)"
-        yield Problem("train.layout.tensor", given, needed, f"tensor of {either(fitting)}")
+        yield Problem("train.layout.tensor", given, needed, fixes["tensor"])
 
 
 def _experts(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
@@ -100,20 +105,10 @@ def _experts(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]
         if layout.expert_tensor not in (None, layout.tensor):
             given = f"{layout.expert_tensor}, and the model ({architecture.family}) has no experts"
             yield Problem("train.layout.expert_tensor", given, "nothing", "remove it")
-        return
-    experts, expert_tensor = architecture.experts, layout.parallel().expert_tensor
-    if experts.count % layout.expert:
-        given = f"{layout.expert}, and each layer has {experts.count} experts"
-        needed = f"a size that divides {experts.count}"
-        yield Problem("train.layout.expert", given, needed, f"expert of {either(divisors(experts.count))}")
-    if experts.ffn % expert_tensor:
-        given = f"{expert_tensor}, and each expert has {experts.ffn} columns (moe_intermediate_size)"
-        needed = f"a size that divides {experts.ffn}"
-        yield Problem("train.layout.expert_tensor", given, needed, "expert_tensor: 1, with expert above 1")
-    elif layout.expert == 1 and expert_tensor != layout.tensor and recipe.train.lora is None:
+    elif layout.expert == 1 and layout.expert_tensor not in (None, layout.tensor) and recipe.train.lora is None:
         # Megatron then sums the experts' gradients over the ranks that share dense weights, silently (tensor_parallel/
         # layers.py: allreduce). Adapters are marked by lora.py.
-        given = f"{expert_tensor} with expert 1 and tensor {layout.tensor}"
+        given = f"{layout.expert_tensor} with expert 1 and tensor {layout.tensor}"
         needed = "the same as tensor where expert is 1: Megatron sums the experts' gradients over the wrong ranks"
         yield Problem("train.layout.expert_tensor", given, needed, "remove it, or raise expert")
 

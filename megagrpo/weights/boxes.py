@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -37,6 +37,18 @@ class Box:
         shape = tuple(e - s for s, e in zip(start, end, strict=True))
         return Box(self.tensor, start, shape) if min(shape, default=1) > 0 else None
 
+    def pieces(self, elements: int) -> Iterator[Box]:
+        """The box in parts of at most this many elements: whole rows, or parts of a row if one row is too long."""
+        if self.elements <= max(1, elements):
+            yield self
+            return
+        axis = next(index for index, size in enumerate(self.shape) if size > 1)
+        step = max(1, elements // prod(self.shape[axis + 1 :]))
+        for low in range(0, self.shape[axis], step):
+            start = (*self.start[:axis], self.start[axis] + low, *self.start[axis + 1 :])
+            shape = (*self.shape[:axis], min(step, self.shape[axis] - low), *self.shape[axis + 1 :])
+            yield from Box(self.tensor, start, shape).pieces(elements)
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -45,6 +57,23 @@ class Storage:
     name: str
     shape: tuple[int, ...]
     dtype: str  # torch's name without "torch.": float32, bfloat16, …
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def in_groups(storages: Iterable[Storage], group_bytes: int) -> list[list[Storage]]:
+    """The storages in their order, in groups of at most `group_bytes`, but one storage at least."""
+    groups: list[list[Storage]] = []
+    left = 0
+    for storage in storages:
+        if not groups or storage.bytes > left:
+            groups.append([])
+            left = group_bytes
+        groups[-1].append(storage)
+        left -= storage.bytes
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +88,11 @@ class Placement:
     at: tuple[int, ...]
     axes: tuple[int | None, ...]
     box: Box
+
+    @classmethod
+    def whole(cls, box: Box, storage: str = "") -> Placement:
+        """The placement of a whole checkpoint tensor in a storage that holds nothing else; by default of its name."""
+        return cls(storage or box.tensor, box.start, tuple(range(len(box.shape))), box)
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -69,15 +69,15 @@ def tiling_error(region: Region, pieces: Sequence[Region]) -> str:
     for piece_start, piece_shape in pieces:
         inside = zip(start, shape, piece_start, piece_shape, strict=True)
         if any(p < s or p + m > s + n for s, n, p, m in inside):
-            return f"{describe((piece_start, piece_shape))} is outside {describe(region)}"
+            return f"{as_slice((piece_start, piece_shape))} is outside {as_slice(region)}"
     if (overlap := first_overlap(pieces)) is not None:
-        first, second = (describe(pieces[index]) for index in overlap)
+        first, second = (as_slice(pieces[index]) for index in overlap)
         return f"{first} and {second} overlap"
     missing = prod(shape) - sum(prod(piece_shape) for _, piece_shape in pieces)
     return f"{missing} of {prod(shape)} elements are missing" if missing else ""
 
 
-def describe(region: Region) -> str:
+def as_slice(region: Region) -> str:
     """A region as Python would slice it: [0:128, 64:96]."""
     start, shape = region
     return "[" + ", ".join(f"{low}:{low + size}" for low, size in zip(start, shape, strict=True)) + "]"
@@ -111,17 +111,17 @@ def check_sources(tensors: Iterable[Tensor], sources: Sequence[Manifest]) -> Non
             boxes[placement.box.tensor].append((manifest.holder, placement.box))
     problems = []
     for tensor in tensors:
-        whole = Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)
+        whole = tensor.box
         held = boxes.pop(tensor.name, [])
         holders = few(sorted({holder for holder, _ in held})) or "no source"
         for holder, box in held:
             if len(box.shape) != len(whole.shape) or subtract(box, whole):
-                region = describe((box.start, box.shape))
+                region = as_slice((box.start, box.shape))
                 problems.append(Problem(tensor.name, f"{holder} has {region}", f"a part of {list(tensor.shape)}"))
                 break
         else:
             if left := uncovered(whole, {box for _, box in held}):
-                parts = few([describe((part.start, part.shape)) for part in left])
+                parts = few([as_slice((part.start, part.shape)) for part in left])
                 problems.append(Problem(tensor.name, f"no source has {parts}", "every element", f"the rest: {holders}"))
     for name, held in boxes.items():
         problems.append(
@@ -135,6 +135,7 @@ class Located:
     """Finds the placement of a manifest around a box."""
 
     def __init__(self, manifest: Manifest) -> None:
+        self._storages = manifest.storages
         placements: dict[str, list[Placement]] = defaultdict(list)
         for placement in manifest.placements:
             placements[placement.box.tensor].append(placement)
@@ -146,11 +147,16 @@ class Located:
             tensor: [placement.box.start for placement in of_tensor] for tensor, of_tensor in self._by_tensor.items()
         }
 
-    def around(self, box: Box) -> list[Placement]:
-        """Every placement that has all of a box, in an order that depends on the manifest alone."""
+    def around(self, box: Box, dtype: str | None = None) -> list[Placement]:
+        """Every placement that has all of a box, in storages of one dtype or of any; in an order that depends on the
+        manifest alone."""
         placements = self._by_tensor.get(box.tensor, [])
         upto = bisect_right(self._starts.get(box.tensor, []), box.start)
-        return [whole for whole in placements[:upto] if _contains(whole.box, box)]
+        return [
+            whole
+            for whole in placements[:upto]
+            if _contains(whole.box, box) and dtype in (None, self._storages[whole.storage].dtype)
+        ]
 
     def whole_of(self, part: Placement) -> Placement | None:
         """The placement that `part` is a part of: the same storage, the same offset between local and box."""

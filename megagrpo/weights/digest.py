@@ -45,11 +45,8 @@ def digests(
         view = box_view(tensors[placement.storage], placement)
         names.append(placement.box.tensor)
         sums.append(_digest(view, placement.box.start, torch_dtype(dtype) if dtype else view.dtype))
-    totals: dict[str, int] = defaultdict(int)
-    if sums:
-        for name, total in zip(names, torch.stack(sums).tolist(), strict=True):
-            totals[name] = (totals[name] + total) % MODULUS
-    return dict(totals)
+    totals = torch.stack(sums).tolist() if sums else []
+    return combine({name: total} for name, total in zip(names, totals, strict=True))
 
 
 def combine(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -68,18 +65,17 @@ def sent_digests(
     destination's dtype. What goes to several destinations is digested once.
     """
     wanted = range(len(plan.destinations)) if destinations is None else frozenset(destinations)
-    known: dict[tuple[Placement, str], int] = {}
-    totals: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    known: dict[tuple[Placement, str], dict[str, int]] = {}
+    parts: dict[int, list[Mapping[str, int]]] = defaultdict(list)
     for transfer in plan.outgoing(source):
         if transfer.destination not in wanted:
             continue
-        placement, name = transfer.source_placement, transfer.box.tensor
+        placement = transfer.source_placement
         dtype = plan.destinations[transfer.destination].storages[transfer.destination_placement.storage].dtype
         if (placement, dtype) not in known:
-            known[placement, dtype] = digests(tensors, [placement], dtype)[name]
-        of_tensor = totals[transfer.destination]
-        of_tensor[name] = (of_tensor[name] + known[placement, dtype]) % MODULUS
-    return {destination: dict(of_tensor) for destination, of_tensor in totals.items()}
+            known[placement, dtype] = digests(tensors, [placement], dtype)
+        parts[transfer.destination].append(known[placement, dtype])
+    return {destination: combine(of_one) for destination, of_one in parts.items()}
 
 
 def expected_digests(parts: Iterable[Mapping[int, Mapping[str, int]]]) -> dict[int, dict[str, int]]:

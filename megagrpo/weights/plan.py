@@ -20,7 +20,7 @@ from megagrpo.weights.boxes import (
     Transfer,
     classes_of,
 )
-from megagrpo.weights.coverage import Located, Region, describe, storage_problems, tiling_error
+from megagrpo.weights.coverage import Located, Region, as_slice, storage_problems, tiling_error
 from megagrpo.weights.planning.routes import Routes, routes_between
 
 CHECKED_PLACEMENTS = 100_000
@@ -188,9 +188,9 @@ def plan_problems(plan: WeightPlan, destinations: Iterable[int] | None = None) -
             into, out_of = located.whole_of(go), sources[transfer.source].whole_of(come)
             holder = plan.sources[transfer.source].holder
             where = f"{come.box.tensor}: {holder} to {manifest.holder}"
-            region = describe((come.box.start, come.box.shape))
+            region = as_slice((come.box.start, come.box.shape))
             if come.box != go.box:
-                given = f"{region} to {describe((go.box.start, go.box.shape))}"
+                given = f"{region} to {as_slice((go.box.start, go.box.shape))}"
                 problems.append(Problem(where, given, "the same box at both ends"))
             elif into is None or out_of is None:
                 given = f"{region} is not there in {manifest.holder if into is None else holder}"
@@ -224,6 +224,6 @@ def _relay_problems(plan: WeightPlan, destination: int) -> list[Problem]:
             given = f"on {places[via].node}, {places[destination].node}"
             problems.append(Problem(where, given, "another destination on the same node"))
         elif (transfer.box, plan.bytes_of(transfer)) not in straight[ends]:
-            given = f"{names[1]} does not receive {describe((transfer.box.start, transfer.box.shape))} before"
+            given = f"{names[1]} does not receive {as_slice((transfer.box.start, transfer.box.shape))} before"
             problems.append(Problem(where, given, f"the same box from {plan.sources[transfer.source].holder} itself"))
     return problems

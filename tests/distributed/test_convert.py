@@ -30,7 +30,7 @@ from tests.distributed.test_parity_logits import MICROBATCHES, assemble, referen
 from tests.distributed.tiny_training import TinyTraining
 from tests.rank_group import run_ranks
 from tests.safetensors_files import assert_same_files
-from tests.tiny_models import FAMILIES, WITH_EXPERTS
+from tests.tiny_models import TINY_FAMILIES, WITH_EXPERTS
 
 # The row with most kinds of cuts in every test run; the others, which cost as much each, in the long one.
 IN_TURN = [
@@ -45,7 +45,7 @@ IN_TURN = [
 def layout_and_models(name: str, tiny: Tiny) -> tuple[ParallelLayout, list[Path]]:
     """A row for families with experts, or for all of them at once where it does not share experts out."""
     layout = ROWS[name].of("qwen3_moe")
-    return layout, [tiny(family) for family in (FAMILIES if layout.expert == 1 else WITH_EXPERTS)]
+    return layout, [tiny(family) for family in (TINY_FAMILIES if layout.expert == 1 else WITH_EXPERTS)]
 
 
 @pytest.mark.parametrize("name", IN_TURN)

@@ -18,7 +18,7 @@ from tests.distributed import memory_ranks
 from tests.distributed.grpo_case import make_recipe
 from tests.distributed.layouts import ROWS
 from tests.rank_group import run_ranks
-from tests.tiny_models import FAMILIES, make_model
+from tests.tiny_models import TINY_FAMILIES, make_model
 
 TOLERANCE = 0.002
 NUMBERS = [(dtype, distributed) for dtype in ("float32", "bfloat16") for distributed in (False, True)]
@@ -27,7 +27,7 @@ NUMBERS = [(dtype, distributed) for dtype in ("float32", "bfloat16") for distrib
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("memory_models")
-    return {family: make_model(family, parent / family) for family in FAMILIES}
+    return {family: make_model(family, parent / family) for family in TINY_FAMILIES}
 
 
 @pytest.mark.parametrize("family", ["qwen2_tied", "deepseek_v3"])
@@ -45,7 +45,7 @@ def test_planned_bytes_are_those_of_real_ranks(family: str, models: dict[str, Pa
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [4, 8])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_planned_bytes_are_those_of_real_ranks_in_every_layout(
     family: str, ranks: int, models: dict[str, Path]
 ) -> None:

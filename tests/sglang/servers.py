@@ -23,14 +23,13 @@ from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.types import Request, Sample, SamplingParams
-from megagrpo.weights.digest import digest_problems, expected_digests, sent_digests
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
 from megagrpo.weights.transport.disk import DiskFiles
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from tests.rollout_engines import model_directory
-from tests.weight_streams import manifests, sync
+from tests.weight_streams import manifests, sync, unlike_sent
 from tests.weights_oracle import Tensors, held_by_ranks
 
 # Deadlines that are only there to end a test that hangs: a busy machine may take fifty times what an idle one takes.
@@ -220,12 +219,7 @@ class Policy:
         return sync(self.host, version, self.ranks, self.senders, self.held(directory), [self.engine])
 
     def wrong(self, directory: Path, arrived: list[dict[str, int]]) -> list[str]:
-        expected = expected_digests(sent_digests(self.plan, i, held) for i, held in enumerate(self.held(directory)))
-        return [
-            problem.where
-            for index in self.ranks
-            for problem in digest_problems(self.plan.destinations[index].holder, expected[index], arrived[index])
-        ]
+        return [problem.where for problem in unlike_sent(self.plan, self.held(directory), arrived)]
 
     def send(self, version: int, directory: Path) -> None:
         """Between begin_update and commit_update: every tensor of `directory` into the engine, and compared."""

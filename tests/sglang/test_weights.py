@@ -25,13 +25,14 @@ from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.server import members
 from megagrpo.types import Request, Sample, SamplingParams
 from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.transport import LOAD_FORMAT
 from megagrpo.weights.transport.buckets import BucketSender, bucket_problems
 from megagrpo.weights.transport.choice import TransportName
 from megagrpo.weights.transport.disk import DiskFiles
-from megagrpo.weights.transport.sglang import LOAD_FORMAT, read_plan, serialize
+from megagrpo.weights.transport.sglang import read_plan, serialize
 from tests.rollout_engines import model_directory, request
 from tests.sglang.servers import AT_ONCE, BUCKET_BYTES, WAIT_SECONDS, Policy, Served, difference
-from tests.tiny_models import FAMILIES
+from tests.tiny_models import TINY_FAMILIES
 from tests.unit.test_weights_transport import Corrupting
 from tests.weight_streams import loaded
 
@@ -325,4 +326,4 @@ def test_a_command_is_what_sglang_unpickles() -> None:
     [(name, data)] = pickle.loads(base64.b64decode(serialize({"action": "digest"})))
     assert (name, bytes(data.numpy())) == ("megagrpo command", b'{"action": "digest"}')
     assert LOAD_FORMAT.rpartition(".")[0] == read_plan.__module__
-    assert set(SERVERS.values()) <= FAMILIES.keys()
+    assert set(SERVERS.values()) <= TINY_FAMILIES.keys()

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,22 @@ from megagrpo.convert import hugging_face, megatron
 from megagrpo.convert import verify as compare
 from megagrpo.convert.hugging_face import to_hugging_face
 from megagrpo.convert.megatron import to_megatron
-from megagrpo.convert.source import open_source, whole
+from megagrpo.convert.source import open_source
 from megagrpo.convert.torch_checkpoint import TorchCheckpoint, TorchFile, write_metadata
 from megagrpo.errors import CheckpointError, ModelError
 from megagrpo.weights.boxes import Box, Storage
 from megagrpo.weights.sides import checkpoint
-from tests.safetensors_files import LARGE, assert_same_files, in_fp8, saved, stack_experts, with_tensors
-from tests.tiny_models import FAMILIES, make_model, reference_logits
+from tests.safetensors_files import (
+    LARGE,
+    assert_same_files,
+    assert_same_tensors,
+    in_fp8,
+    saved,
+    stack_experts,
+    with_tensors,
+)
+from tests.tiny_models import TINY_FAMILIES, make_model, reference_logits
+from tests.weights_oracle import Tensors
 
 SEQUENCES = [[1, 17, 40, 3], [130, 0, 5]]
 BFLOAT16 = torch.bfloat16
@@ -35,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_there_and_back_gives_the_same_bits_which_transformers_loads(
     family: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,43 +74,38 @@ def test_a_dtype_may_be_asked_for(family: str, models: Path, tmp_path: Path) -> 
     to_hugging_face(tmp_path / "megatron", tmp_path / "back")
     to_hugging_face(model, tmp_path / "at_once", dtype="bfloat16")
     assert_same_files(tmp_path / "at_once", tmp_path / "back")
-    for name, tensor in saved(model).items():
-        wanted = tensor if name.endswith("e_score_correction_bias") else tensor.to(BFLOAT16)
-        found = saved(tmp_path / "back")[name]
-        assert found.dtype == wanted.dtype
-        assert torch.equal(found, wanted), name
+    keeps = "e_score_correction_bias"
+    wanted = {name: its if name.endswith(keeps) else its.to(BFLOAT16) for name, its in saved(model).items()}
+    assert_same_tensors(wanted, saved(tmp_path / "back"))
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
 
 
-def test_tensors_keep_their_own_dtypes(models: Path, tmp_path: Path) -> None:
-    model = make_model("qwen3", models / "qwen3")
-    mixed = with_tensors(
-        model,
-        tmp_path / "mixed",
-        {name: tensor if "norm" in name else tensor.to(BFLOAT16) for name, tensor in saved(model).items()},
-    )
-    to_megatron(mixed, tmp_path / "megatron")
+def in_mixed_dtypes(directory: Path, models: Path) -> Tensors:
+    tensors = saved(make_model("qwen3", models / "qwen3"))
+    mixed = {name: tensor if "norm" in name else tensor.to(BFLOAT16) for name, tensor in tensors.items()}
+    return saved(with_tensors(models / "qwen3", directory, mixed))
+
+
+def with_stacked_experts(directory: Path, models: Path) -> Tensors:
+    tensors = saved(make_model("qwen3_moe", models / "qwen3_moe"))
+    with_tensors(models / "qwen3_moe", directory, stack_experts(tensors))
+    return tensors
+
+
+def quantized(directory: Path, models: Path) -> Tensors:
+    return in_fp8(directory, make_model("deepseek_v3", models / "deepseek_v3_large", **LARGE))
+
+
+@pytest.mark.parametrize("write", [in_mixed_dtypes, with_stacked_experts, quantized])
+def test_every_way_to_store_weights_comes_back_as_what_it_stands_for(
+    write: Callable[[Path, Path], Tensors], models: Path, tmp_path: Path
+) -> None:
+    wanted = write(tmp_path / "model", models)
+    done = to_megatron(tmp_path / "model", tmp_path / "megatron")
+    assert any("eh_proj" in name for name in done.left_out) == (write is quantized)
     to_hugging_face(tmp_path / "megatron", tmp_path / "back")
-    assert_same_files(mixed, tmp_path / "back")
-
-
-def test_stacked_experts_are_converted_like_single_ones(models: Path, tmp_path: Path) -> None:
-    model = make_model("qwen3_moe", models / "qwen3_moe")
-    with_tensors(model, tmp_path / "stacked", stack_experts(saved(model)))
-    to_megatron(tmp_path / "stacked", tmp_path / "megatron")
-    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
-    assert_same_files(model, tmp_path / "back")
-
-
-def test_weights_in_fp8_are_converted_as_what_they_stand_for(models: Path, tmp_path: Path) -> None:
-    stands_for = in_fp8(tmp_path / "fp8", make_model("deepseek_v3", models / "deepseek_v3_large", **LARGE))
-    done = to_megatron(tmp_path / "fp8", tmp_path / "megatron")
-    assert any("eh_proj" in name for name in done.left_out)
-    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
-    found = saved(tmp_path / "back")
-    assert found.keys() == stands_for.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in stands_for.items())
+    assert_same_tensors(wanted, saved(tmp_path / "back"))
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
 
 
@@ -109,9 +114,8 @@ def test_a_part_of_a_tensor_is_the_same_wherever_it_is_read(models: Path, tmp_pa
     to_megatron(model, tmp_path / "megatron")
     files, megatron = open_source(model), open_source(tmp_path / "megatron")
     for tensor in files.tensors:
-        box = whole(tensor)
-        start = tuple(size // 3 for size in box.shape)
-        part = Box(tensor.name, start, tuple(size - size // 3 - 1 for size in box.shape))
+        start = tuple(size // 3 for size in tensor.shape)
+        part = Box(tensor.name, start, tuple(size - size // 3 - 1 for size in tensor.shape))
         assert torch.equal(files.read(part), megatron.read(part)), tensor.name
 
 

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megagrpo import cli
 from megagrpo.convert import job
 from megagrpo.convert.hugging_face import to_hugging_face
 from megagrpo.convert.job import Converted
@@ -27,11 +27,12 @@ from megagrpo.errors import CheckpointError
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides import checkpoint
 from tests.safetensors_files import assert_same_files
+from tests.small_disk import small_disk
 from tests.tiny_models import make_model
 
 CONVERSIONS: dict[str, Callable[[Path, Path], Converted]] = {
-    "to_megatron": to_megatron,
-    "to_hugging_face": to_hugging_face,
+    "hf-to-megatron": to_megatron,
+    "megatron-to-hf": to_hugging_face,
 }
 
 MEMORY = """
@@ -89,18 +90,10 @@ def killed_after(bytes_left: int, work: Callable[[], object]) -> None:
     work()
 
 
-def on_a_small_disk(file_bytes: int, said: Path, work: Callable[[], object]) -> None:
-    """Does the work where no file can be longer, and writes down the error."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-    try:
-        work()
-    except CheckpointError as error:
-        said.write_text(str(error))
-
-
 @pytest.mark.parametrize("name", CONVERSIONS)
-def test_a_killed_conversion_continues_where_it_was(name: str, model: Path, tmp_path: Path) -> None:
+def test_a_killed_conversion_continues_where_it_was(
+    name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output, total = tmp_path / "out", CONVERSIONS[name](model, tmp_path / "whole").bytes
     assert in_child(lambda: killed_after(total // 2, lambda: CONVERSIONS[name](model, output))) == -signal.SIGKILL
     assert not output.exists()
@@ -110,48 +103,34 @@ def test_a_killed_conversion_continues_where_it_was(name: str, model: Path, tmp_
     with journal.open("a") as file:
         file.write('[{"key": "dec')  # it died while writing this line
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / ".out.partial" / "output").rglob("__[01]_0.distcp")}
-    result = CONVERSIONS[name](model, output)
-    assert result.continued == done
+    assert cli.main(["convert", name, "--source", str(model), "--output", str(output)]) == 0
+    assert f"continued: {done} parts" in capsys.readouterr().err
     assert all((output / path.parent.name / path.name).stat().st_mtime_ns == at for path, at in before.items())
     assert not verify(model, output).differences
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
-    if name == "to_hugging_face":
+    if name == "megatron-to-hf":
         assert_same_files(model, output)
 
 
-def test_a_conversion_of_something_else_is_not_continued(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", None], ids=["options", "source"])
+def test_a_conversion_of_something_else_is_not_continued(dtype: str | None, model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    for changed in ("options", "source"):
-        ended = in_child(lambda: killed_after(300_000, lambda: to_hugging_face(model, output)))
-        assert ended == -signal.SIGKILL
-        if changed == "options":
-            assert to_hugging_face(model, output, dtype="bfloat16").continued == 0
-            assert not verify(model, output, dtype="bfloat16").differences
-        else:
-            other = make_model("qwen3_moe", tmp_path / "other", seed=1)
-            assert to_hugging_face(other, output).continued == 0
-            assert not verify(other, output).differences
-        (output / "config.json").rename(tmp_path / changed)
-        for path in output.iterdir():
-            path.unlink()
-        output.rmdir()
+    assert in_child(lambda: killed_after(300_000, lambda: to_hugging_face(model, output))) == -signal.SIGKILL
+    source = model if dtype else make_model("qwen3_moe", tmp_path / "other", seed=1)
+    assert to_hugging_face(source, output, dtype=dtype).continued == 0
+    assert not verify(source, output, dtype=dtype).differences
 
 
 def test_a_full_disk_is_named_and_the_conversion_can_be_continued(model: Path, tmp_path: Path) -> None:
-    output, said = tmp_path / "out", tmp_path / "said"
-    # The file of the embedding is smaller than this, that of a layer larger.
-    assert in_child(lambda: on_a_small_disk(100_000, said, lambda: to_megatron(model, output))) == 0
-    assert "File too large" in said.read_text()
-    assert "the same command again continues" in said.read_text()
+    output = tmp_path / "out"
+    with small_disk(100_000):  # the file of the embedding is smaller than this, that of a layer larger
+        with pytest.raises(CheckpointError, match=r"File too large(.|\n)*the same command again continues"):
+            to_megatron(model, output)
+        with pytest.raises(CheckpointError, match="File too large"):
+            to_hugging_face(model, tmp_path / "model")  # one file, which is laid out at its full size
     assert not output.exists()
     assert to_megatron(model, output).continued == 1
     assert not verify(model, output).differences
-
-
-def test_a_disk_that_is_too_small_is_named_at_once(model: Path, tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    assert in_child(lambda: on_a_small_disk(100_000, said, lambda: to_hugging_face(model, tmp_path / "out"))) == 0
-    assert "File too large" in said.read_text()
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megagrpo.errors import WeightPlanError
-from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.coverage import check_sources
 from megagrpo.weights.families import read_architecture
@@ -23,8 +23,8 @@ from megagrpo.weights.files.adapters import (
     initial_a,
     peft_config,
 )
-from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from tests.tiny_models import make_model
+from tests.weight_streams import manifests
 
 ALL = sorted(set(TARGETS.values()))
 LAYOUTS = [
@@ -37,12 +37,9 @@ LAYOUTS = [
 ]
 
 
-def manifests(arch: Architecture, layout: ParallelLayout, targets: list[str]) -> list[Manifest]:
-    found = []
-    for where in rank_grid(layout):
-        base = LOCAL_SPEC.manifest(arch, layout, where, "bfloat16")
-        found.append(adapter_manifest(base, adapted_linears(arch, base, targets), 4))
-    return found
+def adapters_of(arch: Architecture, layout: ParallelLayout, targets: list[str]) -> list[Manifest]:
+    ranks = manifests(arch, layout, "bfloat16")
+    return [adapter_manifest(base, adapted_linears(arch, base, targets), 4) for base in ranks]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_tied", "mixtral"])
@@ -55,13 +52,13 @@ def test_ranks_hold_all_of_every_adapter(family: str, tmp_path: Path) -> None:
         for layout in LAYOUTS:
             if arch.experts is None:
                 layout = replace(layout, expert=1, expert_tensor=layout.tensor)
-            held = manifests(arch, layout, targets)
+            held = adapters_of(arch, layout, targets)
             check_sources(tensors, held)
             for manifest in held:
                 for name, storage in manifest.storages.items():
                     assert storage.shape[1 if name.endswith("lora_B") else 0] % 4 == 0
     with pytest.raises(WeightPlanError):
-        check_sources(tensors, manifests(arch, ParallelLayout(pipeline=2), ["up_proj"])[:1])
+        check_sources(tensors, adapters_of(arch, ParallelLayout(pipeline=2), ["up_proj"])[:1])
 
 
 def test_a_begins_as_peft_has_it_by_name_and_seed_alone() -> None:

@@ -100,35 +100,6 @@ def test_tensors_of_another_kind_or_model_are_refused(
     assert not (tmp_path / "merged").exists()
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"use_dora": True},
-        {"lora_alpha": "8"},
-        {"peft_type": "LOHA"},
-        *({"init_lora_weights": name} for name in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", [])),
-        {"bias": "all"},
-        {"lora_bias": True},
-        {"modules_to_save": ["lm_head"]},
-        {"trainable_token_indices": [1]},
-        {"alora_invocation_tokens": [1, 2]},
-        {"layer_replication": [[0, 1], [0, 2]]},
-        {"use_qalora": True},
-        {"use_bdlora": {"nblocks": 2}},
-        {"arrow_config": {"top_k": 3}},
-        {"kasa_config": {"beta": 1.0}},
-        {"monteclora_config": {"num_samples": 8}},
-    ],
-    ids=str,
-)
-def test_other_methods_are_refused(model: Path, tmp_path: Path, config: dict[str, Any]) -> None:
-    with pytest.raises(
-        ModelError, match=rf"adapter_config\.json: {next(iter(config))}\n +given: .*\n +needed: .*\n +fix: "
-    ):
-        merge_lora(model, write_peft(tmp_path / "adapter", model, **config), tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
-
-
 @pytest.mark.parametrize("name", [None, True, False, "gaussian", "eva", "orthogonal"])
 def test_initializations_that_leave_the_model_as_it_is_are_merged(tmp_path: Path, model: Path, name: Any) -> None:
     ignored = dict.fromkeys(("modules_to_save", "alora_invocation_tokens", "layer_replication", "use_dora"))
@@ -136,9 +107,29 @@ def test_initializations_that_leave_the_model_as_it_is_are_merged(tmp_path: Path
     assert dict(open_adapter(adapter).scales) == {module + ".weight": 2.0 for module in ADAPTED}
 
 
+OTHER_METHODS: list[dict[str, Any]] = [
+    {"use_dora": True},
+    {"lora_alpha": "8"},
+    {"peft_type": "LOHA"},
+    *({"init_lora_weights": name} for name in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", [])),
+    {"bias": "all"},
+    {"lora_bias": True},
+    {"modules_to_save": ["lm_head"]},
+    {"trainable_token_indices": [1]},
+    {"alora_invocation_tokens": [1, 2]},
+    {"layer_replication": [[0, 1], [0, 2]]},
+    {"use_qalora": True},
+    {"use_bdlora": {"nblocks": 2}},
+    {"arrow_config": {"top_k": 3}},
+    {"kasa_config": {"beta": 1.0}},
+    {"monteclora_config": {"num_samples": 8}},
+]
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
+        *((config, rf"{next(iter(config))}\n +given: .*\n +needed: ") for config in OTHER_METHODS),
         ({"alpha_pattern": ["q_proj"]}, r'alpha_pattern\n +given: \["q_proj"\]\n +needed: a JSON object'),
         ({"rank_pattern": ["q_proj"]}, r'rank_pattern\n +given: \["q_proj"\]\n +needed: a JSON object'),
         ({"alpha_pattern": {"layers.(1": 3}}, r"alpha_pattern\n.*layers\.\(1.*\n +needed: a regular expression"),
@@ -146,19 +137,21 @@ def test_initializations_that_leave_the_model_as_it_is_are_merged(tmp_path: Path
         ({"alpha_pattern": {"q_proj": None}}, r"alpha_pattern, q_proj\n +given: null\n +needed: a number"),
         ({"lora_alpha": float("nan")}, r"lora_alpha\n +given: NaN\n +needed: a number"),
     ],
+    ids=str,
 )
-def test_what_peft_could_not_read_either_is_said(
+def test_other_methods_and_what_peft_could_not_read_either_are_refused(
     model: Path, tmp_path: Path, config: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ModelError, match=rf"adapter_config\.json: {said}.*\n +fix: "):
-        open_adapter(write_peft(tmp_path / "adapter", model, **config))
+        merge_lora(model, write_peft(tmp_path / "adapter", model, **config), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "\xff"])
 def test_a_config_that_is_no_json_object_is_said(model: Path, tmp_path: Path, text: str) -> None:
     adapter = write_peft(tmp_path / "adapter", model)
     (adapter / "adapter_config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json\n +given: .*\n +needed: a JSON .*\n +fix: "):
+    with pytest.raises(ModelError, match=r"adapter_config\.json\n +given: .*\n +needed: a JSON .*\n +fix: "):
         open_adapter(adapter)
 
 

@@ -12,14 +12,14 @@ from megagrpo.plan.parameters import layer_counts
 from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops, training_products
 from megagrpo.recipe.schema import LoraConfig, TrainConfig
 from megagrpo.weights.families import architecture_of
-from tests.tiny_models import DIMENSIONS, FAMILIES
+from tests.tiny_models import DIMENSIONS, TINY_FAMILIES
 
 LENGTH = 96
 
 
 def model_of(family, **changes):
     """A transformers model, in memory; and what we read from its config."""
-    class_name, own = FAMILIES[family]
+    class_name, own = TINY_FAMILIES[family]
     config = getattr(transformers, class_name)(**(DIMENSIONS | own | changes))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.set_experts_implementation("eager")  # the counter does not know grouped products
@@ -47,7 +47,7 @@ def as_transformers(arch, over):
     return layers.total + layers.attention + head_flops(arch, replace(over, head=min(over.head, 3)), LENGTH)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_forward_and_backward_of_every_family_are_what_torch_counts(family):
     model, arch = model_of(family)
     assert as_transformers(arch, FORWARD) == pytest.approx(counted(model, backward=False), rel=0.002)

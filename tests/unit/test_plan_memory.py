@@ -37,7 +37,7 @@ from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.sides import sglang
 from tests import plans
 from tests.plans import H100, QWEN_8B, QWEN_HALF_B, known_model, merged, sft_recipe
-from tests.tiny_models import FAMILIES, make_model
+from tests.tiny_models import TINY_FAMILIES, make_model
 
 SAVER = {"enable_memory_saver": True, "mem_fraction_static": 0.5}
 LLAMA, DEEPSEEK, EXPERTS = map(known_model, (plans.LLAMA_70B, plans.DEEPSEEK, plans.QWEN_30B))
@@ -205,10 +205,10 @@ def test_logits_never_take_much_more_than_a_few_chunks() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: make_model(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
+    return {name: make_model(name, tmp_path_factory.mktemp(name)) for name in TINY_FAMILIES}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_engine_weights_are_those_of_sglangs_manifest(family: str, tiny: dict[str, Path]) -> None:
     arch = read_architecture(tiny[family])
     compared = 0

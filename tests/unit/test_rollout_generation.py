@@ -14,7 +14,7 @@ from megagrpo.errors import EngineError, ModelError
 from megagrpo.rollout.transformers_engine import TransformersEngine
 from megagrpo.types import Request, Sample, SamplingParams
 from tests.rollout_engines import END, model_directory, request, start_engine
-from tests.tiny_models import FAMILIES
+from tests.tiny_models import TINY_FAMILIES
 
 PROMPTS = [[5], [9, 8, 3, 1, 2], [4, 4, 4], list(range(20, 37)), [100, 3]]
 LONG_TAIL = SamplingParams(max_tokens=24, temperature=1.3, stop_tokens=tuple(range(8, 20)))
@@ -42,7 +42,7 @@ def tokens_of(samples: Sequence[Sample]) -> list[list[int]]:
     return [sample.tokens.tolist() for sample in samples]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_greedy_responses_and_logprobs_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     path = model_directory(family, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()

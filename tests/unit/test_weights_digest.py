@@ -46,8 +46,7 @@ def slow_digest(matrix: torch.Tensor) -> int:
 
 
 def digest_of(tensor: torch.Tensor) -> int:
-    box = Box("w", (0,) * tensor.dim(), tuple(tensor.shape))
-    return digests({"w": tensor}, [Placement("w", box.start, tuple(range(tensor.dim())), box)])["w"]
+    return digests({"w": tensor}, [Placement.whole(Box("w", (0,) * tensor.dim(), tuple(tensor.shape)))])["w"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,10 +16,11 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
 from megagrpo.weights.families import architecture_of
+from megagrpo.weights.transport import LOAD_FORMAT
 from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
 from megagrpo.weights.transport.disk import MARKER, DiskFiles, DiskReceiver, remove_all, remove_older
 from megagrpo.weights.transport.rendezvous import RendezvousHost
-from megagrpo.weights.transport.sglang import LOAD_FORMAT, check_verifiable, checked_digests, checksum
+from megagrpo.weights.transport.sglang import check_verifiable, checked_digests, checksum
 from tests.small_disk import small_disk
 from tests.tiny_run import CONFIG, EXPERTS
 from tests.weight_streams import Case, StandstillClock, empty

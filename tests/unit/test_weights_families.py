@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
 from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.plan.parameters import known_models, total_parameters
-from megagrpo.weights.families import architecture_of, read_architecture, tensors_of
+from megagrpo.weights.families import FAMILIES, architecture_of, read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Experts, LatentAttention, Rope, SigmoidRouter, Yarn
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
-from tests.tiny_models import FAMILIES, make_model
 from tests.weights_oracle import architecture, latent_architecture, moe_architecture
 
 
@@ -73,7 +71,7 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("config", "change", "named"),
     [
-        (LLAMA, {"model_type": "gemma3"}, "one of deepseek_v3, llama, mixtral, qwen2, qwen3, qwen3_moe"),
+        (LLAMA, {"model_type": "gemma3"}, f"one of {', '.join(FAMILIES)}"),
         (LLAMA, {"model_type": "llama4"}, "did you mean llama?"),
         (LLAMA, {"model_type": None}, "model_type"),
         (LLAMA, {"attention_bias": True}, "attention_bias (llama)"),
@@ -147,15 +145,6 @@ def test_a_directory_without_a_usable_config_is_named(tmp_path: Path) -> None:
             read_architecture(tmp_path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_tensors_are_those_that_transformers_saves(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    directory = make_model(family, tmp_path_factory.getbasetemp() / "weights_models" / family)
-    with safe_open(directory / "model.safetensors", "pt") as file:
-        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert {tensor.name: tensor.shape for tensor in tensors_of(read_architecture(directory))} == saved
-    assert json.loads((directory / "config.json").read_text())["model_type"] == family.removesuffix("_tied")
-
-
 @pytest.mark.parametrize(
     ("arch", "layout", "named"),
     [
@@ -165,8 +154,8 @@ def test_the_tensors_are_those_that_transformers_saves(family: str, tmp_path_fac
         (architecture(heads=12, query_groups=4, head_dim=7), ParallelLayout(tensor=6), ["(key-value heads): 4"]),
         (architecture(), ParallelLayout(pipeline=3), ["layers: 4"]),
         (architecture(), ParallelLayout(pipeline=3, first_stage_layers=3), ["layers: 4"]),
-        (moe_architecture(), ParallelLayout(data=3, expert=3), ["experts: 4"]),
-        (moe_architecture(experts=Experts(4, 2, 9, True)), ParallelLayout(2, expert_tensor=2), ["each expert: 9"]),
+        (moe_architecture(), ParallelLayout(data=3, expert=3), ["experts in a layer: 4"]),
+        (moe_architecture(experts=Experts(4, 2, 9, True)), ParallelLayout(2, expert_tensor=2), ["each expert (moe"]),
         (latent_architecture(ffn=30, hidden=48), ParallelLayout(tensor=4), ["(intermediate_size): 30"]),
         (
             latent_architecture(latent=LatentAttention(13, 9, 6, 2, 5)),

@@ -17,7 +17,7 @@ from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
 from megagrpo.weights.coverage import check_sources, first_overlap, storage_problems, subtract, tiling_error, uncovered
 from megagrpo.weights.digest import digests
 from megagrpo.weights.families import tensors_of
-from megagrpo.weights.families.architecture import Architecture, Tensor
+from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import ListedTransfers, WeightPlan, make_plan, plan_problems
 from megagrpo.weights.sides import transformers
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
@@ -77,15 +77,17 @@ def test_scalars_overlap_themselves() -> None:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> ParallelLayout:
-    tensor, pipeline = draw(SIZES), draw(st.sampled_from([1, 2]))
+    tensor, pipeline, data = draw(SIZES), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
     chunks = draw(st.sampled_from([1, 2])) if pipeline > 1 else 1
+    expert = draw(st.sampled_from([1, tensor]))
     return ParallelLayout(
         tensor=tensor,
         pipeline=pipeline,
         virtual_pipeline=chunks,
         first_stage_layers=draw(st.sampled_from([None, 1, 3])) if pipeline > chunks == 1 else None,
-        data=draw(st.sampled_from([1, 2])),
-        expert=draw(st.sampled_from([1, tensor])),
+        data=data,
+        expert=expert,
+        expert_tensor=draw(st.sampled_from([size for size in (1, 2) if tensor * data % (expert * size) == 0])),
     )
 
 
@@ -134,12 +136,7 @@ def test_transformers_gets_stacked_experts_cast_with_the_digests_of_the_checkpoi
 
 def whole_placements(arch: Architecture) -> list[Placement]:
     """Each checkpoint tensor as a whole, in a storage of its own."""
-
-    def whole(tensor: Tensor) -> Placement:
-        box = Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)
-        return Placement(tensor.name, box.start, tuple(range(len(box.shape))), box)
-
-    return [whole(tensor) for tensor in tensors_of(arch)]
+    return [Placement.whole(tensor.box) for tensor in tensors_of(arch)]
 
 
 # --- random boxes, as in no real layout -------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from typing import Any
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
+from megagrpo.weights.transport import LOAD_FORMAT
 
 CHECK = Path(__file__).with_name("check_arguments.py")
 CHECK_SECONDS = 120.0  # it imports part of SGLang, in an environment that may lie on a slow file system
-LOADER = "megagrpo.weights.transport.sglang.load"
 WATCHDOG_SECONDS = 300.0  # SGLang's own default
 CPU_CACHE_TOKENS = 65536
 
@@ -146,7 +146,7 @@ def server_arguments(
         "ep_size": layout.expert,
         "weight_version": "0",
         "disable_shared_experts_fusion": True,  # weights are sent to them as they are (weights/sides/sglang.py)
-        "custom_weight_loader": [LOADER],
+        "custom_weight_loader": [LOAD_FORMAT],
     }
 
 

@@ -58,7 +58,7 @@ def on_cpus() -> bool:
     return os.environ.get(DEVICE_VARIABLE) == "cpu"
 
 
-def prepare_process() -> None:
+def prepare_server_process() -> None:
     # A script's own directory comes first on the path: its `server` and `engine` would hide other modules.
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]
@@ -215,6 +215,6 @@ def _multiply(word: torch.Tensor, factor: int) -> torch.Tensor:
 if __name__ == "__mp_main__":
     end_with_parent()
 if __name__ in ("__main__", "__mp_main__"):
-    prepare_process()
+    prepare_server_process()
 if __name__ == "__main__":
     main()

@@ -6,7 +6,6 @@ to FAMILIES. docs/families.md says what a new kind of layer needs besides.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.families import deepseek_v3, plain
+from megagrpo.weights.families import deepseek_v3, llama_like
 from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.families.decoder import decoder_tensors
+from megagrpo.weights.families.reading import read_json
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(deepseek_v3.architecture_of, deepseek_v3.tensors_of),
-    "llama": Family(plain.llama),
-    "mixtral": Family(plain.mixtral, plain.mixtral_tensors),
-    "qwen2": Family(plain.qwen2),
-    "qwen3": Family(plain.qwen3),
-    "qwen3_moe": Family(plain.qwen3_moe, plain.qwen3_moe_tensors),
+    "llama": Family(llama_like.llama),
+    "mixtral": Family(llama_like.mixtral, llama_like.mixtral_tensors),
+    "qwen2": Family(llama_like.qwen2),
+    "qwen3": Family(llama_like.qwen3),
+    "qwen3_moe": Family(llama_like.qwen3_moe, llama_like.qwen3_moe_tensors),
 }
 """By model_type in config.json."""
 
@@ -55,13 +55,4 @@ def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
 
 def read_architecture(directory: str | Path) -> Architecture:
     """The architecture of the model in `directory`, from its config.json. Raises ModelError."""
-    path = Path(directory) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(Problem(str(path), error.strerror or str(error), "a Hugging Face model directory")) from error
-    except ValueError as error:
-        raise ModelError(Problem(str(path), str(error), "a JSON file in UTF-8")) from error
-    if not isinstance(config, dict):
-        raise ModelError(Problem(str(path), type(config).__name__, "a JSON object"))
-    return architecture_of(config)
+    return architecture_of(read_json(Path(directory) / "config.json", "a Hugging Face model directory"))

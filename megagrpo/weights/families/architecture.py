@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megagrpo.weights.boxes import Box
+
 
 @dataclass(frozen=True)
 class Yarn:
@@ -132,6 +134,11 @@ class Tensor:
     role: Role
     layer: int | None = None
     expert: int | None = None
+
+    @property
+    def box(self) -> Box:
+        """All of it."""
+        return Box(self.name, (0,) * len(self.shape), self.shape)
 
     @property
     def trained(self) -> bool:

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope, Yarn
+
+
+def read_json(path: Path, needed: str = "a JSON file in UTF-8", fix: str = "") -> dict[str, Any]:
+    """The JSON object in a file. `needed` is said of a file that is not there. Raises ModelError."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ModelError(Problem(str(path), error.strerror or str(error), needed, fix)) from error
+    return json_object(path, text, fix)
+
+
+def json_object(path: Path, text: bytes, fix: str = "") -> dict[str, Any]:
+    """The JSON object in a part of the file `path`. Raises ModelError."""
+    try:
+        value = json.loads(text.decode("utf-8"))
+    except ValueError as error:
+        raise ModelError(Problem(str(path), str(error), "a JSON file in UTF-8", fix)) from error
+    if not isinstance(value, dict):
+        raise ModelError(Problem(str(path), type(value).__name__, "a JSON object", fix))
+    return value
 
 
 class ConfigReader:

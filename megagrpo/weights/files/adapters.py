@@ -69,7 +69,7 @@ class MatrixRows:
 
 
 @dataclass(frozen=True)
-class AdaptedLinear:
+class FusedLinear:
     """A linear layer of one rank, with the adapters of the matrices fused in it.
 
     `weight` is its storage in the rank's manifest; `a` [parts x r, columns] and `b` [rows on this rank, r] are the
@@ -92,7 +92,7 @@ class AdaptedLinear:
         return self.weight.removesuffix("weight") + "adapter.lora_B"
 
 
-def adapted_linears(arch: Architecture, base: Manifest, targets: Collection[str]) -> tuple[AdaptedLinear, ...]:
+def adapted_linears(arch: Architecture, base: Manifest, targets: Collection[str]) -> tuple[FusedLinear, ...]:
     """The linear layers in a Megatron rank's manifest that have adapters.
 
     Each tensor rank has the A's of all matrices of a fused layer, even of one that it has no row of.
@@ -112,11 +112,11 @@ def adapted_linears(arch: Architecture, base: Manifest, targets: Collection[str]
         index = {matrix.name: number for number, matrix in enumerate(matrices)}
         runs = [MatrixRows(p.at[0], p.box.shape[0], index.get(p.box.tensor)) for p in placements]
         box = placements[0].box
-        found.append(AdaptedLinear(storage, tuple(matrices), tuple(runs), box.start[1], box.shape[1]))
+        found.append(FusedLinear(storage, tuple(matrices), tuple(runs), box.start[1], box.shape[1]))
     return tuple(found)
 
 
-def adapter_manifest(base: Manifest, linears: Sequence[AdaptedLinear], rank: int) -> Manifest:
+def adapter_manifest(base: Manifest, linears: Sequence[FusedLinear], rank: int) -> Manifest:
     """What the holder of `base` holds of the adapters, in coordinates of the PEFT checkpoint."""
     storages: dict[str, Storage] = {}
     placements: list[Placement] = []

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megagrpo.errors import CheckpointError, Problem
-from megagrpo.weights.boxes import ITEM_BYTES, Manifest, Placement
+from megagrpo.weights.boxes import Manifest, Storage
 from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.files import publish
 from megagrpo.weights.plan import WeightPlan
@@ -39,11 +39,14 @@ COMPANIONS = (
 
 @dataclass(frozen=True)
 class Export:
-    """An export under way: written in `partial`, renamed to `directory` at the end."""
+    """An export under way: written in `partial`, renamed to `directory`, an absolute path, at the end."""
 
     directory: Path
-    partial: Path
     files: tuple[Manifest, ...]
+
+    @property
+    def partial(self) -> Path:
+        return self.directory.with_name(f".{self.directory.name}.partial")
 
 
 def begin_export(directory: str | Path, model_directory: str | Path, arch: Architecture, dtype: str) -> Export:
@@ -53,33 +56,36 @@ def begin_export(directory: str | Path, model_directory: str | Path, arch: Archi
     CheckpointError.
     """
     files = checkpoint.new_files(arch, dtype)
-    return _begin(directory, files, lambda partial: lay_out(partial, files, Path(model_directory), dtype))
+    export = Export(Path(directory).absolute(), files)
+    begin(export, lambda: lay_out(export.partial, files, Path(model_directory), dtype))
+    return export
 
 
 def begin_adapter_export(
     directory: str | Path, tensors: Sequence[Tensor], config: Mapping[str, Any], dtype: str
 ) -> Export:
     """Makes a PEFT directory with these tensors of adapters and this config. Raises CheckpointError."""
-    file = checkpoint.new_file(ADAPTER_WEIGHTS, tensors, dtype)
+    storages = [Storage(tensor.name, tensor.shape, dtype) for tensor in tensors]
+    file = checkpoint.new_file(ADAPTER_WEIGHTS, storages)
+    export = Export(Path(directory).absolute(), (file,))
 
-    def make(partial: Path) -> None:
-        _write_json(partial / ADAPTER_CONFIG, dict(config))
-        _write_empty(partial, file)
+    def make() -> None:
+        _write_json(export.partial / ADAPTER_CONFIG, dict(config))
+        _write_empty(export.partial, file)
 
-    return _begin(directory, (file,), make)
+    begin(export, make)
+    return export
 
 
-def _begin(directory: str | Path, files: tuple[Manifest, ...], make: Callable[[Path], None]) -> Export:
-    """`make` puts the files, without their values, into the empty directory that it is given."""
-    directory = Path(directory).absolute()
-    export = Export(directory, directory.with_name(f".{directory.name}.partial"), files)
+def begin(export: Export, make: Callable[[], None]) -> None:
+    """Removes what was left of an earlier attempt. `make` puts the files, without their values, into the empty
+    directory `partial`. Raises CheckpointError."""
     try:
         shutil.rmtree(export.partial, ignore_errors=True)
         export.partial.mkdir(parents=True)
-        make(export.partial)
+        make()
     except OSError as error:
-        raise CheckpointError(_problem(directory, error)) from error
-    return export
+        raise CheckpointError(_problem(export.directory, error)) from error
 
 
 def lay_out(directory: Path, files: tuple[Manifest, ...], model_directory: Path, dtype: str) -> None:
@@ -111,19 +117,14 @@ def write_part(export: Export, plan: WeightPlan, source: int, tensors: Mapping[s
         file = export.files[index]
         _, entries = checkpoint.header_of(file)
         try:
-            descriptor = os.open(export.partial / file.holder, os.O_WRONLY)
-            try:
+            with (export.partial / file.holder).open("r+b", buffering=0) as opened:
                 for transfer in plan.between(source, index):
-                    into = transfer.destination_placement
-                    dtype = file.storages[into.storage].dtype
-                    come = transfer.source_placement
+                    into, come = transfer.destination_placement, transfer.source_placement
+                    dtype = torch_dtype(file.storages[into.storage].dtype)
                     # A copy: memory that numpy has seen cannot be given back and restored (megatron/offload.py).
-                    values = box_view(storages[come.storage], come).to("cpu", torch_dtype(dtype), copy=True)
-                    values = values.contiguous()
-                    _write_box(descriptor, entries[into.storage], into, values, ITEM_BYTES[dtype])
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                    values = box_view(storages[come.storage], come).to("cpu", dtype, copy=True)
+                    write_box(opened.fileno(), entries[into.storage], into.at, values.contiguous())
+                os.fsync(opened.fileno())
         except OSError as error:
             raise CheckpointError(_problem(export.partial / file.holder, error)) from error
 
@@ -136,20 +137,12 @@ def finish_export(export: Export) -> None:
         raise CheckpointError(_problem(export.directory, error)) from error
 
 
-def _write_box(
-    descriptor: int, entry: checkpoint.Entry, into: Placement, values: torch.Tensor, item_bytes: int
-) -> None:
-    """Writes a box of a matrix or vector: at once if it has all columns, otherwise row by row."""
-    data = values.view(-1).view(torch.uint8).numpy().data
-    columns = entry.shape[1] if len(entry.shape) > 1 else 1
-    row_bytes = columns * item_bytes
-    begin = entry.begin + into.at[0] * row_bytes + (into.at[1] * item_bytes if len(into.at) > 1 else 0)
-    part_bytes = values.stride(0) * item_bytes
-    if part_bytes == row_bytes:
-        write_all(descriptor, data, begin)
-        return
-    for row in range(values.shape[0]):
-        write_all(descriptor, data[row * part_bytes : (row + 1) * part_bytes], begin + row * row_bytes)
+def write_box(descriptor: int, entry: checkpoint.Entry, start: tuple[int, ...], values: torch.Tensor) -> None:
+    """Writes contiguous values of a stored tensor, which begin at `start` in it, run by run. Raises OSError."""
+    data = memoryview(values.view(-1).view(torch.uint8).numpy())
+    run_bytes, offsets = entry.runs(start, tuple(values.shape), values.itemsize)
+    for index, offset in enumerate(offsets):
+        write_all(descriptor, data[index * run_bytes : (index + 1) * run_bytes], entry.begin + offset)
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:

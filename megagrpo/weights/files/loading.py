@@ -1,21 +1,22 @@
 """Hugging Face safetensors files into the local tensors of a rank: only the bytes that the rank owns are read.
 
-Files are read by their bytes. The safetensors library maps them into memory instead, and pages that were read once then
-count as the process's own.
+Whole rows are read, parts of rows are copied from a mapping that ends with the copy. While a file stays mapped, as the
+safetensors library leaves it, pages that were read once count as the process's own.
 """
 
 from __future__ import annotations
 
-import math
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import torch
 
 from megagrpo.errors import CheckpointError, ModelError, Problem, WeightPlanError
-from megagrpo.weights.boxes import Fill, Manifest
+from megagrpo.weights.boxes import Box, Fill, Manifest, Placement
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import make_plan
@@ -102,31 +103,34 @@ def _without_missing(manifest: Manifest, arch: Architecture, files: Sequence[Man
 def read_region(path: Path, entry: Entry, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
     """Elements start[i] .. start[i] + shape[i] of a stored tensor. Raises CheckpointError."""
     dtype = torch.float8_e4m3fn if entry.dtype == FP8 else torch_dtype(DTYPES[entry.dtype])
-    values = torch.empty(shape, dtype=dtype)
-    data = memoryview(values.view(-1).view(torch.uint8).numpy())
-    run_bytes, offsets = _runs(entry.shape, start, shape, values.itemsize)
+    cut = next((axis for axis, size in enumerate(shape) if size > 1), len(shape))
     try:
         with path.open("rb", buffering=0) as file:
-            descriptor = file.fileno()
-            for index, offset in enumerate(offsets):
-                into, at = data[index * run_bytes : (index + 1) * run_bytes], entry.begin + offset
-                while (count := os.preadv(descriptor, [into], at)) < len(into):
-                    if not count:
-                        raise OSError(f"it ends before byte {at + len(into)}")
-                    into, at = into[count:], at + count
+            if shape[cut + 1 :] != entry.shape[cut + 1 :]:  # parts of rows: as many reads would take ten times as long
+                return _mapped_part(file, entry, start, shape, dtype)
+            values = torch.empty(shape, dtype=dtype)
+            _, (offset,) = entry.runs(start, shape, dtype.itemsize)
+            into, at = memoryview(values.view(-1).view(torch.uint8).numpy()), entry.begin + offset
+            while into:
+                if not (count := os.preadv(file.fileno(), [into], at)):
+                    raise OSError(f"it ends before byte {at + len(into)}")
+                into, at = into[count:], at + count
     except OSError as error:
         raise CheckpointError(Problem(str(path), error.strerror or str(error), "a file that can be read")) from error
     return values
 
 
-def _runs(
-    stored: tuple[int, ...], start: tuple[int, ...], shape: tuple[int, ...], item_bytes: int
-) -> tuple[int, list[int]]:
-    """The runs of bytes that make up a region of a row-major tensor of shape `stored`: their size, their offsets."""
-    whole = next((axis for axis in range(len(shape)) if shape[axis:] == stored[axis:]), len(shape))
-    cut = max(whole - 1, 0)  # the last axis that is cut; a run includes the whole axes behind it
-    strides = [math.prod(stored[axis + 1 :]) * item_bytes for axis in range(len(stored))]
-    offsets = [sum(low * stride for low, stride in zip(start, strides, strict=True))]
-    for size, stride in zip(shape[:cut], strides, strict=False):
-        offsets = [offset + index * stride for offset in offsets for index in range(size)]
-    return math.prod(shape[cut:]) * item_bytes, offsets
+def _mapped_part(
+    file: IO[bytes], entry: Entry, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """A copy of a region, from memory that is mapped until this returns. Raises OSError."""
+    first_page = entry.begin - entry.begin % mmap.ALLOCATIONGRANULARITY
+    try:
+        mapped = mmap.mmap(file.fileno(), entry.end - first_page, access=mmap.ACCESS_COPY, offset=first_page)
+    except ValueError as error:
+        raise OSError(f"it ends before byte {entry.end}: {error}") from error
+    mapped.madvise(mmap.MADV_SEQUENTIAL)
+    stored = torch.frombuffer(mapped, dtype=torch.uint8, offset=entry.begin - first_page)
+    rows = stored.view(*entry.shape[:-1], entry.shape[-1] * dtype.itemsize)  # as bytes, which need no alignment
+    in_bytes = Box("", (*start[:-1], start[-1] * dtype.itemsize), (*shape[:-1], shape[-1] * dtype.itemsize))
+    return box_view(rows, Placement.whole(in_bytes)).contiguous().view(dtype)

@@ -17,7 +17,7 @@ from math import prod
 
 from megagrpo.errors import Problem, WeightPlanError
 from megagrpo.weights.boxes import ITEM_BYTES, Box, HolderClass
-from megagrpo.weights.coverage import Region, describe, few, first_overlap, subtract
+from megagrpo.weights.coverage import Region, as_slice, few, first_overlap, subtract
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def _missing_source(
     destinations: Sequence[HolderClass],
 ) -> Problem:
     parts = [
-        f"{describe(region)} for {destinations[index].manifest.holder}"
+        f"{as_slice(region)} for {destinations[index].manifest.holder}"
         for region, classes in missing
         for index in classes
     ]

@@ -116,8 +116,7 @@ class _Placements:
         index = self._class_of[holder]
         if index not in self._located:
             self._located[index] = Located(self._manifests[index])
-        storages, found = self._manifests[index].storages, self._located[index].around(box)
-        return [its for its in found if dtype in (None, storages[its.storage].dtype)]
+        return self._located[index].around(box, dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_located": {}}

@@ -32,7 +32,7 @@ class ModelTensors:
 
 
 @lru_cache(maxsize=4)
-def model_tensors(arch: Architecture) -> ModelTensors:
+def tensors_by_role(arch: Architecture) -> ModelTensors:
     """All of `tensors_of(arch)`. Cached, because every rank asks for it and a large model has a hundred thousand."""
     model: dict[Role, Tensor] = {}
     layers: list[dict[Role, Tensor]] = [{} for _ in range(arch.layers)]

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage
+from megagrpo.weights.boxes import Box, Manifest, Placement, Storage, in_groups
 from megagrpo.weights.families import read_architecture, tensors_of
-from megagrpo.weights.families.architecture import Architecture, Tensor
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.reading import json_object, read_json
 from megagrpo.weights.sides import transformers
 
 INDEX = "model.safetensors.index.json"
@@ -36,6 +37,16 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+    def runs(self, start: tuple[int, ...], shape: tuple[int, ...], item_bytes: int) -> tuple[int, list[int]]:
+        """The runs of bytes that make up a region of the tensor: their size, and their offsets from its begin."""
+        whole = next((axis for axis in range(len(shape)) if shape[axis:] == self.shape[axis:]), len(shape))
+        cut = max(whole - 1, 0)  # the last axis that is cut; a run includes the whole axes behind it
+        strides = [prod(self.shape[axis + 1 :]) * item_bytes for axis in range(len(self.shape))]
+        offsets = [sum(low * stride for low, stride in zip(start, strides, strict=True))]
+        for size, stride in zip(shape[:cut], strides, strict=False):
+            offsets = [offset + index * stride for offset in offsets for index in range(size)]
+        return prod(shape[cut:]) * item_bytes, offsets
 
 
 def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[Manifest, ...]:
@@ -100,7 +111,7 @@ def _known(arch: Architecture) -> tuple[dict[str, list[Placement]], dict[str, tu
         parts[placement.storage].append(placement)
     shapes = {name: storage.shape for name, storage in stacked.storages.items()}
     for tensor in tensors_of(arch):
-        parts[tensor.name] = [_whole(tensor)]
+        parts[tensor.name] = [Placement.whole(tensor.box)]
         shapes[tensor.name] = tensor.shape
     return parts, shapes
 
@@ -119,16 +130,11 @@ def _entry_problem(entry: Entry, shape: tuple[int, ...], scale: Entry | None) ->
     return None
 
 
-def _whole(tensor: Tensor) -> Placement:
-    whole = Box(tensor.name, (0,) * len(tensor.shape), tensor.shape)
-    return Placement(tensor.name, whole.start, tuple(range(len(tensor.shape))), whole)
-
-
 def weight_files(directory: Path) -> list[Path]:
     """The files that the index names, or the only one. Raises ModelError if one is missing."""
     index = directory / INDEX
     if index.is_file():
-        weight_map = _json(index, index.read_bytes()).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ModelError(Problem(str(index), "no weight_map", "the index of a sharded safetensors checkpoint"))
         paths = [directory / str(name) for name in sorted(set(weight_map.values()))]
@@ -146,7 +152,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, LARGEST_HEADER_BYTES):
             raise ModelError(Problem(str(path), f"{size} bytes that do not start with a header", "a safetensors file"))
-        header = _json(path, file.read(length))
+        header = json_object(path, file.read(length))
     begin = 8 + length
     try:
         entries = {
@@ -163,16 +169,6 @@ def read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _json(path: Path, text: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(text.decode("utf-8"))
-    except ValueError as error:
-        raise ModelError(Problem(str(path), str(error), "JSON in UTF-8")) from error
-    if not isinstance(value, dict):
-        raise ModelError(Problem(str(path), type(value).__name__, "a JSON object"))
-    return value
-
-
 def new_files(arch: Architecture, dtype: str | Mapping[str, str]) -> tuple[Manifest, ...]:
     """The files of a checkpoint to be written: the tensors in model order, in files of at most FILE_BYTES each.
 
@@ -183,25 +179,17 @@ def new_files(arch: Architecture, dtype: str | Mapping[str, str]) -> tuple[Manif
         tensor.name: tensor.stored_as(dtype) if isinstance(dtype, str) else dtype[tensor.name]
         for tensor in tensors_of(arch)
     }
-    groups: list[list[Tensor]] = []
-    size = FILE_BYTES
-    for tensor in tensors_of(arch):
-        tensor_bytes = prod(tensor.shape) * ITEM_BYTES[dtypes[tensor.name]]
-        if size + tensor_bytes > FILE_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor_bytes
+    storages = [Storage(tensor.name, tensor.shape, dtypes[tensor.name]) for tensor in tensors_of(arch)]
+    groups = in_groups(storages, FILE_BYTES)
     names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     names = [SINGLE] if len(groups) == 1 else names
-    return tuple(new_file(name, group, dtypes) for name, group in zip(names, groups, strict=True))
+    return tuple(new_file(name, group) for name, group in zip(names, groups, strict=True))
 
 
-def new_file(name: str, tensors: Sequence[Tensor], dtype: str | Mapping[str, str]) -> Manifest:
-    """A file of whole tensors, to be written. `dtype` is one for all, or one for each tensor."""
-    dtypes = dict.fromkeys((tensor.name for tensor in tensors), dtype) if isinstance(dtype, str) else dtype
-    storages = {tensor.name: Storage(tensor.name, tensor.shape, dtypes[tensor.name]) for tensor in tensors}
-    return Manifest(name, storages, tuple(_whole(tensor) for tensor in tensors))
+def new_file(name: str, tensors: Sequence[Storage]) -> Manifest:
+    """A file of whole tensors, to be written."""
+    whole = (Box(tensor.name, (0,) * len(tensor.shape), tensor.shape) for tensor in tensors)
+    return Manifest(name, {tensor.name: tensor for tensor in tensors}, tuple(map(Placement.whole, whole)))
 
 
 def header_of(file: Manifest) -> tuple[bytes, dict[str, Entry]]:
@@ -210,7 +198,7 @@ def header_of(file: Manifest) -> tuple[bytes, dict[str, Entry]]:
     offset = 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, storage in file.storages.items():
-        end = offset + prod(storage.shape) * ITEM_BYTES[storage.dtype]
+        end = offset + storage.bytes
         header[name] = {"dtype": names[storage.dtype], "shape": list(storage.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")

@@ -21,9 +21,9 @@ from megagrpo.weights.sides.assembly import (
     Rows,
     all_rows,
     cut,
-    model_tensors,
     role_problems,
     shard,
+    tensors_by_role,
 )
 
 HELD: frozenset[Role] = frozenset([
@@ -118,8 +118,8 @@ def divided_sizes(arch: Architecture) -> list[tuple[Axis, str, int]]:
     if arch.has_dense_layers:
         found.append(("tensor", "MLP columns (intermediate_size)", arch.ffn))
     if arch.experts is not None:
-        found.append(("expert", "experts", arch.experts.count))
-        found.append(("expert_tensor", "columns of each expert", arch.experts.ffn))
+        found.append(("expert", "experts in a layer", arch.experts.count))
+        found.append(("expert_tensor", "columns in each expert (moe_intermediate_size)", arch.experts.ffn))
         found.append(("tensor", "columns of the shared experts", arch.experts.shared_ffn))
     return found
 
@@ -134,7 +134,7 @@ class _Rank:
 
     def add_chunk(self, chunk: int) -> None:
         arch, layout, stage = self.arch, self.layout, self.where.pipeline
-        model = model_tensors(arch)
+        model = tensors_by_role(arch)
         prefix = f"chunk{chunk}."
         first = stage == 0 and chunk == 0
         last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1

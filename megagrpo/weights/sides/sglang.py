@@ -30,11 +30,11 @@ from megagrpo.weights.sides.assembly import (
     Roles,
     Rows,
     all_rows,
-    model_tensors,
     padded_shard,
     role_problems,
     shard,
     shard_padded,
+    tensors_by_role,
 )
 
 VOCABULARY_MULTIPLE = 64
@@ -67,7 +67,7 @@ def manifest(arch: Architecture, layout: EngineSizes, rank: int, dtype: str, dev
     if problems := split_problems(arch, layout, device):
         raise ModelError(problems)
     builder = ManifestBuilder(f"engine {engine} rank {rank}", dtype)
-    model = model_tensors(arch)
+    model = tensors_by_role(arch)
     holder = _Rank(arch, layout.tensor, layout.expert, rank, device, builder)
     holder.add_vocabulary(model.roles["embedding"])
     for layer in model.layers:

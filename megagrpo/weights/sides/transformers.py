@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides.assembly import ManifestBuilder, all_rows, model_tensors
+from megagrpo.weights.sides.assembly import ManifestBuilder, all_rows, tensors_by_role
 
 
 def manifest(arch: Architecture, dtype: str, holder: str = "transformers") -> Manifest:
@@ -14,7 +14,7 @@ def manifest(arch: Architecture, dtype: str, holder: str = "transformers") -> Ma
     `mlp.experts.gate_up_proj` [experts, 2 ffn, hidden] and `mlp.experts.down_proj` [experts, hidden, ffn].
     """
     builder = ManifestBuilder(holder, dtype)
-    model = model_tensors(arch)
+    model = tensors_by_role(arch)
     for tensor in model.roles.values():
         builder.whole(tensor.name, tensor)
     for index, layer in enumerate(model.layers):

@@ -8,19 +8,18 @@ being unpacked, and no end holds more than two. All waiting is in the rendezvous
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
-from math import prod
 from typing import Any, Protocol
 
 import torch
 
 from megagrpo.errors import Problem, WeightPlanError, WeightSyncError
-from megagrpo.weights.boxes import ITEM_BYTES, Box, Placement, Transfer
-from megagrpo.weights.coverage import few
+from megagrpo.weights.boxes import ITEM_BYTES, Placement, Transfer
+from megagrpo.weights.coverage import Located, few
 from megagrpo.weights.digest import MODULUS, digests, sent_digests
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.transport.rendezvous import Member, Rendezvous, Sync
@@ -178,7 +177,7 @@ def _cut_into_buckets(plan: WeightPlan, transfers: Iterable[Transfer], bucket_by
     for transfer in transfers:
         storage = plan.destinations[transfer.destination].storages[transfer.destination_placement.storage]
         item_bytes = ITEM_BYTES[storage.dtype]
-        for box in _cut(transfer.box, max(1, bucket_bytes // item_bytes)):
+        for box in transfer.box.pieces(bucket_bytes // item_bytes):
             end = begin + box.elements * item_bytes
             if end > bucket_bytes:
                 buckets.append([])
@@ -189,54 +188,53 @@ def _cut_into_buckets(plan: WeightPlan, transfers: Iterable[Transfer], bucket_by
     return buckets
 
 
-def _cut(box: Box, elements: int) -> Iterator[Box]:
-    """The box in parts of at most this many elements: whole rows, or parts of a row if one row is too long."""
-    if box.elements <= elements:
-        yield box
-        return
-    axis = next(index for index, size in enumerate(box.shape) if size > 1)
-    step = max(1, elements // prod(box.shape[axis + 1 :]))
-    for low in range(0, box.shape[axis], step):
-        start = (*box.start[:axis], box.start[axis] + low, *box.start[axis + 1 :])
-        shape = (*box.shape[:axis], min(step, box.shape[axis] - low), *box.shape[axis + 1 :])
-        yield from _cut(Box(box.tensor, start, shape), elements)
-
-
 def _passed_on(plan: WeightPlan, via: int, bucket: Bucket) -> Bucket:
     """The same bytes, read from the storages of the destination that received them first."""
     pieces = []
     for piece in bucket.pieces:
         box = piece.destination.box
-        around = next((held for held in _by_tensor(plan, via)[box.tensor] if held.box.intersect(box) == box), None)
-        if around is None:
+        held = _located(plan, via).around(box, str(piece.dtype).removeprefix("torch."))
+        if not held:
             raise WeightPlanError(
                 Problem(label_of(plan, bucket), f"{box} is not there", "a relay that holds what it passes on")
             )
-        pieces.append(replace(piece, source=around.part(box)))
+        pieces.append(replace(piece, source=held[0].part(box)))
     return replace(bucket, pieces=tuple(pieces))
 
 
 @lru_cache(maxsize=8)
-def _by_tensor(plan: WeightPlan, destination: int) -> dict[str, list[Placement]]:
-    held: dict[str, list[Placement]] = defaultdict(list)
-    for placement in plan.destinations[destination].placements:
-        held[placement.box.tensor].append(placement)
-    return held
+def _located(plan: WeightPlan, destination: int) -> Located:
+    return Located(plan.destinations[destination])
 
 
 # --- both ends --------------------------------------------------------------------------------------------------------
 
 
-class BucketSender:
+class _BucketEnd:
+    """What both ends have. An end lasts from sync to sync."""
+
+    def __init__(
+        self, plan: WeightPlan, peer: Peer, rendezvous: Rendezvous, bucket_bytes: int, transport: Transport
+    ) -> None:
+        self._plan, self._peer, self._bucket_bytes, self._transport = plan, peer, bucket_bytes, transport
+        self._member = rendezvous.join(name_of(plan, peer))
+        self._member.announce()
+
+    def close(self) -> None:
+        """Frees buffers and connections. May be called twice."""
+        self._transport.close()
+
+    def _outgoing(self, active: frozenset[int]) -> list[Bucket]:
+        return list(outgoing(self._plan, self._peer, active, self._bucket_bytes))
+
+
+class BucketSender(_BucketEnd):
     """The end of the `source`-th training rank of `plan`."""
 
     def __init__(
         self, plan: WeightPlan, source: int, rendezvous: Rendezvous, bucket_bytes: int, transport: Transport
     ) -> None:
-        self._plan = plan.part_for_source(source)
-        self._source, self._bucket_bytes, self._transport = source, bucket_bytes, transport
-        self._member = rendezvous.join(plan.sources[source].holder)
-        self._member.announce()
+        super().__init__(plan.part_for_source(source), source, rendezvous, bucket_bytes, transport)
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Sends to the destinations of the open sync what the plan says, cast to their dtype. `tensors` are by storage
@@ -245,30 +243,25 @@ class BucketSender:
         Raises WeightSyncError, naming the missing peer and the bucket, or ModelError.
         """
         with self._member.attend(version) as sync:
-            storages = stored_tensors(self._plan.sources[self._source], tensors)
-            buckets = list(outgoing(self._plan, self._source, sync.destinations, self._bucket_bytes))
-            _Flow(self._plan, self._source, self._member, self._transport, sync, storages).run(buckets, [])
+            storages = stored_tensors(self._plan.sources[self._peer], tensors)
+            flow = _Flow(self._plan, self._peer, self._member, self._transport, sync, storages)
+            flow.run(self._outgoing(sync.destinations), [])
 
     def digests(self, tensors: Mapping[str, torch.Tensor], active: Sequence[int]) -> dict[int, dict[str, int]]:
         """This rank's part of the digests expected at each of the `active` destinations."""
-        return sent_digests(self._plan, self._source, tensors, active)
+        return sent_digests(self._plan, self._peer, tensors, active)
 
     def bucket_digests(
         self, tensors: Mapping[str, torch.Tensor], tensor: str, active: frozenset[int]
     ) -> dict[str, int]:
         """Partial digests of one checkpoint tensor in each bucket that this rank sends, by the bucket's label."""
-        buckets = outgoing(self._plan, self._source, active, self._bucket_bytes)
-        return _digests_by_bucket(self._plan, buckets, tensors, tensor, lambda piece: piece.source)
-
-    def close(self) -> None:
-        """Frees buffers and connections. May be called twice."""
-        self._transport.close()
+        return _digests_by_bucket(self._plan, self._outgoing(active), tensors, tensor, lambda piece: piece.source)
 
 
-class BucketReceiver:
+class BucketReceiver(_BucketEnd):
     """The end of the `destination`-th engine rank of `plan`; it also passes on what the plan relays through this rank.
 
-    It runs in the process that holds `tensors`, the rank's storages by name, and lasts from sync to sync.
+    It runs in the process that holds `tensors`, the rank's storages by name.
     """
 
     def __init__(
@@ -280,37 +273,31 @@ class BucketReceiver:
         bucket_bytes: int,
         transport: Transport,
     ) -> None:
-        self._plan, self._destination = plan, destination
-        self._peer, self._bucket_bytes, self._transport = destination_peer(plan, destination), bucket_bytes, transport
+        self._destination = destination
         self._storages = stored_tensors(plan.destinations[destination], tensors)
-        self._member = rendezvous.join(plan.destinations[destination].holder)
-        self._member.announce()
+        super().__init__(plan, destination_peer(plan, destination), rendezvous, bucket_bytes, transport)
 
     def receive(self, version: int) -> None:
         """Writes everything in place. The engine must not generate meanwhile. Raises WeightSyncError."""
         with self._member.attend(version) as sync:
-            plan, active = self._plan, sync.destinations
-            if self._destination not in active:
-                holder = plan.destinations[self._destination].holder
-                raise WeightSyncError(Problem(f"{holder}: weight sync to version {version}", "it takes no part"))
-            relayed = list(outgoing(plan, self._peer, active, self._bucket_bytes))
-            arriving = list(incoming(plan, self._destination, active, self._bucket_bytes))
-            _Flow(plan, self._peer, self._member, self._transport, sync, self._storages).run(relayed, arriving)
-            fill_padding(plan.destinations[self._destination], self._storages)
+            if self._destination not in sync.destinations:
+                where = f"{self._member.name}: weight sync to version {version}"
+                raise WeightSyncError(Problem(where, "it takes no part"))
+            flow = _Flow(self._plan, self._peer, self._member, self._transport, sync, self._storages)
+            flow.run(self._outgoing(sync.destinations), self._incoming(sync.destinations))
+            fill_padding(self._plan.destinations[self._destination], self._storages)
 
     def bucket_digests(self, tensor: str, active: frozenset[int]) -> dict[str, dict[str, int]]:
         """Partial digests of one checkpoint tensor by the label of its bucket: "arrived", as this rank holds what came
         in each bucket, and "sent", for those that it passes on."""
-        plan, storages = self._plan, self._storages
-        relayed = outgoing(plan, self._peer, active, self._bucket_bytes)
-        arriving = incoming(plan, self._destination, active, self._bucket_bytes)
+        plan, storages, relayed, arriving = self._plan, self._storages, self._outgoing(active), self._incoming(active)
         return {
             "sent": _digests_by_bucket(plan, relayed, storages, tensor, lambda piece: piece.source),
             "arrived": _digests_by_bucket(plan, arriving, storages, tensor, lambda piece: piece.destination),
         }
 
-    def close(self) -> None:
-        self._transport.close()
+    def _incoming(self, active: frozenset[int]) -> list[Bucket]:
+        return list(incoming(self._plan, self._destination, active, self._bucket_bytes))
 
 
 class _Flow:

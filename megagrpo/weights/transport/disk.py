@@ -23,7 +23,7 @@ from megagrpo.errors import CheckpointError, EngineError, MegagrpoError, Problem
 from megagrpo.weights.boxes import Manifest, classes_of
 from megagrpo.weights.digest import sent_digests
 from megagrpo.weights.families import read_architecture
-from megagrpo.weights.files.export import Export, finish_export, lay_out, write_part
+from megagrpo.weights.files.export import Export, begin, finish_export, lay_out, write_part
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.transport.rendezvous import Rendezvous, Sync
@@ -71,9 +71,7 @@ class DiskSender:
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """As BucketSender.send."""
-        directory = self._files.version(version)
-        partial_directory = directory.with_name(f".{directory.name}.partial")
-        export = Export(directory, partial_directory, self._plan.destinations)
+        export = Export(self._files.version(version), self._plan.destinations)
         with self._member.attend(version) as sync, _as_sync_error():
             if self._source == LEADER:
                 self._lead(sync, export, tensors)
@@ -120,13 +118,12 @@ class DiskSender:
         if export.directory.exists() and not (export.directory / MARKER).is_file():
             given, needed = f"it is there and has no {MARKER}: no weight sync made it", "a directory of its own"
             raise CheckpointError(Problem(str(export.directory), given, needed, "set another weights.directory"))
-        try:
-            shutil.rmtree(export.partial, ignore_errors=True)
-            export.partial.mkdir(parents=True)
+
+        def make() -> None:
             (export.partial / MARKER).write_text("{}\n", encoding="utf-8")
             lay_out(export.partial, export.files, self._files.model_directory, self._files.dtype)
-        except OSError as error:
-            raise CheckpointError(Problem(str(export.partial), error.strerror or str(error))) from error
+
+        begin(export, make)
 
     def _missing(self, what: str, sources: Iterable[int]) -> Problem:
         names = ", ".join(self._plan.sources[source].holder for source in sorted(sources))
@@ -159,9 +156,6 @@ class DiskReceiver:
             body = {"model_path": directory, "load_format": "auto", "flush_cache": False}
             with server_errors(f"{self._member.name}: {directory}"):
                 self._post("/update_weights_from_disk", body)
-
-    def close(self) -> None:
-        """Nothing is kept between syncs."""
 
 
 @contextmanager

@@ -18,7 +18,6 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,11 @@ import numpy as np
 import torch
 
 from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem, WeightSyncError
-from megagrpo.weights.boxes import ITEM_BYTES, Manifest
+from megagrpo.weights.boxes import Manifest, in_groups
 from megagrpo.weights.digest import combine, digests
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan, require_own
+from megagrpo.weights.transport import LOAD_FORMAT
 from megagrpo.weights.transport.buckets import BucketReceiver
 from megagrpo.weights.transport.choice import Channel, TransportName, open_receiver
 from megagrpo.weights.transport.disk import DiskReceiver, Post, server_errors
@@ -38,7 +38,6 @@ from megagrpo.weights.views import model_tensors, stored_tensors, torch_dtype
 
 logger = logging.getLogger(__name__)
 
-LOAD_FORMAT = "megagrpo.weights.transport.sglang.load"
 COMMAND = "megagrpo command"
 """Name of the one tensor of a request: uint8, JSON."""
 
@@ -213,19 +212,11 @@ def checksum(tensor: torch.Tensor) -> str:
 
 def _parts(manifest: Manifest, part_bytes: int) -> Iterator[Manifest]:
     """Whole storages of a manifest, in groups of at most `part_bytes`, but one storage at least."""
-    groups: list[set[str]] = []
-    left = 0
-    for storage in manifest.storages.values():
-        size = prod(storage.shape) * ITEM_BYTES[storage.dtype]
-        if not groups or size > left:
-            groups.append(set())
-            left = part_bytes
-        groups[-1].add(storage.name)
-        left -= size
-    for names in groups:
+    for group in in_groups(manifest.storages.values(), part_bytes):
+        names = {storage.name: storage for storage in group}
         yield Manifest(
             manifest.holder,
-            {name: storage for name, storage in manifest.storages.items() if name in names},
+            names,
             tuple(placement for placement in manifest.placements if placement.storage in names),
             tuple(fill for fill in manifest.fills if fill.storage in names),
         )

@@ -175,17 +175,11 @@ class CudaArea:
         """One for each receiver: torch counts by ticket which processes still map the memory."""
         if receiver not in self._tickets:
             _, arguments = reductions.reduce_tensor(self.flat)
-            handle, storage_bytes, storage_offset, _, counter, counter_offset, event, event_sync = arguments[7:]
+            shared = arguments[7:]  # how to map the memory; what comes before says that it is a flat tensor of bytes
             self._tickets[receiver] = {
                 "device": str(torch.cuda.get_device_properties(self.flat.device).uuid),
                 "bytes": self.flat.numel(),
-                "handle": base64.b64encode(handle).decode(),
-                "storage_bytes": storage_bytes,
-                "storage_offset": storage_offset,
-                "counter": base64.b64encode(counter).decode(),
-                "counter_offset": counter_offset,
-                "event": base64.b64encode(event).decode(),
-                "event_sync": event_sync,
+                "shared": [base64.b64encode(its).decode() if isinstance(its, bytes) else its for its in shared],
             }
         return self._tickets[receiver]
 
@@ -199,22 +193,10 @@ def map_cuda(ticket: dict[str, Any], label: str) -> torch.Tensor:
     if index is None:
         fix = "let the engine see the training rank's GPU, or weights.transfer: process_group"
         raise WeightSyncError(Problem(label, f"memory of GPU {ticket['device']}", "a GPU that this process sees", fix))
+    shared = [base64.b64decode(its) if isinstance(its, str) else its for its in ticket["shared"]]
+    size = (ticket["bytes"],)
     return reductions.rebuild_cuda_tensor(
-        torch.Tensor,
-        (ticket["bytes"],),
-        (1,),
-        0,
-        torch.UntypedStorage,
-        torch.uint8,
-        index,
-        base64.b64decode(ticket["handle"]),
-        ticket["storage_bytes"],
-        ticket["storage_offset"],
-        False,
-        base64.b64decode(ticket["counter"]),
-        ticket["counter_offset"],
-        base64.b64decode(ticket["event"]),
-        ticket["event_sync"],
+        torch.Tensor, size, (1,), 0, torch.UntypedStorage, torch.uint8, index, *shared
     )
 
 
