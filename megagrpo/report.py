@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import Problem, ReportError
-from megagrpo.track.jsonl import MISMATCH_FILE, MismatchRecord, WorstToken
+from megagrpo.track.jsonl import MISMATCH_FIGURES, MISMATCH_FILE, MismatchRecord, WorstToken
 
 WORST_SHOWN = 10
 CHARACTERS_BEFORE = 30
 CHARACTERS_AFTER = 10
-FIGURES = ("mean", "p99", "max", "k1", "k3", "ratio_mean", "effective_share")
 
 
 def report(directory: Path, steps: int) -> str:
@@ -56,7 +55,7 @@ def _mismatch(records: Sequence[MismatchRecord], steps: int) -> list[str]:
     shown = records[-steps:]
     of = f"the last {len(shown)} of {len(records)} steps" if len(shown) < len(records) else "all steps"
     rows = [
-        [str(record.step), str(record.tokens), *(_number(getattr(record, name)) for name in FIGURES)]
+        [str(record.step), str(record.tokens), *(_number(getattr(record, name)) for name in MISMATCH_FIGURES)]
         for record in shown
     ]
     tokens = ((record.step, token) for record in records for token in record.worst)
@@ -65,7 +64,7 @@ def _mismatch(records: Sequence[MismatchRecord], steps: int) -> list[str]:
         title,
         "",
         f"By step ({of}; mean, p99 and max of the absolute difference):",
-        *_table(("step", "tokens", *FIGURES), rows),
+        *_table(("step", "tokens", *MISMATCH_FIGURES), rows),
         "",
         "Worst tokens of all steps, 【marked】 in their text:",
         *_table(

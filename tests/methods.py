@@ -1,16 +1,19 @@
-"""Methods of the algorithm by their names, as a recipe gives them."""
+"""Methods of the algorithm by their names, as a recipe gives them, and responses, whole or in parts on ranks."""
 
 from __future__ import annotations
 
 from typing import Any, get_args
 
+import torch
 from pydantic import TypeAdapter
 
 from megagrpo.algorithm.advantages import AdvantageConfig, AdvantageMethod
 from megagrpo.algorithm.aggregation import AggregationConfig, AggregationMethod
 from megagrpo.algorithm.correction import RejectionConfig
 from megagrpo.algorithm.policy_losses import PolicyLossConfig, PolicyLossMethod
+from megagrpo.algorithm.sequences import Sequences
 from megagrpo.section import ByName
+from tests.rank_threads import SumOverRanks
 
 ADVANTAGES, LOSSES, AGGREGATIONS, REJECTIONS = map(
     TypeAdapter, (AdvantageConfig, PolicyLossConfig, AggregationConfig, RejectionConfig)
@@ -33,3 +36,20 @@ def names(union: Any) -> list[str]:
     """Those that a recipe may give, a user's own function aside."""
     members, by_name = get_args(union)
     return [name for name in by_name.members(members) if name != ByName.OWN]
+
+
+def sequences_of(lengths: list[int]) -> Sequences:
+    """Responses of these lengths, one after another."""
+    counts = torch.tensor(lengths)
+    return Sequences(torch.arange(len(lengths)).repeat_interleave(counts), counts.float())
+
+
+def part_of(whole: Sequences, rank: int, ranks: int, sum_over_ranks: SumOverRanks) -> Sequences:
+    """What a rank holds of responses whose tokens are dealt out one by one."""
+
+    def over_ranks(sums: torch.Tensor) -> torch.Tensor:
+        total = sums.clone()
+        sum_over_ranks(total)
+        return total
+
+    return Sequences(whole.index[rank::ranks], whole.tokens, over_ranks)

@@ -27,7 +27,7 @@ VARIANCE_FLOOR = 1e-8
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """A step's samples in one order of rows. A masked sample has the score NaN and whatever else.
+    """A step's samples in one order of rows. A masked sample has the score NaN; its other values are not used.
 
     Per-token numbers may be missing (no tokens) or present in rows that are masked; elsewhere there are `tokens`.
     """
@@ -42,6 +42,11 @@ class AdvantageInputs:
     kl: Ragged | None = None  # KL of every response token in nats, where the penalty is in the reward
     kl_coefficient: float = 0.0
     values: Ragged | None = None  # for gae: the critic's estimate before each response token is sampled
+
+    def __post_init__(self) -> None:
+        rows = len(self.scores)
+        if len(self.group_ids) != rows or len(self.tokens) != rows:
+            raise ValueError(f"{rows} scores, {len(self.group_ids)} group ids and {len(self.tokens)} token counts")
 
     @property
     def known(self) -> np.ndarray:
@@ -116,18 +121,24 @@ class AdvantageMethod(Section):
     by_group: ClassVar[bool] = True
     """Whether a sample is compared with others of its prompt, so that one alone, or equal ones, teach nothing."""
 
-    skips_groups: ClassVar[bool] = True
-    """Whether groups whose advantages are all zero may be left out of the batch."""
+    scales_by_signal: ClassVar[bool] = False
+    """Whether a factor makes up for groups whose advantages are all zero, so that these stay in the batch."""
 
     by_token: ClassVar[bool] = False
     """Whether the tokens of a response may differ whatever the settings."""
 
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
-        """Raises ValueError if the inputs lack what the method needs, or do not fit together."""
+        """With a KL penalty in the reward, methods that compare whole responses subtract its sum over the response from
+        the score; those that work by token subtract it at every token.
+
+        Raises ValueError if the inputs lack what the method needs, or do not fit together.
+        """
         raise NotImplementedError
 
     def teaches(self, inputs: AdvantageInputs) -> np.ndarray:
-        """Samples above the lowest score of their group, bool [rows]: a group that has one teaches something."""
+        """Samples above the lowest score of their group, bool [rows]: a group that has one teaches something. What
+        whitening gives to groups of equal scores, all alike, teaches nothing.
+        """
         return scored_groups(inputs.scores, inputs.group_ids, inputs.tokens).height > 0
 
 
@@ -211,7 +222,7 @@ class GpgConfig(GroupMethod):
     alpha makes up for groups without a gradient in the mean over the batch, so these are never left out of it.
     """
 
-    skips_groups: ClassVar[bool] = False
+    scales_by_signal: ClassVar[bool] = True
 
     name: Literal["gpg"] = "gpg"
 
@@ -233,6 +244,7 @@ class PassKConfig(ScaledMethod):
         return self.scaled(groups.gains(), groups)
 
     def teaches(self, inputs: AdvantageInputs) -> np.ndarray:
+        """Samples that are better than all others of their group."""
         return scored_groups(inputs.scores, inputs.group_ids, inputs.tokens).gains() > 0
 
 
@@ -387,31 +399,6 @@ AdvantageConfig = Annotated[
     | OwnAdvantageConfig,
     ByName(default="grpo"),
 ]
-
-
-def compute_advantages(inputs: AdvantageInputs, method: AdvantageMethod) -> Advantages:
-    """The method's advantages. With a KL penalty in the reward, methods that compare whole responses subtract its sum
-    over the response from the score; those that work by token subtract it at every token.
-
-    Raises ValueError if the inputs lack what the method needs, or do not fit together.
-    """
-    rows = len(inputs.scores)
-    if len(inputs.group_ids) != rows or len(inputs.tokens) != rows:
-        raise ValueError(f"{rows} scores, {len(inputs.group_ids)} group ids and {len(inputs.tokens)} token counts")
-    return method.advantages(inputs)
-
-
-def groups_with_signal(advantages: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """Ids, sorted, of the groups in which any advantage differs from 0: only these have a policy gradient."""
-    return np.unique(group_ids[advantages != 0])
-
-
-def groups_that_teach(inputs: AdvantageInputs, method: AdvantageMethod) -> np.ndarray:
-    """Ids, sorted, of the groups that teach something: those whose scored samples are not all equal; for gdpo not in
-    every reward that counts; for pass_k those with one sample better than all others. What whitening gives to groups of
-    equal scores, all alike, teaches nothing.
-    """
-    return np.unique(inputs.group_ids[method.teaches(inputs)])
 
 
 def whitened(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -256,15 +256,8 @@ def _mean_weight(
 
 
 def _at_least(values: Tensor, low: float | None) -> Tensor:
-    return _all(values) if low is None else values >= low
+    return values >= (-math.inf if low is None else low)
 
 
 def _at_most(values: Tensor, high: float | None) -> Tensor:
-    return _all(values) if high is None else values <= high
-
-
-def _all(values: Tensor) -> Tensor:
-    """True for each value, NaN included."""
-    import torch
-
-    return torch.ones_like(values, dtype=torch.bool)
+    return values <= (math.inf if high is None else high)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megagrpo.algorithm.kl import Estimator, kl_estimate
 from megagrpo.algorithm.policy_losses import PolicyInputs, PolicyLoss, PolicyLossMethod
-from megagrpo.algorithm.sequences import Sequences
 
 
 @dataclass(frozen=True)
@@ -22,19 +21,14 @@ class ObjectiveSettings:
     entropy_coefficient: float
 
 
-@dataclass(frozen=True)
-class ObjectiveInputs:
-    """Response tokens of one microbatch, each [tokens]. `weights` come from aggregation.py."""
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveInputs(PolicyInputs):
+    """The same with what the other terms need, each [tokens]. `weights` come from aggregation.py."""
 
-    logprobs: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
     weights: Tensor
     entropy: Tensor
     reference_logprobs: Tensor | None  # None: no KL term, no estimate
-    sequences: Sequences
     importance: Tensor | None = None  # of the policy's loss, from correction.py; None: 1
-    chosen: Tensor | None = None  # bool, from selection.py, for the losses that need it
 
 
 @dataclass(frozen=True)
@@ -55,9 +49,7 @@ def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Obje
     """
     if settings.kl_coefficient and inputs.reference_logprobs is None:
         raise ValueError("a KL term without reference logprobs")
-    policy = settings.loss.of_tokens(
-        PolicyInputs(inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.sequences, inputs.chosen)
-    )
+    policy = settings.loss.of_tokens(inputs)
     per_token = policy.loss if inputs.importance is None else inputs.importance * policy.loss
     policy_term = inputs.weights * per_token.detach()
     kl = None

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megagrpo.cluster.waiting import SLICE_SECONDS, NodeWatch, node_names, wait_for
 from megagrpo.errors import PreflightError, Problem, RankError
-from megagrpo.recipe.defaults import DevicePlan, checkpoint_directory, plan_devices, run_directory
+from megagrpo.recipe.defaults import DevicePlan, checkpoint_directory, device_here, plan_devices, run_directory
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.boxes import Place
 
@@ -85,12 +85,14 @@ def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None) -> R
     with ExitStack() as undoing:
         undoing.callback(ray.shutdown)
         if address == "local":
-            device = _device(recipe, None)
+            device = device_here(recipe)
             # As many CPUs as the run reserves: Ray starts a worker for each before any is asked for.
             _connect(address, {"num_cpus": plan_devices(recipe, device).bundles, "include_dashboard": False})
         else:
             _connect(address, {})
-            device = _device(recipe, ray.cluster_resources())
+            device = recipe.cluster.device
+            if device == "auto":  # the driver's machine may have no GPU
+                device = "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
         devices = plan_devices(recipe, device)
         names = node_names()
         group, nodes = _reserve(devices, recipe, names, NodeWatch({}, check_stop))
@@ -213,20 +215,6 @@ def _connect(address: str, settings: dict[str, Any]) -> None:
                 else "check cluster.address, RAY_ADDRESS and RAY_AUTH_MODE, and that `ray status` works there",
             )
         ) from error
-
-
-def _device(recipe: AnyRecipe, cluster: Mapping[str, float] | None) -> str:
-    """cpu or cuda: by default GPUs if the cluster that was joined has any, or, without one, this machine.
-
-    The driver's machine may have none. `cluster`: its resources by name.
-    """
-    if recipe.cluster.device != "auto":
-        return recipe.cluster.device
-    if cluster is not None:
-        return "cuda" if cluster.get("GPU", 0) > 0 else "cpu"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def stop(runtime: Runtime) -> None:

@@ -185,7 +185,8 @@ class Policy(TrainRanks):
 
         advantages: float [rows], or by response token. kl_coefficient: of the loss term. step: seeds random choices.
         """
-        updates = [rank.update.remote(advantages, lr, kl_coefficient, step) for rank in self.ranks]
+        shared = ray.put(advantages)
+        updates = [rank.update.remote(shared, lr, kl_coefficient, step) for rank in self.ranks]
         return _only(self.wait("update", updates))
 
     def compute_values(self) -> None:
@@ -201,7 +202,8 @@ class Policy(TrainRanks):
 
     def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics:
         """All minibatches and epochs over the loaded batch, towards these returns. The policy stays as it is."""
-        return _only(self.wait("update_critic", [rank.update_critic.remote(returns, lr) for rank in self.ranks]))
+        shared = ray.put(returns)
+        return _only(self.wait("update_critic", [rank.update_critic.remote(shared, lr) for rank in self.ranks]))
 
     def update_reference(self) -> None:
         """Moves the reference towards the policy by the recipe's share."""

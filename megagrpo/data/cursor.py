@@ -9,26 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Protocol, TypeGuard, TypeVar
+from typing import Any, Generic, TypeGuard
 
 import numpy as np
 
-from megagrpo.data.mixture import permutation
+from megagrpo.data.mixture import AnyItem, Item, permutation
 from megagrpo.errors import DataError, Problem
-
-
-class Item(Protocol):
-    """What a cursor goes over: a dataclass whose content must be the same when a run continues."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def id(self) -> str: ...
-
-    def content(self) -> bytes: ...
-
-
-AnyItem = TypeVar("AnyItem", bound=Item)
 
 
 class Cursor(Generic[AnyItem]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateSyntaxError
@@ -20,10 +20,10 @@ from megagrpo.data.prompts import RENDER_ERRORS, Reader, refusal, template_error
 from megagrpo.data.rows import RowSchema, given_fields, message_problems
 from megagrpo.errors import Problem, brief
 from megagrpo.recipe.schema import DataFileConfig
+from megagrpo.recipe.schema.sft import SftDataConfig
 from megagrpo.tokenizer import encode
 
 Messages = Sequence[Mapping[str, Any]]
-Overlong = Literal["drop", "truncate", "error"]
 SHOWN_CHARACTERS = 30
 
 
@@ -57,15 +57,9 @@ class Example:
 
 
 def load_examples(
-    files: Sequence[DataFileConfig],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    tokens_max: int,
-    overlong: Overlong = "drop",
-    template_arguments: Mapping[str, Any] | None = None,
-    seed: int = 0,
+    files: Sequence[DataFileConfig], tokenizer: PreTrainedTokenizerBase, data: SftDataConfig, seed: int
 ) -> Mixture[Example]:
-    """Read, render and mix. Amounts count the examples that are left after over-long ones are dropped.
+    """Examples of all files, rendered and mixed. Amounts count those that are left after over-long ones are dropped.
 
     Raises DataError with the problems of all files, ModelError if the template is not valid Jinja.
     """
@@ -73,25 +67,24 @@ def load_examples(
     special |= frozenset(tokenizer.all_special_ids)
 
     def examples(rows: list[Conversation], path: Path, label: str, findings: Findings) -> Iterator[tuple[int, Example]]:
-        rendered = _render(rows, tokenizer, template_arguments or {}, path, findings)
+        rendered = _render(rows, tokenizer, data.chat_template_arguments, path, findings)
         if findings.count:
             return
         for row, (tokens, loss_mask) in zip(rows, _tokens(rendered, tokenizer, special), strict=True):
             yield row.number, Example(f"{label}:{row.number}", tokens, loss_mask)
 
     def shortened(example: Example) -> Example | None:
-        mask = example.loss_mask[:tokens_max]
-        return replace(example, tokens=example.tokens[:tokens_max], loss_mask=mask) if mask.any() else None
+        mask = example.loss_mask[: data.tokens_max]
+        return replace(example, tokens=example.tokens[: data.tokens_max], loss_mask=mask) if mask.any() else None
 
     reader = Reader(
         CONVERSATION_ROWS,
         examples,
         shortened,
-        tokens_max,
-        overlong,
+        data.tokens_max,
+        data.overlong_examples,
         noun="example",
         tokens_field="data.tokens_max",
-        overlong_field="data.overlong_examples",
         truncate="truncate",
     )
     return mix(files, reader, seed=seed)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,7 +15,23 @@ from megagrpo.errors import DataError, Problem
 from megagrpo.recipe.schema import DataFileConfig
 
 Amount = int | float | Literal["all"]
-AnyItem = TypeVar("AnyItem")
+
+
+class Item(Protocol):
+    """A prompt or an example: a dataclass whose content must be the same when a run continues."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def tokens(self) -> Sequence[int] | np.ndarray: ...
+
+    def content(self) -> bytes: ...
+
+
+AnyItem = TypeVar("AnyItem", bound=Item)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,32 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic
 
-import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo.data.files import Findings, place
-from megagrpo.data.mixture import Mixture, mix
+from megagrpo.data.mixture import AnyItem, Mixture, mix
 from megagrpo.data.rows import PROMPT_ROWS, AnyRow, Row, RowSchema, read
 from megagrpo.errors import DataError, ModelError, Problem, first_line
 from megagrpo.recipe.schema import DataFileConfig
+from megagrpo.recipe.schema.data import DataConfig
 from megagrpo.tokenizer import encode
 from megagrpo.types import Prompt
 
-Overlong = Literal["drop", "truncate_left", "error"]
 BATCH_ROWS = 1024
-
-
-class Tokenized(Protocol):
-    """A prompt or an example."""
-
-    @property
-    def tokens(self) -> Sequence[int] | np.ndarray: ...
-
-
-AnyItem = TypeVar("AnyItem", bound=Tokenized)
 
 # What a template does with a message that it does not expect: it raises, or uses a value as what it is not.
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
@@ -52,7 +41,6 @@ class Reader(Generic[AnyRow, AnyItem]):
     overlong: str
     noun: str
     tokens_field: str
-    overlong_field: str
     truncate: str
 
     def __call__(self, path: Path, label: str) -> tuple[list[AnyItem], int, int]:
@@ -70,7 +58,7 @@ class Reader(Generic[AnyRow, AnyItem]):
                 if self.overlong == "error":
                     where = f"{place(path, number)}: the {self.noun} is too long"
                     needed = f"at most {self.tokens_max} ({self.tokens_field})"
-                    fix = f"raise {self.tokens_field}, or set {self.overlong_field} to drop or {self.truncate}"
+                    fix = f"raise {self.tokens_field}, or set data.overlong_{self.noun}s to drop or {self.truncate}"
                     findings.add([Problem(where, f"{len(item.tokens)} tokens", needed, fix)])
                 elif self.overlong == self.truncate and (short := self.shortened(item)) is not None:
                     kept.append(short)
@@ -80,21 +68,15 @@ class Reader(Generic[AnyRow, AnyItem]):
             if self.overlong == self.truncate:
                 given = f"none of the {len(rows)} rows has a token of the assistant's within {self.tokens_max} tokens"
             else:
-                fix += f", or set {self.overlong_field} to {self.truncate}"
+                fix += f", or set data.overlong_{self.noun}s to {self.truncate}"
             raise DataError(Problem(f"{path}: no {self.noun} is left", given=given, fix=fix))
         return kept, len(rows), longer
 
 
 def load_prompts(
-    files: Sequence[DataFileConfig],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    tokens_max: int,
-    overlong: Overlong = "drop",
-    template_arguments: Mapping[str, Any] | None = None,
-    seed: int = 0,
+    files: Sequence[DataFileConfig], tokenizer: PreTrainedTokenizerBase, data: DataConfig, seed: int
 ) -> Mixture[Prompt]:
-    """Read, render and mix. Amounts count the prompts that are left after over-long ones are dropped.
+    """Prompts of all files, rendered and mixed. Amounts count those that are left after over-long ones are dropped.
 
     The id of a prompt is `label:number`. Raises DataError with the problems of all files, ModelError if the template
     is not valid Jinja.
@@ -102,7 +84,7 @@ def load_prompts(
     shared: dict[int, int] = {}  # one int object per token id: a million prompts hold few distinct ones
 
     def prompts(rows: list[Row], path: Path, label: str, findings: Findings) -> Iterator[tuple[int, Prompt]]:
-        texts = _texts(rows, tokenizer, template_arguments or {}, path, findings)
+        texts = _texts(rows, tokenizer, data.chat_template_arguments, path, findings)
         if findings.count:
             return
         for row, ids in zip(rows, encode(tokenizer, texts), strict=True):
@@ -124,12 +106,11 @@ def load_prompts(
     reader = Reader(
         PROMPT_ROWS,
         prompts,
-        lambda prompt: replace(prompt, tokens=prompt.tokens[-tokens_max:]),
-        tokens_max,
-        overlong,
+        lambda prompt: replace(prompt, tokens=prompt.tokens[-data.prompt_tokens_max :]),
+        data.prompt_tokens_max,
+        data.overlong_prompts,
         noun="prompt",
         tokens_field="data.prompt_tokens_max",
-        overlong_field="data.overlong_prompts",
         truncate="truncate_left",
     )
     return mix(files, reader, seed=seed)

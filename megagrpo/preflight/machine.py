@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from megagrpo.doctor.packages import package_findings
 from megagrpo.errors import MegagrpoError, Problem
-from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, plan_devices, run_directory
+from megagrpo.recipe.defaults import checkpoint_directory, device_here, dtype_name, plan_devices, run_directory
 from megagrpo.recipe.model_rules import divisors, either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.run import address_problem
@@ -60,7 +60,7 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None) -> l
     problems = option_problems(recipe.train.megatron)
     if problems or architecture is None:
         return problems
-    device = _device(recipe)
+    device = device_here(recipe)
     try:
         transformer_config(architecture, recipe.train, getattr(torch, dtype_name(recipe, device)), device)
     except MegagrpoError as error:
@@ -80,7 +80,7 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         given, needed = f"{variable}, which is not set", "the API key of the servers in it"
         yield Problem("rollout.api_key_variable", given, needed, fix=f"export {variable}=...")
     # A recipe that is only planned here may be for a cluster with GPUs, where SGLang supports more splits.
-    device = "cuda" if plan_only and recipe.cluster.device == "auto" else _device(recipe)
+    device = "cuda" if plan_only and recipe.cluster.device == "auto" else device_here(recipe)
     if architecture:
         layouts = (EngineLayoutConfig(tensor=size) for size in divisors(architecture.heads))
         sizes = [layout.tensor for layout in layouts if not split_problems(architecture, layout, device)]
@@ -90,14 +90,6 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
     if device == "cpu" and recipe.cluster.device == "auto" and rollout.layout.expert > 1:
         needed = "1: SGLang's expert parallelism needs GPUs"
         yield Problem("rollout.layout.expert", f"{rollout.layout.expert} on CPUs", needed, fix="expert: 1")
-
-
-def _device(recipe: AnyRecipe) -> str:
-    if recipe.cluster.device != "auto":
-        return recipe.cluster.device
-    import torch  # takes a second; most other checks do without it
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_problems(recipe: AnyRecipe) -> Iterator[Problem]:

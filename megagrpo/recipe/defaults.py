@@ -18,6 +18,15 @@ def dtype_name(recipe: AnyRecipe, device: str) -> str:
     return "bfloat16" if device == "cuda" else "float32"
 
 
+def device_here(recipe: AnyRecipe) -> str:
+    """cpu or cuda, for a run on this machine alone."""
+    if recipe.cluster.device != "auto":
+        return recipe.cluster.device
+    import torch  # takes a second
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def with_absolute_directories(recipe: Recipe) -> Recipe:
     """The same run for processes whose working directory is another."""
     algorithm = recipe.algorithm

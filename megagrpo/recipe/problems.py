@@ -228,6 +228,8 @@ def _fix(path: str, key: str, value: Any, expected: Expected) -> str:
 def _fix_of_text(path: str, value: str, expected: Expected) -> str:
     if removed := MOVED.get(f"{path}: {value}"):
         return removed
+    if expected.choice and ByName.OWN in expected.choice[1] and value.endswith(".py"):
+        return f"name the file's function: {value}:FUNCTION"
     choices = [str(c) for c in get_args(expected.annotation)] if get_origin(expected.annotation) is Literal else []
     if guess := nearest(value, expected.choice[1] if expected.choice else choices):
         return _did_you_mean(guess)

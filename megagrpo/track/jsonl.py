@@ -14,6 +14,7 @@ from megagrpo.track.sink import RunStart, Status
 from megagrpo.types import Group
 
 MISMATCH_FILE = "mismatch.jsonl"
+MISMATCH_FIGURES = ("mean", "p99", "max", "k1", "k3", "ratio_mean", "effective_share")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class MismatchRecord:
-    """One line of mismatch.jsonl. The figures are those of algorithm.mismatch.Mismatch."""
+    """One line of mismatch.jsonl. MISMATCH_FIGURES are those of algorithm.mismatch.Mismatch."""
 
     step: int
     tokens: int

@@ -21,8 +21,8 @@ from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster import runtime
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.train_ranks import TrainRanks
-from megagrpo.data.cursor import AnyItem, Cursor
-from megagrpo.data.mixture import Mixture
+from megagrpo.data.cursor import Cursor
+from megagrpo.data.mixture import AnyItem, Mixture
 from megagrpo.errors import MegagrpoError, Problem, RecipeError
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory, total_steps
@@ -104,13 +104,14 @@ class Progress:
 
 def run_to_end(
     checked: Preflight[Kind],
-    read: Callable[[Kind, PreTrainedTokenizerBase, Sequence[DataFileConfig]], Mixture[AnyItem]],
+    read: Callable[[Sequence[DataFileConfig], PreTrainedTokenizerBase, Any, int], Mixture[AnyItem]],
     start: Callable[[Setup[Kind, AnyItem], Runtime, ExitStack], Training],
 ) -> int:
     """Runs the recipe to its end, from its newest checkpoint if it has one; 0.
 
-    `read` reads data.train, then eval.files. `start` starts the processes on the reserved devices and leaves their ends
-    to the stack. Raises MegagrpoError; RunStopped if the process was sent SIGTERM or SIGUSR1, once everything is saved.
+    `read` reads data.train, then eval.files, as the recipe's data section and seed say. `start` starts the processes on
+    the reserved devices and leaves their ends to the stack. Raises MegagrpoError; RunStopped if the process was sent
+    SIGTERM or SIGUSR1, once everything is saved.
     """
     saving = checked.recipe.checkpoint
     directory = checkpoint_directory(checked.recipe).absolute()  # ranks may have other working directories
@@ -122,7 +123,7 @@ def _run(
     checked: Preflight[Kind],
     store: CheckpointStore,
     stopping: Stopping,
-    read: Callable[[Kind, PreTrainedTokenizerBase, Sequence[DataFileConfig]], Mixture[AnyItem]],
+    read: Callable[[Sequence[DataFileConfig], PreTrainedTokenizerBase, Any, int], Mixture[AnyItem]],
     start: Callable[[Setup[Kind, AnyItem], Runtime, ExitStack], Training],
 ) -> int:
     recipe = checked.recipe
@@ -130,9 +131,9 @@ def _run(
         closing.enter_context(only_process_of(run_directory(recipe)))
         resumed = checkpoint_to_resume(store, recipe)
         tokenizer = load_chat_tokenizer(checked.tokenizer_directory, recipe.model.chat_template)
-        data = read(recipe, tokenizer, recipe.data.train)
-        evaluated = read(recipe, tokenizer, recipe.eval.files) if recipe.eval.files else Mixture((), ())
-        held_out = evaluated.items
+        asked = (tokenizer, recipe.data, recipe.seed)
+        data = read(recipe.data.train, *asked)
+        evaluated = read(recipe.eval.files, *asked) if recipe.eval.files else Mixture((), ())
         cursor = Cursor(data.items, seed=recipe.seed, shuffle=recipe.data.shuffle)
         if resumed:
             cursor.restore(resumed.state.data_cursor)
@@ -155,7 +156,8 @@ def _run(
                 tracker.say("the run is complete: nothing to do")
                 return 0
 
-        setup = Setup(checked, tokenizer, cursor, held_out, steps, store, resumed, tracker, stopping, PhaseClock())
+        clock, held_out = PhaseClock(), evaluated.items
+        setup = Setup(checked, tokenizer, cursor, held_out, steps, store, resumed, tracker, stopping, clock)
         with stopping.giving_up():
             with stopping.while_ray_starts():
                 ray = runtime.start(recipe, stopping.check)

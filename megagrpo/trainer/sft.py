@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from megagrpo.algorithm.optimizer import learning_rate
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence, imbalance, make_rank_batches, packing_efficiency
@@ -15,29 +14,14 @@ from megagrpo.batching.work import Work, work_of
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import SftRanks
 from megagrpo.data.messages import Example, load_examples
-from megagrpo.data.mixture import Mixture
 from megagrpo.preflight.preflight import Preflight
-from megagrpo.recipe.schema import DataFileConfig, SftRecipe
+from megagrpo.recipe.schema import SftRecipe
 from megagrpo.trainer.run_loop import Setup, StepDone, run_to_end
 
 
 def sft(checked: Preflight[SftRecipe]) -> int:
     """Runs the recipe to its end, as `run_to_end` says."""
-    return run_to_end(checked, read_conversations, start_fine_tuning)
-
-
-def read_conversations(
-    recipe: SftRecipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[DataFileConfig]
-) -> Mixture[Example]:
-    """Conversations as the chat template renders them. Raises DataError."""
-    return load_examples(
-        files,
-        tokenizer,
-        tokens_max=recipe.data.tokens_max,
-        overlong=recipe.data.overlong_examples,
-        template_arguments=recipe.data.chat_template_arguments,
-        seed=recipe.seed,
-    )
+    return run_to_end(checked, load_examples, start_fine_tuning)
 
 
 def start_fine_tuning(setup: Setup[SftRecipe, Example], ray: Runtime, closing: ExitStack) -> FineTuning:

@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.algorithm.advantages import (
-    AdvantageInputs,
-    Advantages,
-    compute_advantages,
-    groups_that_teach,
-    groups_with_signal,
-)
+from megagrpo.algorithm.advantages import AdvantageInputs, Advantages
 from megagrpo.algorithm.optimizer import learning_rate
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
@@ -94,8 +88,9 @@ def prompts_of_round(wanted: int, useful: int, sampled: int) -> int:
 
 
 def with_signal(groups: Sequence[Group], recipe: Recipe) -> list[Group]:
-    """The groups that teach something, as `groups_that_teach` says."""
-    return [groups[i] for i in groups_that_teach(advantage_inputs(recipe, groups), recipe.algorithm.advantage)]
+    """The groups that teach something, as `AdvantageMethod.teaches` says."""
+    inputs = advantage_inputs(recipe, groups)
+    return [groups[i] for i in np.unique(inputs.group_ids[recipe.algorithm.advantage.teaches(inputs)])]
 
 
 def solved_prompts(groups: Sequence[Group], rate: float) -> list[str]:
@@ -154,11 +149,11 @@ def load(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -> Loaded
         with run.clock.phase("logprobs"):
             batches = load_batch(run, sampled.groups, rows, step)
             inputs = _with_kl_and_values(run, inputs, kl_coefficient, loaded=bool(batches))
-        return Loaded(rows, compute_advantages(inputs, algorithm.advantage), batches)
-    advantages = compute_advantages(inputs, algorithm.advantage)
+        return Loaded(rows, algorithm.advantage.advantages(inputs), batches)
+    advantages = algorithm.advantage.advantages(inputs)
     with run.clock.phase("logprobs"):
         if algorithm.skips_groups:
-            rows = rows & np.isin(inputs.group_ids, groups_with_signal(advantages.of_rows, inputs.group_ids))
+            rows = rows & np.isin(inputs.group_ids, inputs.group_ids[advantages.of_rows != 0])
         return Loaded(rows, advantages, load_batch(run, sampled.groups, rows, step))
 
 

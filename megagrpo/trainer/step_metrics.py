@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from megagrpo.data.cursor import Cursor
 from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import MismatchConfig, Recipe
-from megagrpo.track.jsonl import MismatchRecord, WorstToken
+from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.step import Loaded, Sampled, Trained, flat_scores, with_signal
@@ -137,25 +136,13 @@ def update_metrics(update: StepMetrics) -> dict[str, float]:
     if update.kl is not None:
         metrics["kl/mean"] = update.kl
     if update.correction is not None:
-        metrics |= {
-            "correction/weight_mean": update.correction.weight_mean,
-            "correction/outside_share": update.correction.outside_share,
-            "correction/rejected_share": update.correction.rejected_share,
-            "correction/vetoed_share": update.correction.vetoed_share,
-        }
+        metrics |= {f"correction/{name}": value for name, value in vars(update.correction).items()}
     return metrics
 
 
 def critic_metrics(update: CriticMetrics) -> dict[str, float]:
     """The critic's update, as the training ranks report it."""
-    return {
-        "critic/loss": update.loss,
-        "critic/clip": update.clip_fraction,
-        "critic/value_mean": update.value_mean,
-        "critic/return_mean": update.return_mean,
-        "critic/explained_variance": update.explained_variance,
-        "critic/grad_norm": update.grad_norm,
-    }
+    return {f"critic/{name.removesuffix('_fraction')}": value for name, value in vars(update).items()}
 
 
 # --- mismatch between trainer and engines -----------------------------------------------------------------------------
@@ -192,19 +179,10 @@ def mismatch_record(
     step: int, mismatch: Mismatch, groups: Sequence[Group], decode: Callable[[Sequence[int]], str]
 ) -> MismatchRecord:
     """The step's line of mismatch.jsonl, with the worst tokens as text."""
-    samples = list(chain.from_iterable(((group.prompt, sample) for sample in group.samples) for group in groups))
-    return MismatchRecord(
-        step=step,
-        tokens=mismatch.tokens,
-        mean=mismatch.mean,
-        p99=mismatch.p99,
-        max=mismatch.max,
-        k1=mismatch.k1,
-        k3=mismatch.k3,
-        ratio_mean=mismatch.ratio_mean,
-        effective_share=mismatch.effective_share,
-        worst=tuple(_worst_token(token, *samples[token.row], decode) for token in mismatch.worst),
-    )
+    samples = [(group.prompt, sample) for group in groups for sample in group.samples]
+    worst = tuple(_worst_token(token, *samples[token.row], decode) for token in mismatch.worst)
+    figures = {name: getattr(mismatch, name) for name in MISMATCH_FIGURES}
+    return MismatchRecord(step=step, tokens=mismatch.tokens, worst=worst, **figures)
 
 
 def excess_mismatch(record: MismatchRecord, settings: MismatchConfig, directory: Path) -> Problem | None:

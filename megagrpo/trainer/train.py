@@ -13,12 +13,11 @@ from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
-from megagrpo.data.mixture import Mixture
 from megagrpo.data.prompts import load_prompts
 from megagrpo.errors import MismatchError
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import with_absolute_directories
-from megagrpo.recipe.schema import DataFileConfig, Recipe
+from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.evaluation import evaluation_metrics
@@ -32,21 +31,7 @@ from megagrpo.types import Prompt
 
 def train(checked: Preflight[Recipe]) -> int:
     """Runs the recipe to its end, as `run_to_end` says."""
-    return run_to_end(checked, read_prompts, start_training)
-
-
-def read_prompts(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[DataFileConfig]
-) -> Mixture[Prompt]:
-    """Prompts as the chat template renders them. Raises DataError."""
-    return load_prompts(
-        files,
-        tokenizer,
-        tokens_max=recipe.data.prompt_tokens_max,
-        overlong=recipe.data.overlong_prompts,
-        template_arguments=recipe.data.chat_template_arguments,
-        seed=recipe.seed,
-    )
+    return run_to_end(checked, load_prompts, start_training)
 
 
 def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack) -> GrpoTraining:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from megagrpo.data.messages import load_examples
 from megagrpo.errors import EXIT_STOPPED
 from megagrpo.recipe.schema import ConversationFileConfig
+from megagrpo.recipe.schema.sft import SftDataConfig
 from megagrpo.tokenizer import load_tokenizer
 from tests.loop import small_run
 
@@ -72,7 +73,8 @@ def transformers_loss(model_directory: Path, conversations: Path) -> float:
     model = AutoModelForCausalLM.from_pretrained(model_directory)
     losses = []
     files = [ConversationFileConfig(path=str(conversations))]
-    for example in load_examples(files, load_tokenizer(str(model_directory)), tokens_max=32).items:
+    data = SftDataConfig(train=files, examples_per_step=1, tokens_max=32)
+    for example in load_examples(files, load_tokenizer(str(model_directory)), data, seed=0).items:
         tokens = torch.from_numpy(example.tokens).long()
         with torch.no_grad():
             log_p = torch.log_softmax(model(tokens[None]).logits[0, :-1], -1)

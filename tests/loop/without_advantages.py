@@ -7,9 +7,8 @@ import sys
 import numpy as np
 
 from megagrpo import cli
-from megagrpo.algorithm.advantages import Advantages
-from megagrpo.trainer import step
+from megagrpo.algorithm.advantages import Advantages, GroupMethod
 
 if __name__ == "__main__":
-    step.compute_advantages = lambda inputs, settings: Advantages(np.zeros(len(inputs.scores)))
+    GroupMethod.advantages = lambda self, inputs: Advantages(np.zeros(len(inputs.scores)))
     sys.exit(cli.main(sys.argv[1:]))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from megagrpo.algorithm.aggregation import AggregationConfig, MinibatchTokens, token_weights
 from megagrpo.algorithm.policy_losses import GmpoConfig, GspoConfig, PolicyInputs
 from megagrpo.algorithm.sequences import Sequences
-from tests.methods import aggregation, names
+from tests.methods import aggregation, names, part_of, sequences_of
+from tests.rank_threads import SumOverRanks, on_threads
 
 KINDS = names(AggregationConfig)
 DIVISOR = 50
@@ -41,11 +42,6 @@ def weights_of(kind: str, kept: torch.Tensor, sequences: Sequences, tokens: floa
     return token_weights(aggregation(name=kind), MinibatchTokens(kept, sequences, tokens, count, DIVISOR))
 
 
-def sequences_of(lengths: list[int], over_ranks=lambda sums: sums) -> Sequences:
-    counts = torch.tensor(lengths)
-    return Sequences(torch.arange(len(lengths)).repeat_interleave(counts), counts.float(), over_ranks)
-
-
 @every_kind
 @settings(max_examples=40)
 @given(responses, st.integers(1, 4), st.randoms(use_true_random=False))
@@ -73,17 +69,12 @@ def test_a_response_on_two_ranks_counts_once(kind):
     whole = sequences_of([4, 6])
     kept = torch.tensor([True, True, False, True, True, False, True, True, True, True])
     expected = weights_of(kind, kept, whole, 8, 2)
-    halves = [torch.arange(rank, 10, 2) for rank in range(2)]
-    of_rank = [torch.bincount(whole.index[half], kept[half].double(), minlength=2) for half in halves]
-    for rank, half in enumerate(halves):
-        part = Sequences(whole.index[half], whole.tokens, lambda sums, rank=rank: sums + of_rank[1 - rank])
-        assert torch.equal(weights_of(kind, kept[half], part, 8, 2), expected[half])
 
+    def weights_on(rank: int, sum_over_ranks: SumOverRanks) -> torch.Tensor:
+        return weights_of(kind, kept[rank::2], part_of(whole, rank, 2, sum_over_ranks), 8, 2)
 
-@every_kind
-def test_nothing_kept_weighs_nothing(kind):
-    weights = weights_of(kind, torch.zeros(3, dtype=torch.bool), sequences_of([1, 2]), 0, 0)
-    assert not weights.any()
+    for rank, found in enumerate(on_threads(2, weights_on)):
+        assert torch.equal(found, expected[rank::2])
 
 
 def test_the_norm_has_a_divisor_of_its_own():

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 from megagrpo.algorithm.correction import (
     Corrected,
@@ -18,11 +17,11 @@ from megagrpo.algorithm.correction import (
     CorrectionConfig,
     ImportanceConfig,
     Rejection,
-    RejectionConfig,
     correct,
     correction_of,
 )
-from megagrpo.algorithm.sequences import Sequences
+from tests.methods import REJECTIONS as REJECTION
+from tests.methods import part_of, sequences_of
 from tests.rank_threads import on_threads
 
 Rows = list[list[float]]
@@ -30,7 +29,6 @@ LOG_RATIOS = st.floats(-3, 3, width=32)
 ROWS = st.lists(st.lists(LOG_RATIOS, min_size=1, max_size=6), min_size=1, max_size=8)
 # No float32 is equal to these, so that no statistic lies on a bound.
 BOUNDS = st.tuples(st.sampled_from([None, -0.3037, 0.0119, 0.4321]), st.sampled_from([None, 0.5123, 1.7177, 3.3331]))
-REJECTION = TypeAdapter(RejectionConfig)
 REJECTIONS = st.builds(
     lambda level, statistic, over, bounds: REJECTION.validate_python(
         {"level": level, "statistic": statistic, "low": bounds[0], "high": bounds[1]}
@@ -57,16 +55,11 @@ CORRECTIONS = st.builds(
 )
 
 
-def sequences_of(rows: Rows) -> Sequences:
-    counts = torch.tensor([len(row) for row in rows])
-    return Sequences(torch.arange(len(rows)).repeat_interleave(counts), counts.float())
-
-
 def corrected(rows: Rows, **changes: Any) -> Corrected:
     """On one rank, with log r as given."""
     log_ratios = torch.tensor([d for row in rows for d in row], dtype=torch.float64)
     rollout = torch.zeros_like(log_ratios)
-    return correct(log_ratios, rollout, sequences_of(rows), CorrectionConfig(**changes), lambda _: None)
+    return correct(log_ratios, rollout, sequences_of([*map(len, rows)]), CorrectionConfig(**changes), lambda _: None)
 
 
 def number(statistic: str, d: float) -> float:
@@ -137,17 +130,11 @@ def test_weights_and_rejections_are_those_of_the_formulas(rows, changes):
 @settings(max_examples=40)
 @given(ROWS, CORRECTIONS, st.integers(2, 3))
 def test_ranks_that_hold_parts_of_the_same_responses_find_the_same(rows, changes, ranks):
-    whole = sequences_of(rows)
+    whole = sequences_of([*map(len, rows)])
     log_ratios = torch.tensor([d for row in rows for d in row], dtype=torch.float64)
 
     def run(rank: int, sum_over_ranks) -> Corrected:
-        def over_ranks(sums: torch.Tensor) -> torch.Tensor:
-            total = sums.clone()
-            sum_over_ranks(total)
-            return total
-
-        part = Sequences(whole.index[rank::ranks], whole.tokens, over_ranks)
-        own = log_ratios[rank::ranks]
+        part, own = part_of(whole, rank, ranks, sum_over_ranks), log_ratios[rank::ranks]
         return correct(own, torch.zeros_like(own), part, changes, sum_over_ranks)
 
     alone = corrected(rows, **changes.model_dump())

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.algorithm.mismatch import (
-    NO_ROW,
     Mismatch,
     absolute_difference_bits,
     float_of_bits,
@@ -22,7 +21,8 @@ from megagrpo.algorithm.mismatch import (
     worst_tokens,
 )
 from megagrpo.algorithm.sequences import Sequences
-from tests.rank_threads import on_threads
+from tests.methods import part_of
+from tests.rank_threads import SumOverRanks, on_threads
 
 LOGPROBS = st.floats(-40, 0, width=32)
 PAIRS = st.lists(st.tuples(LOGPROBS, LOGPROBS), min_size=1, max_size=400)
@@ -42,10 +42,6 @@ def test_the_percentile_is_that_of_all_tokens_wherever_they_are(pairs, ranks):
     wanted = np.quantile((train - rollout).abs().numpy(), 0.99, method="inverted_cdf")
     found = percentile_over([bits[rank::ranks] for rank in range(ranks)])
     assert [float_of_bits(each) for each in found] == [wanted] * ranks
-
-
-def test_no_token_has_no_percentile():
-    assert percentile_bits(torch.empty(0, dtype=torch.int32), 0, lambda _: None) == 0
 
 
 def responses_of(tokens: int, length: int = 7) -> Sequences:
@@ -94,15 +90,17 @@ def test_the_figures_are_those_of_the_formulas_in_float64(pairs):
 def test_sums_of_ranks_that_hold_parts_of_the_same_responses_add(pairs, ranks):
     train, rollout = torch.tensor(pairs).T
     whole = responses_of(len(pairs))
-    parts = [(train[rank::ranks], rollout[rank::ranks], whole.index[rank::ranks]) for rank in range(ranks)]
-    differences = torch.zeros(len(whole.tokens), dtype=torch.float64).index_add(
-        0, whole.index, (train - rollout).double()
-    )
-    added = sum(mismatch_sums(t, r, Sequences(index, whole.tokens, lambda _: differences)) for t, r, index in parts)
+
+    def sums_on(rank: int, sum_over_ranks: SumOverRanks) -> torch.Tensor:
+        part = part_of(whole, rank, ranks, sum_over_ranks)
+        return mismatch_sums(train[rank::ranks], rollout[rank::ranks], part)
+
+    added = sum(on_threads(ranks, sums_on))
     torch.testing.assert_close(added, mismatch_sums(train, rollout, whole), rtol=1e-9, atol=1e-9)
 
 
 def test_no_token_has_no_mismatch():
+    assert percentile_bits(torch.empty(0, dtype=torch.int32), 0, lambda _: None) == 0
     found = mismatch_of(mismatch_sums(torch.empty(0), torch.empty(0), responses_of(0)), 0.0, 0.0, ())
     assert (found.tokens, found.mean, found.k3, found.ratio_mean, found.effective_share) == (0, 0, 0, 1, 1)
 
@@ -119,7 +117,7 @@ def test_the_worst_tokens_are_those_of_all_ranks_largest_first(pairs, ranks, cou
         ]
     )
     merged = merge_worst(found, count)
-    assert len(merged) == min(count, len(pairs))
+    assert len(merged) == min(count, len(pairs)), "rows that only fill up are not tokens"
     for token in merged:
         assert token.position == token.row + 10
         assert (token.train_logprob, token.rollout_logprob) == pairs[token.row]
@@ -139,9 +137,3 @@ def test_a_logprob_that_is_no_number_is_the_worst_and_seen_in_every_figure(value
     assert not math.isfinite(found.max)
     assert not math.isfinite(found.p99)
     assert {token.row for token in found.worst} <= {7, 8, 9, 10}
-
-
-def test_rows_that_only_fill_up_are_not_tokens():
-    found = worst_tokens(torch.tensor([4]), torch.tensor([9]), torch.tensor([-1.0]), torch.tensor([-2.0]), 3)
-    assert found[1:, 0].tolist() == [NO_ROW, NO_ROW]
-    assert [(token.row, token.position) for token in merge_worst(found, 3)] == [(4, 9)]

@@ -13,8 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from megagrpo.algorithm.critic import explained_variance, value_loss
 from megagrpo.algorithm.policy_losses import PolicyInputs, PolicyLossConfig, PolicyLossMethod
-from megagrpo.algorithm.sequences import Sequences
-from tests.methods import loss, names
+from tests.methods import loss, names, part_of, sequences_of
 from tests.rank_threads import SumOverRanks, on_threads
 
 LENGTHS = [1, 7, 3, 12, 5, 2]
@@ -29,11 +28,6 @@ SETTINGS = {
     "reinforce": loss(name="reinforce"),
 }
 every_loss = pytest.mark.parametrize("name", SETTINGS)
-
-
-def sequences_of(lengths: list[int]) -> Sequences:
-    counts = torch.tensor(lengths)
-    return Sequences(torch.arange(len(lengths)).repeat_interleave(counts), counts.float())
 
 
 def random_inputs(lengths: list[int] = LENGTHS, seed: int = 0) -> PolicyInputs:
@@ -132,18 +126,12 @@ def test_responses_that_lie_on_two_ranks_have_the_same_loss_and_gradient(name):
     (gradient,) = torch.autograd.grad((weights_of(inputs) * whole.loss).sum(), inputs.logprobs)
 
     def run(rank: int, sum_over_ranks: SumOverRanks) -> None:
-        def over_ranks(sums: torch.Tensor) -> torch.Tensor:
-            total = sums.detach().clone()
-            sum_over_ranks(total)
-            return sums + (total - sums.detach())
-
-        here = torch.arange(rank, len(inputs.logprobs), 2)
+        here = slice(rank, None, 2)
         logprobs = inputs.logprobs.detach()[here].requires_grad_()
-        sequences = Sequences(inputs.sequences.index[here], inputs.sequences.tokens, over_ranks)
-        part = PolicyInputs(
-            logprobs, inputs.old_logprobs[here], inputs.advantages[here], sequences, inputs.chosen[here]
+        part = part_of(inputs.sequences, rank, 2, sum_over_ranks)
+        found = SETTINGS[name].of_tokens(
+            PolicyInputs(logprobs, inputs.old_logprobs[here], inputs.advantages[here], part, inputs.chosen[here])
         )
-        found = SETTINGS[name].of_tokens(part)
         torch.testing.assert_close(found.loss, whole.loss[here], rtol=1e-12, atol=1e-14)
         (own,) = torch.autograd.grad((weights_of(inputs)[here] * found.loss).sum(), logprobs)
         torch.testing.assert_close(own, gradient[here], rtol=1e-12, atol=1e-14)

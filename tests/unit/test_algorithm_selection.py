@@ -78,11 +78,12 @@ def test_the_kth_smallest_and_its_ties_are_those_of_a_sort(values, data):
 
 
 WORD = 2**64 - 1
+GAMMA = 0x9E3779B97F4A7C15
 
 
 def splitmix64(state: int) -> int:
     """One output of the published generator, in Python's integers."""
-    state = (state + 0x9E3779B97F4A7C15) & WORD
+    state = (state + GAMMA) & WORD
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & WORD
     return state ^ (state >> 31)

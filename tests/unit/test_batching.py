@@ -236,8 +236,3 @@ def test_every_matrix_that_a_token_meets_counts_twice(family, tmp_path):
     if arch.tied_embeddings:
         weights += arch.vocab * arch.hidden
     assert work_of(arch).linear == pytest.approx(2 * weights)
-
-
-def test_attention_counts_half_of_all_pairs():
-    work = Work(linear=0.0, quadratic=3.0)
-    np.testing.assert_array_equal(work.of(np.array([1, 10])), [3.0, 300.0])

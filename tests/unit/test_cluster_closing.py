@@ -13,7 +13,7 @@ from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.errors import WeightSyncError
-from megagrpo.recipe.schema.weights import WeightsConfig
+from megagrpo.recipe.schema.run import WeightsConfig
 
 
 class Actors:

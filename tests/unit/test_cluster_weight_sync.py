@@ -9,7 +9,7 @@ import pytest
 from megagrpo.cluster.weight_sync import replica_problems
 from megagrpo.errors import RecipeError
 from megagrpo.recipe.load import load
-from megagrpo.recipe.schema.weights import WeightsConfig
+from megagrpo.recipe.schema.run import WeightsConfig
 from megagrpo.weights.boxes import Box, Place, Topology
 from megagrpo.weights.transport.choice import TransportName, choose_transport
 from tests.tiny_run import make_run

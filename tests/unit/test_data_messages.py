@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +17,8 @@ from megagrpo.data.mixture import Mixture
 from megagrpo.data.rows import quick_look
 from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError, ModelError
-from megagrpo.recipe.schema import ConversationFileConfig
-from tests.data_files import write_jsonl
+from megagrpo.recipe.schema.sft import SftDataConfig
+from tests.data_files import write_jsonl, write_parquet
 
 LINE_AFTER_END = (
     "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content + '<|end|>\n' -}}{%- endfor -%}"
@@ -52,9 +50,10 @@ def write(path: Path, *conversations: Any) -> Path:
     return write_jsonl(path, *({"messages": messages} for messages in conversations))
 
 
-def load(*paths: Path, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **options: Any) -> Mixture[Example]:
-    files = [ConversationFileConfig(path=str(path)) for path in paths]
-    return load_examples(files, tokenizer, **{"tokens_max": 1000} | options)
+def load(*files: Path | dict, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **options: Any) -> Mixture[Example]:
+    train = [file if isinstance(file, dict) else {"path": str(file)} for file in files]
+    data = SftDataConfig.model_validate({"train": train, "examples_per_step": 1, "tokens_max": 1000} | options)
+    return load_examples(data.train, tokenizer, data, seed=0)
 
 
 def said(examples: Mixture[Example], tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> list[list[str]]:
@@ -115,16 +114,16 @@ def test_longer_examples_are_dropped_cut_or_errors_and_always_counted(tmp_path: 
     path = write(tmp_path / "a.jsonl", short, long, longest)
     dropped = load(path, tokens_max=10)
     assert said(dropped) == [["2<|end|>"]]
-    cut = load(path, tokens_max=10, overlong="truncate")
+    cut = load(path, tokens_max=10, overlong_examples="truncate")
     assert said(cut) == [["2<|end|>"], ["two "]], "the last one has no token of the assistant's left"
     for examples, used in ((dropped, 1), (cut, 2)):
         (count,) = examples.files
         assert (count.rows, count.overlong, count.used) == (3, 2, used)
-    told = problems(path, tokens_max=10, overlong="error")
+    told = problems(path, tokens_max=10, overlong_examples="error")
     assert "2 problems" in told
     assert "data.tokens_max" in told
     assert "data.overlong_examples" in problems(path, tokens_max=3)
-    assert "data.tokens_max" in problems(path, tokens_max=3, overlong="truncate")
+    assert "data.tokens_max" in problems(path, tokens_max=3, overlong_examples="truncate")
 
 
 def test_a_generation_prompt_that_no_message_begins_with_is_the_cause_that_is_told(tmp_path: Path) -> None:
@@ -136,7 +135,7 @@ def test_a_generation_prompt_that_no_message_begins_with_is_the_cause_that_is_to
         assert r"<think>\n" in told
     # each of the ways out that it names
     path = write(tmp_path / "a.jsonl", chat("1+1=", "2"))
-    plain = load(path, tokenizer=tokenizer, template_arguments={"plain": True})
+    plain = load(path, tokenizer=tokenizer, chat_template_arguments={"plain": True})
     assert said(plain, tokenizer) == [["2<|end|>"]]
     thought = write(tmp_path / "b.jsonl", chat("1+1=", "<think>\n1</think>2"))
     assert said(load(thought, tokenizer=tokenizer), tokenizer) == [["1</think>2<|end|>"]]
@@ -147,25 +146,18 @@ def test_files_are_mixed_in_their_order_and_with_fields_of_other_rows(tmp_path: 
         {"messages": [{"role": "user", "content": "1+1=", "name": "eve"}, {"role": "assistant", "content": "2"}]},
         {"messages": chat("2+2=", "4"), "source": "elsewhere"},
     ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    second = write(tmp_path / "b.jsonl", *[chat("b", "2")] * 3)
-    files = [ConversationFileConfig(path=str(tmp_path / "a.parquet"))]
-    files += [ConversationFileConfig(path=str(second), amount=2)]
-    assert said(load_examples(files, TOKENIZER, tokens_max=99)) == [["2<|end|>"], ["4<|end|>"], *[["2<|end|>"]] * 2]
+    first, second = write_parquet(tmp_path / "a.parquet", *rows), write(tmp_path / "b.jsonl", *[chat("b", "2")] * 3)
+    mixed = load(first, {"path": str(second), "amount": 2})
+    assert said(mixed) == [["2<|end|>"], ["4<|end|>"], *[["2<|end|>"]] * 2]
 
 
 @pytest.mark.parametrize(
     ("messages", "place"),
     [
-        ("1+1=2", "messages"),
-        ([], "messages"),
+        ([], "messages"),  # as for prompts, whose test has every form that is refused
         (chat("1+1="), "messages[0].role"),
         ([{"role": "assistant", "content": "2"}], "messages[0].role"),
         (chat("1+1=", "2", "thanks"), "messages[2].role"),
-        ([{"role": "human", "content": "1"}, *chat("1", "2")], "messages[0].role"),
-        (chat(1, "2"), "messages[0].content"),
-        (chat("1", None), "messages[1].content"),
-        (["1", "2"], "messages[0]"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, messages: Any, place: str) -> None:

@@ -17,6 +17,7 @@ from megagrpo.data.prompts import load_prompts
 from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError, ModelError
 from megagrpo.recipe.schema import DataFileConfig
+from megagrpo.recipe.schema.data import DataConfig
 from megagrpo.tokenizer import load_chat_tokenizer
 from tests.data_files import write_jsonl
 
@@ -38,6 +39,11 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return byte_tokenizer(TEMPLATE)
 
 
+def load(*files: DataFileConfig, tokenizer, seed=0, **options):
+    data = DataConfig(train=list(files), **{"prompt_tokens_max": 99} | options)
+    return load_prompts(data.train, tokenizer, data, seed)
+
+
 def write(path: Path, *questions: str, role: str = "user") -> DataFileConfig:
     rows = (
         {"data_source": "s", "prompt": [{"role": role, "content": q}], "reward_model": {"ground_truth": q[:1]}}
@@ -48,7 +54,7 @@ def write(path: Path, *questions: str, role: str = "user") -> DataFileConfig:
 
 def test_prompts_go_through_the_template_with_its_arguments(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", "hi", "h\u00e9")
-    mixture = load_prompts([file], tokenizer, tokens_max=99, template_arguments={"tail": "!"})
+    mixture = load(file, tokenizer=tokenizer, chat_template_arguments={"tail": "!"})
     texts = [tokenizer.decode(prompt.tokens) for prompt in mixture.items]
     assert texts == ["<user>hi\n<assistant>!", "<user>h\u00e9\n<assistant>!"]
     assert [prompt.id for prompt in mixture.items] == ["a.jsonl:1", "a.jsonl:2"]
@@ -60,22 +66,22 @@ EDGE = len("<user>1234567890\n<assistant>")
 
 def test_overlong_prompts_are_dropped_cut_or_errors_and_always_counted(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", "1234567890", "12345678901", "1")
-    dropped = load_prompts([file], tokenizer, tokens_max=EDGE, overlong="drop")
+    dropped = load(file, tokenizer=tokenizer, prompt_tokens_max=EDGE, overlong_prompts="drop")
     assert [prompt.id for prompt in dropped.items] == ["a.jsonl:1", "a.jsonl:3"]
     assert (dropped.files[0].rows, dropped.files[0].overlong, dropped.files[0].used) == (3, 1, 2)
-    cut = load_prompts([file], tokenizer, tokens_max=EDGE, overlong="truncate_left")
+    cut = load(file, tokenizer=tokenizer, prompt_tokens_max=EDGE, overlong_prompts="truncate_left")
     assert tokenizer.decode(cut.items[1].tokens) == "user>12345678901\n<assistant>"
     assert cut.files[0].overlong == 1
     with pytest.raises(DataError, match=rf"a.jsonl line 2: .*\n.*{EDGE + 1} tokens"):
-        load_prompts([file], tokenizer, tokens_max=EDGE, overlong="error")
+        load(file, tokenizer=tokenizer, prompt_tokens_max=EDGE, overlong_prompts="error")
     with pytest.raises(DataError, match="all 3 rows"):
-        load_prompts([file], tokenizer, tokens_max=3)
+        load(file, tokenizer=tokenizer, prompt_tokens_max=3)
 
 
 def test_a_row_that_the_template_refuses_is_named(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", "fine", role="tool")
     with pytest.raises(DataError, match=r"line 1: .*\n.*tools are not"):
-        load_prompts([file], tokenizer, tokens_max=99)
+        load(file, tokenizer=tokenizer)
 
 
 def test_a_tokenizer_needs_a_valid_template(tmp_path):
@@ -87,10 +93,10 @@ def test_a_tokenizer_needs_a_valid_template(tmp_path):
     (tmp_path / "bad.jinja").write_text("{% for %}")
     tokenizer = load_chat_tokenizer(str(tmp_path / "bare"), str(tmp_path / "bad.jinja"))
     with pytest.raises(ModelError, match="not valid Jinja"):
-        load_prompts([write(tmp_path / "a.jsonl", "hi")], tokenizer, tokens_max=99)
+        load(write(tmp_path / "a.jsonl", "hi"), tokenizer=tokenizer)
     (tmp_path / "good.jinja").write_text(TEMPLATE)
     tokenizer = load_chat_tokenizer(str(tmp_path / "bare"), str(tmp_path / "good.jinja"))
-    assert len(load_prompts([write(tmp_path / "a.jsonl", "hi")], tokenizer, tokens_max=99).items) == 1
+    assert len(load(write(tmp_path / "a.jsonl", "hi"), tokenizer=tokenizer).items) == 1
 
 
 def test_a_missing_or_broken_tokenizer_is_a_model_error(tmp_path, monkeypatch):
@@ -110,19 +116,19 @@ def test_files_are_mixed_by_their_amounts(tokenizer, tmp_path):
         write(tmp_path / "y" / "t.jsonl", *names).model_copy(update={"amount": 0.5}),
         write(tmp_path / "z.jsonl", *names).model_copy(update={"amount": 2.0}),
     ]
-    mixture = load_prompts(files, tokenizer, tokens_max=99, seed=1)
+    mixture = load(*files, tokenizer=tokenizer, seed=1)
     assert [file.used for file in mixture.files] == [3, 5, 20]
     ids = [prompt.id for prompt in mixture.items]
     assert len(set(ids)) == 3 + 5 + 10
     assert {name.rpartition(":")[0] for name in ids} == {"x/t.jsonl", "y/t.jsonl", "z.jsonl"}
-    assert mixture == load_prompts(files, tokenizer, tokens_max=99, seed=1)
-    assert mixture.items != load_prompts(files, tokenizer, tokens_max=99, seed=2).items
+    assert mixture == load(*files, tokenizer=tokenizer, seed=1)
+    assert mixture.items != load(*files, tokenizer=tokenizer, seed=2).items
 
 
 def test_problems_of_all_files_are_reported_together(tokenizer, tmp_path):
     files = [write(tmp_path / "a.jsonl", "hi", role="king"), DataFileConfig(path=str(tmp_path / "none.parquet"))]
     with pytest.raises(DataError) as raised:
-        load_prompts(files, tokenizer, tokens_max=99)
+        load(*files, tokenizer=tokenizer)
     assert len(raised.value.problems) == 2
 
 

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.algorithm.advantages import AdvantageInputs, compute_advantages
+from megagrpo.algorithm.advantages import AdvantageInputs
 from megagrpo.algorithm.policy_losses import PolicyInputs
-from megagrpo.algorithm.sequences import Sequences
 from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR, RecipeError
 from megagrpo.recipe.defaults import with_absolute_directories
 from megagrpo.trainer.schedule import grpo_step
-from tests.methods import advantage, loss
+from tests.methods import advantage, loss, sequences_of
 from tests.step_fakes import make_run
 from tests.tiny_run import make_run as write_run
 from tests.tiny_run import recipe_with
@@ -57,7 +56,7 @@ TOKENS = PolicyInputs(
     LOGPROBS,
     torch.tensor([-1.2, -1.5, -0.5]),
     torch.tensor([1.0, -1.0, 2.0]),
-    Sequences(torch.zeros(3, dtype=torch.int64), torch.tensor([3.0])),
+    sequences_of([3]),
 )
 
 
@@ -69,7 +68,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_an_advantage_gets_its_arguments_and_masked_samples_get_nothing(file: Path) -> None:
-    found = compute_advantages(INPUTS, advantage(name=f"{file}:centered", arguments={"scale": 0.5}))
+    found = advantage(name=f"{file}:centered", arguments={"scale": 0.5}).advantages(INPUTS)
     np.testing.assert_array_equal(found.of_rows, [-0.5, -1.0, 0.0, 1.5])
 
 
@@ -106,7 +105,7 @@ def test_a_loss_is_that_of_its_formula_with_its_gradient(file: Path, name: str) 
 )
 def test_an_advantage_that_cannot_be_used_is_an_error_of_the_recipe(file: Path, name: str, arguments: dict) -> None:
     with pytest.raises(RecipeError) as raised:
-        compute_advantages(INPUTS, advantage(name=str(file.with_name(name)), arguments=arguments))
+        advantage(name=str(file.with_name(name)), arguments=arguments).advantages(INPUTS)
     assert [problem.where for problem in raised.value.problems] == ["algorithm.advantage.name"]
 
 

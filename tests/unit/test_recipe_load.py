@@ -148,6 +148,7 @@ def test_a_name_or_its_settings_choose_a_method(path: Path, overrides: list[str]
         ("correction.reject=[{level: token, over: sum, high: 2.0}]", "level: sequence"),
         ("loss.name=ppo_clp", "`ppo_clip`"),
         ("loss=ppo_clp", "`ppo_clip`"),
+        *((override, "mine.py:FUNCTION") for override in ("loss=mine.py", "advantage.name=mine.py")),
         ("loss=", "`loss`"),
         ("correction.reject=[{high: 2.0}]", "`level:`"),
         *((f"loss{value}", "") for value in (".name=nothing_like_it", ".name=mine.py:", "=3", ".name=[]")),

@@ -11,6 +11,7 @@ from megagrpo.rollout.decoding import draw, truncate, uniforms
 from megagrpo.rollout.requests import sample_seed
 from megagrpo.rollout.sglang.launch import murmur_hash32
 from megagrpo.types import SamplingParams
+from tests.unit.test_algorithm_selection import GAMMA, splitmix64
 
 DRAWS = 40_000
 CHI_SQUARE_999_7_DEGREES = 24.32  # a right sampler exceeds it once in a thousand; the seeds are fixed
@@ -22,20 +23,11 @@ def numbers(seeds: int, positions: int) -> torch.Tensor:
     return uniforms(grid[0], grid[1])
 
 
-def reference_uniform(seed: int, position: int) -> float:
-    """SplitMix64 in Python's unbounded integers."""
-
-    def mix(bits: int) -> int:
-        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) % 2**64
-        return bits ^ (bits >> 31)
-
-    return (mix((mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 12) / 2**52
-
-
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**40))
-def test_uniform_numbers_are_splitmix64_of_seed_and_position(seed: int, position: int) -> None:
-    assert uniforms(torch.tensor([seed]), torch.tensor([position])).item() == reference_uniform(seed, position)
+def test_uniform_numbers_are_splitmix64_of_the_mixed_seed_jumped_to_the_position(seed: int, position: int) -> None:
+    start = splitmix64(seed - GAMMA)
+    expected = (splitmix64(start + position * GAMMA) >> 12) / 2**52
+    assert uniforms(torch.tensor([seed]), torch.tensor([position])).item() == expected
 
 
 def test_sample_seeds_are_stable_and_differ_in_every_part() -> None:

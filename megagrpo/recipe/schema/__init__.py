@@ -1,4 +1,4 @@
-"""The recipe's schema: one file per section, one class per mapping, one docstring per field.
+"""The recipe's schema: a file per large section, one class per mapping, one docstring per field.
 
 Rules inside one field are in its type; rules between fields are in the `rules` of the smallest section that has them
 all. Unknown keys are errors. Methods of the algorithm and their settings are in megagrpo/algorithm/.

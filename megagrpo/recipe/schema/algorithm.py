@@ -96,7 +96,7 @@ class AlgorithmConfig(Section):
     @property
     def skips_groups(self) -> bool:
         """Whether groups whose advantages are all zero may be left out of the batch."""
-        return self.skip_groups_without_signal and self.advantage.by_group and self.advantage.skips_groups
+        return self.skip_groups_without_signal and self.advantage.by_group and not self.advantage.scales_by_signal
 
     def policy_learns(self, step: int) -> bool:
         """Whether the critic's warm-up, if there is one, is over at `step`."""

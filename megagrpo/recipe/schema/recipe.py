@@ -11,12 +11,10 @@ from megagrpo.errors import Problem
 from megagrpo.recipe.schema.algorithm import AlgorithmConfig
 from megagrpo.recipe.schema.data import DataConfig
 from megagrpo.recipe.schema.eval import EvalConfig, metric_rules
-from megagrpo.recipe.schema.model import ModelConfig
 from megagrpo.recipe.schema.reward import RewardConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
-from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, TrackConfig
+from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, TrackConfig, WeightsConfig
 from megagrpo.recipe.schema.train import TrainConfig, device_rules, length_rules, longest_rules
-from megagrpo.recipe.schema.weights import WeightsConfig
 from megagrpo.section import NonNegativeInt, Section
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]

@@ -1,4 +1,4 @@
-"""checkpoint, track, cluster: what a run leaves behind, and where it runs."""
+"""model, weights, checkpoint, track, cluster: what a run starts from and leaves behind, and where it runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,56 @@ from typing import Literal
 
 from megagrpo.errors import Problem
 from megagrpo.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class ModelConfig(Section):
+    """The policy to start from; the reference policy is a frozen copy of the same weights."""
+
+    path: str
+    """Directory with config.json, safetensors and tokenizer files, or a Hugging Face hub id."""
+
+    revision: str | None = None
+    """Branch, tag or commit when `path` is a hub id."""
+
+    tokenizer: str | None = None
+    """Directory or hub id of the tokenizer, if it is not with the model."""
+
+    chat_template: str | None = None
+    """Jinja file that replaces the tokenizer's own chat template."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Weights and activations. auto: bfloat16 on GPUs (gradients and master weights stay float32), float32 on CPUs."""
+
+
+class WeightsConfig(Section):
+    """How new weights travel from the training ranks to the engines after every step."""
+
+    transfer: Literal["auto", "shared_memory", "process_group", "disk"] = "auto"
+    """How the bytes travel. shared_memory: exact shards within one node (CUDA IPC on GPUs). process_group: exact shards
+    between any nodes (gloo; NCCL on GPUs). disk: safetensors files in `directory`. auto: disk for external engines,
+    shared_memory if everything is on one node, otherwise process_group."""
+
+    bucket_bytes: PositiveInt = 256 * 1024 * 1024
+    """Largest size of a bucket. A process sends at most two buckets at once."""
+
+    directory: str | None = None
+    """Only for transfer: disk. A directory that all training ranks and engines reach. The default is weights/ in the
+    run's directory."""
+
+    pause: Literal["retract", "in_place"] = "retract"
+    """What an engine does with requests that still run when an update begins. retract: it computes their keys and
+    values again with the new weights. in_place: it goes on with those of the old weights. Under today's schedule no
+    request of the run is left then: this is for asynchronous schedules and for servers that are shared with others."""
+
+    timeout_seconds: PositiveFloat = 600.0
+    """Longest time of one attempt at a sync, and of any wait in it."""
+
+    attempts: PositiveInt = 2
+    """How often an engine may be restarted and brought up to date in one sync before the run stops."""
+
+    def transfer_to(self, *, external: bool) -> str:
+        """`transfer`; where it is auto, files for engines that are external servers."""
+        return "disk" if external and self.transfer == "auto" else self.transfer
 
 
 class CheckpointConfig(Section):

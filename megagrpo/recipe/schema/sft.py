@@ -9,9 +9,8 @@ from pydantic import Field
 
 from megagrpo.errors import Problem
 from megagrpo.recipe.schema.data import DataFileConfig
-from megagrpo.recipe.schema.model import ModelConfig
 from megagrpo.recipe.schema.recipe import RunName
-from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, TrackConfig
+from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, TrackConfig
 from megagrpo.recipe.schema.train import TrainConfig, device_rules, length_rules, longest_rules
 from megagrpo.section import NonNegativeInt, PositiveInt, Section
 
