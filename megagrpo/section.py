@@ -33,10 +33,9 @@ class Section(BaseModel):
         """The broken rules between this section's fields. `where` is a path from here; each has a fix."""
         return iter(())
 
-    def given(self, *keys: str) -> list[str]:
-        """Those of the keys whose values differ from their defaults."""
-        fields = type(self).model_fields
-        return [key for key in keys if getattr(self, key) != fields[key].default]
+    def given(self, key: str) -> bool:
+        """Whether the field's value differs from its default."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
 
 
 def broken_rules(section: Section, path: str = "", checked: Section | None = None) -> list[Problem]:

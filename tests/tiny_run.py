@@ -81,17 +81,8 @@ def recipe_with(*overrides: str) -> Recipe:
 
 def tracked_recipe(directory: Path, **track: Any) -> Recipe:
     """A recipe of a run in directory/runs/adder, with fields of its track section. Nothing in it has to exist."""
-    return Recipe.model_validate(
-        {
-            "name": "adder",
-            "model": {"path": "model"},
-            "data": {"train": [{"path": "train.parquet"}]},
-            "rollout": {"prompts_per_step": 2},
-            "reward": {"functions": [{"function": "gsm8k"}]},
-            "train": {"total_steps": 10},
-            "track": {"directory": str(directory / "runs"), "console": "off", "mlflow": None} | track,
-        }
-    )
+    tracked = {"directory": str(directory / "runs"), "console": "off", "mlflow": None} | track
+    return Recipe.model_validate(recipe(directory) | {"name": "adder", "track": tracked})
 
 
 def make_model(directory: Path, **config: Any) -> None:

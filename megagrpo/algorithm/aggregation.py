@@ -48,7 +48,7 @@ class TokenMeanConfig(AggregationMethod):
 
 
 class TokenSumConfig(AggregationMethod):
-    """1."""
+    """1: the loss is the sum over tokens."""
 
     name: Literal["token_sum"] = "token_sum"
 

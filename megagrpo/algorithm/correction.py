@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from megagrpo.algorithm.kl import divergence
 from megagrpo.algorithm.policy_losses import bounded
 from megagrpo.errors import Problem
 from megagrpo.section import ByName, NonNegativeFloat, PositiveFloat, Section
@@ -76,13 +77,7 @@ class Rejection(Section):
     def of_tokens(self, log_ratio: Tensor) -> Tensor:
         """The statistic by token, float64 [tokens]."""
         log_ratio = log_ratio.double()
-        if self.statistic == "ratio":
-            return log_ratio.exp()
-        if self.statistic == "k1":
-            return -log_ratio
-        if self.statistic == "k2":
-            return log_ratio.square() / 2
-        return log_ratio.expm1() - log_ratio
+        return log_ratio.exp() if self.statistic == "ratio" else divergence(log_ratio, self.statistic)
 
     def rules(self) -> Iterator[Problem]:
         agreed, low, high = NO_DIFFERENCE[self.statistic], self.low, self.high

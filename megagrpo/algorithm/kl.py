@@ -97,19 +97,20 @@ def kl_estimate(
     abs: |d|.
     straight_through: this value, with the gradient of k2 (arXiv:2510.01555).
     """
-    value = _value(reference_logprobs - logprobs, estimator)
+    difference = reference_logprobs - logprobs
+    value = divergence(bounded(difference) if estimator == "k3" else difference, estimator)
+    if estimator == "k3":
+        value = value.clamp(max=K3_LIMIT)
     if not straight_through:
         return value
-    k2 = _value(reference_logprobs - logprobs, "k2")
+    k2 = divergence(difference, "k2")
     return value.detach() + (k2 - k2.detach())
 
 
-def _value(difference: Tensor, estimator: Estimator) -> Tensor:
+def divergence(log_ratio: Tensor, estimator: Estimator) -> Tensor:
+    """By token, [tokens]: k1 is -d, k2 d^2 / 2, k3 exp(d) - 1 - d, abs |d|, for log ratios d."""
     if estimator == "k1":
-        return -difference
+        return -log_ratio
     if estimator == "k2":
-        return difference.square() / 2
-    if estimator == "k3":
-        difference = bounded(difference)
-        return (difference.expm1() - difference).clamp(max=K3_LIMIT)
-    return difference.abs()
+        return log_ratio.square() / 2
+    return log_ratio.expm1() - log_ratio if estimator == "k3" else log_ratio.abs()

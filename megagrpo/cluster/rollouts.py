@@ -16,14 +16,10 @@ from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.eval import EvalConfig
+from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.rollout.engine import MemoryTag
-from megagrpo.rollout.requests import (
-    assign,
-    evaluation_sampling,
-    groups_of,
-    requests_for,
-    rollout_sampling,
-)
+from megagrpo.rollout.requests import assign, groups_of, requests_for, sampling_of
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest, Place
 
@@ -85,20 +81,18 @@ class Rollouts:
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Training rollouts of a step, in the order of the prompts."""
-        per_prompt = self._recipe.rollout.samples_per_prompt
-        return self._groups(prompts, step, (per_prompt, rollout_sampling(self._recipe)))[0]
+        return self._groups(prompts, step, self._asked(self._recipe.rollout))[0]
 
     def generate_with_greedy(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Group], list[Group]]:
         """Training rollouts, and a group of one greedy response for each prompt, generated together."""
-        per_prompt, sampling = self._recipe.rollout.samples_per_prompt, rollout_sampling(self._recipe)
+        per_prompt, sampling = self._asked(self._recipe.rollout)
         greedy = replace(sampling, temperature=0.0)
         sampled, likeliest = self._groups(prompts, step, (per_prompt, sampling), (1, greedy))
         return sampled, likeliest
 
     def generate_for_evaluation(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Evaluation responses. The seeds are the same at every evaluation, so that only the weights differ."""
-        per_prompt = self._recipe.eval.samples_per_prompt
-        return self._groups(prompts, 0, (per_prompt, evaluation_sampling(self._recipe)))[0]
+        return self._groups(prompts, 0, self._asked(self._recipe.eval))[0]
 
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
         """Frees the engines' memory for training on the same devices. Returns whether they can."""
@@ -122,6 +116,9 @@ class Rollouts:
         ray.wait([actor.close.remote() for actor in ended], num_returns=len(ended), timeout=patience_seconds)
         for actor in ended:
             ray.kill(actor)
+
+    def _asked(self, section: RolloutConfig | EvalConfig) -> tuple[int, SamplingParams]:
+        return section.samples_per_prompt, sampling_of(self._recipe, section)
 
     def _groups(self, prompts: Sequence[Prompt], step: int, *asked: tuple[int, SamplingParams]) -> list[list[Group]]:
         """The groups of all prompts for each (samples per prompt, sampling), generated together."""

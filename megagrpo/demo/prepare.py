@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -156,12 +155,11 @@ def _carelessly(example: Sum, teacher: random.Random) -> str:
 
 
 def _write(path: Path, answered: Iterable[tuple[Sum, str]]) -> None:
-    rows = [{"messages": _messages(example.question, response)} for example, response in answered]
+    rows = [
+        {"messages": [{"role": "user", "content": example.question}, {"role": "assistant", "content": response}]}
+        for example, response in answered
+    ]
     pq.write_table(pa.Table.from_pylist(rows), path)
-
-
-def _messages(question: str, response: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": response}]
 
 
 def _prompts(sums: tuple[Sum, ...], split: str) -> list[PromptRow]:

@@ -31,7 +31,8 @@ def machine_findings() -> Iterator[Finding]:
     yield _shared_memory()
     yield _open_files()
     yield _locked_memory()
-    yield _disk(Path.cwd())
+    remedy = "megagrpo plan RECIPE says what its checkpoints take; checkpoint.directory moves them"
+    yield _space(f"disk at {Path.cwd()}", Path.cwd(), DISK_BYTES, remedy)
     yield _hostname()
     yield from _interfaces()
     yield _launchers()
@@ -48,11 +49,15 @@ def _python() -> Finding:
 def _shared_memory() -> Finding:
     if not SHARED_MEMORY.is_dir():
         return Finding("/dev/shm", "doubtful", "not there", "a tmpfs: weights travel to engines of a node through it")
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if free < SHARED_MEMORY_BYTES:
-        remedy = f"at least {byte_text(SHARED_MEMORY_BYTES)} (docker run --shm-size, or remount it), or smaller buckets"
-        return Finding("/dev/shm", "doubtful", f"{byte_text(free)} free", f"{remedy}: weights.bucket_bytes")
-    return Finding("/dev/shm", "ok", f"{byte_text(free)} free")
+    remedy = f"at least {byte_text(SHARED_MEMORY_BYTES)} (docker run --shm-size, or remount it), or smaller buckets"
+    return _space("/dev/shm", SHARED_MEMORY, SHARED_MEMORY_BYTES, f"{remedy}: weights.bucket_bytes")
+
+
+def _space(part: str, directory: Path, wanted_bytes: int, remedy: str) -> Finding:
+    free = shutil.disk_usage(directory).free
+    if free < wanted_bytes:
+        return Finding(part, "doubtful", f"{byte_text(free)} free", remedy)
+    return Finding(part, "ok", f"{byte_text(free)} free")
 
 
 def _open_files() -> Finding:
@@ -72,14 +77,6 @@ def _locked_memory() -> Finding:
     if not _infiniband():
         return Finding("locked memory", "ok", f"{found}; only InfiniBand and pinned memory need more")
     return Finding("locked memory", "doubtful", found, "ulimit -l unlimited: InfiniBand needs it")
-
-
-def _disk(directory: Path) -> Finding:
-    free = shutil.disk_usage(directory).free
-    if free < DISK_BYTES:
-        remedy = "megagrpo plan RECIPE says what its checkpoints take; checkpoint.directory moves them"
-        return Finding(f"disk at {directory}", "doubtful", f"{byte_text(free)} free", remedy)
-    return Finding(f"disk at {directory}", "ok", f"{byte_text(free)} free")
 
 
 def _hostname() -> Finding:

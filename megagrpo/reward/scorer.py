@@ -116,14 +116,13 @@ def _unless_aborted(sample: Sample, score: Score) -> Score:
 
 def gated_functions(functions: Sequence[schema.RewardFunctionConfig]) -> tuple[bool, ...]:
     """For each function, whether it counts only if those that always count give a sum other than 0."""
-    others_count = any(
-        function.counts == "always" or (function.counts == "auto" and function.function != "format")
+    waits = [
+        function.counts == "when_others_score" or (function.counts == "auto" and function.function == "format")
         for function in functions
-    )
+    ]
+    alone = all(waits)  # then those that were not told to wait count
     return tuple(
-        function.counts == "when_others_score"
-        or (function.counts == "auto" and function.function == "format" and others_count)
-        for function in functions
+        wait and not (alone and function.counts == "auto") for wait, function in zip(waits, functions, strict=True)
     )
 
 

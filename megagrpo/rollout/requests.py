@@ -8,31 +8,20 @@ from collections.abc import Sequence
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.eval import EvalConfig
+from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 
 SEED_BITS = 63  # a seed fits a signed 64-bit integer, which torch and most engines want
 
 
-def rollout_sampling(recipe: Recipe) -> SamplingParams:
-    """How training rollouts are sampled."""
-    rollout = recipe.rollout
+def sampling_of(recipe: Recipe, section: RolloutConfig | EvalConfig) -> SamplingParams:
+    """How responses are sampled for training (section: recipe.rollout), or for an evaluation (recipe.eval)."""
     return SamplingParams(
-        max_tokens=rollout.response_tokens_max,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop_tokens=tuple(rollout.stop_token_ids),
-    )
-
-
-def evaluation_sampling(recipe: Recipe) -> SamplingParams:
-    """How evaluation responses are sampled."""
-    evaluation = recipe.eval
-    return SamplingParams(
-        max_tokens=evaluation.response_tokens_max or recipe.rollout.response_tokens_max,
-        temperature=evaluation.temperature,
-        top_p=evaluation.top_p,
-        top_k=evaluation.top_k,
+        max_tokens=section.response_tokens_max or recipe.rollout.response_tokens_max,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
         stop_tokens=tuple(recipe.rollout.stop_token_ids),
     )
 

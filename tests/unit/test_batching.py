@@ -114,15 +114,11 @@ def test_work_is_even_over_data_ranks():
     lengths = np.random.default_rng(0).integers(16, 2048, 512)
     layout, work = ParallelLayout(data=8), Work(linear=1.0, quadratic=1 / 4096)
     batches = batches_of(lengths, layout, 2, 8192, work=work)
-    loads = np.array(
-        [
-            [
-                sum(n + n * n / 4096 for micro in mini for s in micro.sequences for n in [len(s.tokens)])
-                for mini in b.minibatches
-            ]
-            for b in batches
-        ]
-    )
+
+    def load(minibatch):
+        return sum(n + n * n / 4096 for micro in minibatch for n in (len(s.tokens) for s in micro.sequences))
+
+    loads = np.array([[load(minibatch) for minibatch in batch.minibatches] for batch in batches])
     lost = loads.max(0).sum() / loads.mean(0).sum() - 1
     assert lost < 0.01
     assert imbalance(batches) == pytest.approx(lost, abs=1e-9)
@@ -203,22 +199,17 @@ def test_ranks_differ_by_no_more_than_the_bins_of_some_round(ranks, rounds, rand
 # --- joining for passes without gradients -----------------------------------------------------------------------------
 
 
-@given(st.integers(0, 40), st.integers(1, 12))
-def test_every_microbatch_is_in_one_part_that_is_not_too_large(count, at_once):
-    parts = joined_microbatches(count, at_once, ParallelLayout(data=2))
+@given(st.integers(0, 12), st.integers(1, 12), st.booleans())
+def test_every_microbatch_is_in_one_part_and_a_pipeline_gets_rounds_of_its_stages(rounds, at_once, pipeline):
+    count, layout = 3 * rounds, ParallelLayout(pipeline=3, virtual_pipeline=2) if pipeline else ParallelLayout(data=2)
+    parts = joined_microbatches(count, at_once, layout)
     assert [i for part in parts for i in part] == list(range(count))
     assert all(1 <= len(part) <= at_once for part in parts)
-    assert len(parts) == -(-count // at_once)
-
-
-@given(st.integers(1, 12), st.integers(1, 12))
-def test_a_pipeline_is_kept_busy_and_gets_rounds_of_its_stages(rounds, at_once):
-    layout = ParallelLayout(pipeline=3, virtual_pipeline=2)
-    parts = joined_microbatches(3 * rounds, at_once, layout)
-    assert [i for part in parts for i in part] == list(range(3 * rounds))
-    assert len(parts) % 3 == 0
-    assert len(parts) >= min(3 * rounds, 6)
-    assert max(map(len, parts)) <= at_once
+    if pipeline:
+        assert len(parts) % 3 == 0
+        assert len(parts) >= min(count, 6), "it is kept busy"
+    else:
+        assert len(parts) == -(-count // at_once)
 
 
 # --- estimated work ---------------------------------------------------------------------------------------------------

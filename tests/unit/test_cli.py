@@ -16,17 +16,12 @@ from tests.tiny_run import EXPERTS, make_run
 ROOT = Path(__file__).parents[2]
 
 
-def megagrpo(*arguments: str, after: str = "") -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own; `after` is Python that runs when it has returned."""
-    code = f"import sys; from megagrpo.cli import main; code = main(sys.argv[1:]); {after or 'pass'}; sys.exit(code)"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_help_imports_next_to_nothing() -> None:
-    command = [sys.executable, "-X", "importtime", "-c", "from megagrpo.cli import main; main(['--help'])"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-X", "importtime", "-c", "from megagrpo.cli import main; main(['--help'])")
     assert done.returncode == 0
     assert all(name in done.stdout for name in ("train", "plan", "prepare"))
     imported = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if "|" in line}
@@ -34,19 +29,16 @@ def test_help_imports_next_to_nothing() -> None:
     assert len(imported) < 250  # of which Python's own start has about 50
 
 
-def test_version() -> None:
-    done = megagrpo("--version")
-    assert (done.returncode, done.stdout.strip()) == (0, f"megagrpo {__version__}")
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"megagrpo {__version__}\n"
 
 
 def test_train_refuses_a_bad_recipe_before_ray_or_torch_are_imported(tmp_path: Path) -> None:
-    recipe = make_run(tmp_path)
-    done = megagrpo(
-        "train",
-        str(recipe),
-        "train.layout.tensor=3",
-        after="assert not {'ray', 'torch', 'megatron'} & set(sys.modules)",
-    )
+    code = "import sys; from megagrpo.cli import main; code = main(sys.argv[1:])"
+    code += "; assert not {'ray', 'torch', 'megatron'} & set(sys.modules); sys.exit(code)"
+    done = python("-c", code, "train", str(make_run(tmp_path)), "train.layout.tensor=3")
     assert done.returncode == EXIT_USER_ERROR, done.stderr
     assert "Traceback" not in done.stderr
     assert "override train.layout.tensor=3" in done.stderr

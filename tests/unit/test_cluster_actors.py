@@ -1,8 +1,9 @@
-"""Actors on the CPU of a machine that may have GPUs, and ends of a plan made from manifests in another order."""
+"""What driver and actors import, and ends of a plan that was made from manifests in another order."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.cluster.actors import RankActor
 from megagrpo.errors import WeightSyncError
 from megagrpo.megatron.model_rank import ModelRank
+from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.plan import make_plan, require_own
 from megagrpo.weights.transport.sglang import ServerWeights
@@ -48,6 +51,37 @@ for actor, arguments in ((actors.RankActor, (None, 0, "", "", "cpu")), (engines.
 def test_an_actor_for_the_cpu_hides_the_gpus_before_it_imports_torch() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=os.environ, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["''", "''"], done.stderr
+
+
+# The driver imports neither Megatron nor an engine: its actors use them, and they would cost every start seconds.
+IMPORT = """
+import pickle, sys
+import megagrpo.recipe.load
+print("torch" in sys.modules)
+import megagrpo.trainer.sft, megagrpo.trainer.train
+pickle.load(sys.stdin.buffer)
+actors_only = "megatron", "megagrpo.megatron", "aiohttp"
+engines = "megagrpo.rollout.transformers_engine", "megagrpo.rollout.sglang.engine"
+print([name for name in (*actors_only, *engines) if name in sys.modules])
+"""
+MISMATCH = Mismatch(*(0.0,) * len(Mismatch.__dataclass_fields__))
+ANSWERS = (
+    StepMetrics(0.5, 0.5, None, 1.0, 0.0, 0.0, 1.0, MISMATCH, None, 1.0),
+    CriticMetrics(0.5, 0.0, 0.0, 0.0, 0.0, 1.0),
+    SftUpdate(TokenLoss(1.0, 2), 1.0),
+)
+
+
+def test_a_recipe_is_read_without_torch_and_drivers_read_answers_without_what_only_their_actors_use() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT],
+        input=pickle.dumps(ANSWERS),
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        timeout=600,
+    )
+    # A rank must not import torch before it has chosen its device.
+    assert done.stdout.decode().splitlines() == ["False", "[]"], done.stderr.decode()
 
 
 class RankOf(ModelRank):

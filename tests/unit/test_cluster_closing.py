@@ -52,15 +52,8 @@ def test_an_engine_that_is_still_starting_does_not_hold_up_the_end_of_a_run(monk
     assert sorted(actors.asked) == ["close engine 0", "close engine 1"]
     assert sorted(actors.killed) == ["engine 0", "engine 1"]
     assert actors.waited <= rollouts.CLOSE_SECONDS
-
-
-def test_engines_that_were_given_up_are_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    actors = Actors(monkeypatch, "engine 0", ready=())
-    engines = object.__new__(Rollouts)
-    engines.actors, engines._starting = {}, {"engine 0": "start engine 0"}  # type: ignore[dict-item]
     engines.close()
-    assert not actors.asked
-    assert not actors.killed
+    assert len(actors.asked) == len(actors.killed) == 2, "engines that are gone are not asked again"
 
 
 def test_ranks_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +69,7 @@ def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyP
         raise WeightSyncError([])
 
     closed: list[WeightSync] = []
-    nobody: Any = SimpleNamespace(
+    engines: Any = SimpleNamespace(
         actors={}, external=False, places=tuple, manifests=lambda: {"engine 0": []}, bring_back=None
     )
     ranks: Any = SimpleNamespace(actors={}, places=tuple, manifests=list)
@@ -88,6 +81,6 @@ def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(WeightSync, "_wait", wait)
     monkeypatch.setattr(WeightSync, "close", lambda sync: closed.append(sync))
     with pytest.raises(WeightSyncError):
-        WeightSync(ranks, nobody, recipe, print)
+        WeightSync(ranks, engines, recipe, print)
     assert len(closed) == 1
-    assert nobody.bring_back is None
+    assert engines.bring_back is None

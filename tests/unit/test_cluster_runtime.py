@@ -24,7 +24,6 @@ from megagrpo.weights.boxes import Place
 from tests import tiny_run
 
 RECIPE = Recipe.model_validate({**tiny_run.recipe(Path("tiny")), "cluster": {"device": "cpu"}})
-ON_ONE_DEVICE, BESIDE, ELSEWHERE = ((0,),), ((1,),), ((),)
 
 
 def stop() -> None:
@@ -78,14 +77,13 @@ def test_a_stop_ends_the_wait_for_the_numbers_of_gpus(monkeypatch: pytest.Monkey
         runtime._gpus(None, ["host-a", "host-a"], 60.0, NodeWatch({}, stop))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("resource", "of_engine", "shared"),
-    [("GPU", ON_ONE_DEVICE, True), ("GPU", BESIDE, False), ("GPU", ELSEWHERE, False), ("CPU", ON_ONE_DEVICE, False)],
-)
-def test_only_gpus_are_shared(resource: str, of_engine: tuple[tuple[int, ...], ...], shared: bool) -> None:
-    devices = DevicePlan(resource, 2, (0,), of_engine, 0.5, 0.5)
-    device = {"GPU": "cuda", "CPU": "cpu"}[resource]
-    assert runtime.Runtime(device, devices, None, (), NodeWatch({})).shares_gpus is shared  # type: ignore[arg-type]
+def test_only_gpus_are_shared() -> None:
+    def shares(resource: str, *engine: int) -> bool:
+        devices = DevicePlan(resource, 2, (0,), (engine,), 0.5, 0.5)
+        return runtime.Runtime("", devices, None, (), NodeWatch({})).shares_gpus  # type: ignore[arg-type]
+
+    found = [shares("GPU", 0), shares("GPU", 1), shares("GPU"), shares("CPU", 0)]
+    assert found == [True, False, False, False], "not with an engine beside, or one that a user runs, and no CPU"
 
 
 # --- which node each device lies on -----------------------------------------------------------------------------------
@@ -99,13 +97,6 @@ def plan(ranks: int, engines: tuple[tuple[int, ...], ...] = ()) -> DevicePlan:
 def test_the_largest_nodes_are_filled_first_and_the_others_are_left_alone() -> None:
     assert nodes_of_devices(plan(4), 1, {"a": 2, "b": 8, "c": 2}) == ("b",) * 4
     assert nodes_of_devices(plan(16), 8, {"a": 8, "b": 8, "c": 8}) == ("a",) * 8 + ("b",) * 8
-
-
-def test_an_engine_is_not_split_where_a_node_has_room_for_half_of_it() -> None:
-    engines = ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert nodes_of_devices(plan(8, engines), 1, {"a": 6, "b": 5}) == ("a",) * 4 + ("b",) * 4
-    assert nodes_of_devices(plan(8, engines), 1, {"a": 6, "b": 3}) is None
-    assert nodes_of_devices(plan(8), 1, {}) is None
 
 
 def test_tensor_ranks_are_split_only_if_there_is_no_other_way() -> None:

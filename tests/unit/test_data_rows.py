@@ -25,11 +25,16 @@ def row(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in {**good, **changes}.items() if value is not ...}
 
 
-@pytest.mark.parametrize(("write", "name", "first"), [(write_parquet, "a.parquet", 0), (write_jsonl, "a.jsonl", 1)])
-def test_a_good_file_is_read_whole(write, name, first, tmp_path):
-    rows = read(
-        write(tmp_path / name, row(), row(ability=None, extra_info=None), row(data_source="other")), PROMPT_ROWS
-    )
+@pytest.fixture(params=["a.parquet", "a.jsonl"])
+def write(request, tmp_path):
+    """Writes rows to a file of either kind, and gives its path."""
+    kind = write_parquet if request.param.endswith("parquet") else write_jsonl
+    return lambda *rows: kind(tmp_path / request.param, *rows)
+
+
+def test_a_good_file_is_read_whole(write):
+    path = write(row(), row(ability=None, extra_info=None), row(data_source="other"))
+    rows, first = read(path, PROMPT_ROWS), path.suffix == ".jsonl"
     assert [r.number for r in rows] == [first, first + 1, first + 2]
     assert rows[0].messages == (
         {"role": "system", "content": "Be brief."},
@@ -90,14 +95,11 @@ def test_a_bad_line_is_named(line, said, tmp_path):
     assert quick_look(path, PROMPT_ROWS) == [problem]
 
 
-@pytest.mark.parametrize(
-    ("write", "name", "place"),
-    [(write_parquet, "a.parquet", "row 1 (counting from 0), prompt"), (write_jsonl, "a.jsonl", "line 2, prompt")],
-)
-def test_ten_bad_rows_are_named_and_the_rest_counted(write, name, place, tmp_path):
-    path = write(tmp_path / name, row(), *[row(prompt=[])] * 25)
-    problems = problems_of(path)
-    assert (len(problems), problems[0].where, problems[-1].where) == (11, f"{path} {place}", f"{path}: and 15 more")
+def test_ten_bad_rows_are_named_and_the_rest_counted(write):
+    path = write(row(), *[row(prompt=[])] * 25)
+    problems, place = problems_of(path), "line 2" if path.suffix == ".jsonl" else "row 1 (counting from 0)"
+    expected = (11, f"{path} {place}, prompt", f"{path}: and 15 more")
+    assert (len(problems), problems[0].where, problems[-1].where) == expected
 
 
 def test_a_parquet_string_that_is_not_utf8_is_named(tmp_path):
@@ -109,24 +111,18 @@ def test_a_parquet_string_that_is_not_utf8_is_named(tmp_path):
         read(path, PROMPT_ROWS)
 
 
-@pytest.mark.parametrize(("write", "name"), [(write_parquet, "a.parquet"), (write_jsonl, "a.jsonl")])
-def test_a_missing_column_is_said_once_with_those_present_and_the_nearest(write, name, tmp_path):
-    path = write(tmp_path / name, *[{("promt" if k == "prompt" else k): v for k, v in row().items()}] * 50)
+def test_a_missing_column_is_said_once_with_those_present_and_the_nearest(write):
+    path = write(*[{("promt" if k == "prompt" else k): v for k, v in row().items()}] * 50)
     (problem,) = problems_of(path)
     assert problem.where == f"{path}: no column 'prompt'"
     assert "data_source, promt, ability" in problem.given
     assert problem.fix == "rename 'promt' to 'prompt'"
 
 
-def truncated(path: Path) -> None:
-    write_parquet(path, *[row()] * 100)
-    path.write_bytes(path.read_bytes()[:-200])
-
-
-def corrupt(path: Path) -> None:
-    write_parquet(path, *[row()] * 100)
-    content = bytearray(path.read_bytes())
-    content[4:400] = b"\xff" * 396
+def damaged(path: Path, first: int, last: int | None, by: bytes) -> None:
+    """These bytes of a parquet file are others."""
+    content = bytearray(write_parquet(path, *[row()] * 100).read_bytes())
+    content[first:last] = by
     path.write_bytes(content)
 
 
@@ -138,8 +134,8 @@ BAD_FILES = {
     "only blank lines": ("a.jsonl", lambda path: path.write_text("\n\n"), "no rows"),
     "no rows": ("a.parquet", lambda path: pq.write_table(pa.Table.from_pylist([row()])[:0], path), "no rows"),
     "not parquet": ("a.parquet", lambda path: path.write_text("PAR0" * 100), "parquet"),
-    "truncated parquet": ("a.parquet", truncated, "parquet"),
-    "corrupt parquet": ("a.parquet", corrupt, "from row 0 on"),
+    "truncated parquet": ("a.parquet", lambda path: damaged(path, -200, None, b""), "parquet"),
+    "corrupt parquet": ("a.parquet", lambda path: damaged(path, 4, 400, b"\xff" * 396), "from row 0 on"),
     "UTF-16": ("a.jsonl", lambda path: path.write_text(json.dumps(row()), encoding="utf-16"), "line 1: not UTF-8"),
 }
 

@@ -1,12 +1,15 @@
-"""The doctor: what it says of packages that are missing, too old, or do not fit, and of this machine."""
+"""The doctor: packages that are missing, too old, or do not fit (also found before a run), and this machine."""
 
 from collections.abc import Mapping
+from importlib import metadata
 
 import pytest
 
 from megagrpo.cli import main
 from megagrpo.doctor import doctor
 from megagrpo.doctor.packages import WITHOUT, Finding, fit_findings, package_findings
+from megagrpo.preflight.machine import package_problems
+from tests.tiny_run import recipe_with
 
 REQUIRED = [
     "torch>=2.9",
@@ -49,8 +52,6 @@ def test_what_a_package_asks_of_others_is_compared_with_what_is_here() -> None:
 
 
 def test_every_optional_extra_says_what_it_is_for() -> None:
-    from importlib import metadata
-
     extras = set(metadata.metadata("megagrpo").get_all("Provides-Extra") or [])
     assert extras - {"dev"} == set(WITHOUT)
 
@@ -78,3 +79,14 @@ def test_the_command_prints_every_chapter_and_fails_if_something_is_wrong(
     monkeypatch.setattr(doctor, "CHAPTERS", {"machine": lambda: [broken]})
     assert main(["doctor"]) == 1
     assert "fix: remove something" in capsys.readouterr().out
+
+
+def test_a_recipe_is_refused_for_wrong_versions_of_what_it_uses_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.8.1", "sglang": "0.4.0", "transformer-engine": "1.0"}
+    monkeypatch.setattr(
+        "megagrpo.doctor.packages.installed_version", lambda name: versions.get(name, metadata.version(name))
+    )
+    problems = {problem.where: problem for problem in package_problems(recipe_with("rollout.engine=sglang"))}
+    assert set(problems) == {"package torch", "package sglang"}
+    assert "pip install 'torch>=2.9'" in problems["package torch"].fix
+    assert [problem.where for problem in package_problems(recipe_with())] == ["package torch"]

@@ -47,11 +47,6 @@ def test_every_size_below_one_is_named(layout, names, size):
     assert sorted(problem.split()[0] for problem in found) == sorted(names)
 
 
-@pytest.mark.parametrize(("pipeline", "chunks", "possible"), [(1, 1, True), (1, 2, False), (2, 2, True)])
-def test_interleaving_needs_a_pipeline(pipeline, chunks, possible):
-    assert bool(ParallelLayout(pipeline=pipeline, virtual_pipeline=chunks).problems()) != possible
-
-
 @given(LAYOUTS)
 def test_a_layout_is_described_by_the_sizes_that_matter(layout):
     described = str(layout)
@@ -110,6 +105,7 @@ def test_stages_partition_the_layers(case):
         (6, 2, 1, 2, 2),  # some are left over
         (9, 2, 2, None, 3),  # not a whole number in each chunk
         (6, 1, 1, 6, None),
+        (6, 1, 2, None, None),  # interleaving needs a pipeline
         (6, 2, 1, 0, None),
         (12, 2, 2, 8, 4),  # Megatron takes one of them
     ],

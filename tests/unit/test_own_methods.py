@@ -94,13 +94,8 @@ def test_a_loss_is_that_of_its_formula_with_its_gradient(file: Path, name: str) 
     ("name", "arguments"),
     [
         ("none.py:f", {}),
-        ("methods.py:absent", {}),
-        ("methods.py:np", {}),
         ("methods.py:centered", {"sale": 1}),
-        ("methods.py:short", {}),
-        ("methods.py:words", {}),
-        ("methods.py:nothing", {}),
-        ("methods.py:fails", {}),
+        *((f"methods.py:{name}", {}) for name in ("absent", "np", "short", "words", "nothing", "fails")),
     ],
 )
 def test_an_advantage_that_cannot_be_used_is_an_error_of_the_recipe(file: Path, name: str, arguments: dict) -> None:

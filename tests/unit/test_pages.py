@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import shutil
@@ -58,6 +59,17 @@ def test_every_link_leads_to_a_file() -> None:
 def test_exit_codes_of_the_command_are_those_of_the_errors() -> None:
     codes = [errors.EXIT_USER_ERROR, errors.EXIT_RUN_FAILED, errors.EXIT_NODE_LOST, errors.EXIT_STOPPED]
     assert list(map(int, EXIT_CODE.findall(CLUSTERS))) == [0, *codes, cli.EXIT_INTERRUPTED]
+
+
+def test_the_tables_of_scaling_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    scaling = importlib.import_module("scaling")
+    written = PAGES["scaling.md"].splitlines()
+    for name, size in scaling.SIZES.items():
+        assert f"### {name}: {size.model} on {size.gpu}" in written
+        assert all(any(line.startswith(f"| {gpus:,} |") for line in written) for gpus in size.gpus)
+    for name, gpus in (("8B", 8), ("70B", 16)):
+        assert set(scaling.table(name, (gpus,))) <= set(written)
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------

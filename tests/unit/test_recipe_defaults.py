@@ -80,15 +80,11 @@ def test_small_clusters_as_drawn_up_by_hand(ranks, engines, tensor, cluster, bun
     assert (devices.rank_share, devices.engine_share) == shares
 
 
-@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
-def test_engines_that_a_user_runs_have_no_devices(placement):
-    devices = plan(3, 2, engine="external", placement=placement)
-    assert (devices.bundles, devices.bundles_of_engine) == (3, ((), ()))
-
-
 @pytest.mark.parametrize(("device", "resource"), [("cpu", "CPU"), ("cuda", "GPU")])
-def test_a_device_is_what_ray_calls_it(device, resource):
-    assert plan(1, 1, device=device).resource == resource
+def test_engines_that_a_user_runs_have_no_devices(device, resource):
+    for placement in ("colocated", "disaggregated"):
+        devices = plan(3, 2, engine="external", device=device, placement=placement)
+        assert (devices.resource, devices.bundles, devices.bundles_of_engine) == (resource, 3, ((), ()))
 
 
 @pytest.mark.parametrize(

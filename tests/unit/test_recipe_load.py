@@ -72,29 +72,21 @@ def test_the_resolved_recipe_has_every_default_and_loads_to_an_equal_recipe(path
 
 
 def test_integers_stand_for_numbers_and_amounts_keep_their_kind(path: Path) -> None:
-    loaded = load(path, ["train.optimizer.lr=1", "data.train.0.amount=1"]).recipe
+    loaded = load(path, ["train.optimizer.lr=1", "data.train=[{path: a, amount: 1}, {path: b, amount: 1.0}]"]).recipe
     assert isinstance(loaded.train.optimizer.lr, float)
-    assert isinstance(loaded.data.train[0].amount, int)
-    assert isinstance(load(path, ["data.train.0.amount=1.0"]).recipe.data.train[0].amount, float)
+    assert [type(file.amount) for file in loaded.data.train] == [int, float]
 
 
 def test_overrides_reach_sections_lists_and_options_and_the_last_one_wins(path: Path) -> None:
     overrides = ["train.layout.tensor=4", "train.layout.tensor=2", "data.train.0.path=other.parquet"]
     overrides += ["eval.early_stopping.patience=3", "train.megatron.a_field=[1, x]", "model.revision=null"]
-    loaded = load(path, overrides).recipe
-    assert loaded.train.layout.tensor == 2
-    assert loaded.data.train[0].path == "other.parquet"
-    assert loaded.eval.early_stopping is not None
+    loaded = load(path, [*overrides, "rollout.sglang.mem_fraction_static=0.7"]).recipe
+    assert (loaded.train.layout.tensor, loaded.data.train[0].path) == (2, "other.parquet")
     assert loaded.eval.early_stopping.patience == 3
-    assert loaded.train.megatron == {"a_field": [1, "x"]}
-    assert loaded.model.revision is None
-
-
-def test_overrides_reach_arguments_of_sglang_which_are_no_fields(path: Path) -> None:
-    rollout = load(path, ["rollout.engine=sglang", "rollout.sglang.mem_fraction_static=0.7"]).recipe.rollout
-    assert rollout.sglang.model_extra == {"mem_fraction_static": 0.7}
+    assert (loaded.train.megatron, loaded.model.revision) == ({"a_field": [1, "x"]}, None)
+    assert loaded.rollout.sglang.model_extra == {"mem_fraction_static": 0.7}, "arguments of SGLang are no fields"
     with pytest.raises(RecipeError, match=r"rollout.sglang.python"):
-        load(path, ["rollout.engine=sglang", "rollout.sglang.python.version=3"])
+        load(path, ["rollout.sglang.python.version=3"])
 
 
 def test_places_are_lines_of_the_file_or_the_override(path: Path) -> None:
@@ -108,13 +100,15 @@ def test_places_are_lines_of_the_file_or_the_override(path: Path) -> None:
 def test_all_mistakes_come_at_once_with_line_and_nearest_name(path: Path) -> None:
     text = path.read_text().replace("tensor: 1", "tensr: 4").replace("total_steps: 2", "total_steps: two")
     path.write_text(text + "trak: {}\n")
-    found = problems_of(path, "rollout.top_p=0", "rollout.prompts_per_step=1.0", "train.optimiser.lr=1")
+    inside = "eval={files: [], tpo_k: 1}"
+    found = problems_of(path, "rollout.top_p=0", "rollout.prompts_per_step=1.0", inside, "train.optimiser.lr=1")
     assert found == [
         ("override train.optimiser.lr=1", "did you mean `optimizer`?"),
         ("override rollout.prompts_per_step=1.0", "write 1"),
         ("override rollout.top_p=0", ""),
         (f"{path}:{line_of(path, '    tensr:')} train.layout.tensr", "did you mean `tensor`?"),
         (f"{path}:{line_of(path, '  total_steps:')} train.total_steps", ""),
+        (f"override {inside} (eval.tpo_k)", "did you mean `top_k`?"),
         (f"{path}:{line_of(path, 'trak:')} trak", "did you mean `track`?"),
     ]
 
@@ -137,7 +131,13 @@ def test_rules_between_fields_wait_until_every_field_is_right(path: Path) -> Non
     ],
 )
 def test_a_name_or_its_settings_choose_a_method(path: Path, overrides: list[str], name: str) -> None:
-    assert load(path, overrides).recipe.algorithm.advantage.name == name
+    by_name = ["algorithm.aggregation=token_sum", "algorithm.correction={weights: sequence}"]
+    found = load(path, [*overrides, *by_name]).recipe.algorithm
+    assert (found.advantage.name, found.aggregation.name, found.correction.weights.name) == (
+        name,
+        "token_sum",
+        "sequence",
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,12 +168,6 @@ def test_what_the_last_version_had_is_answered_with_todays(path: Path, moved: st
     key, _, value = moved.partition(": ")
     override = f"{key}={value or 2.0}"
     assert problems_of(path, override) == [(f"override {override}", MOVED[moved].replace("VALUE", "2.0"))]
-
-
-def test_what_the_last_version_wrote_by_name_alone_still_loads(path: Path) -> None:
-    overrides = ["algorithm.aggregation=token_sum", "algorithm.correction={weights: sequence}"]
-    algorithm = load(path, overrides).recipe.algorithm
-    assert (algorithm.aggregation.name, algorithm.correction.weights.name) == ("token_sum", "sequence")
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -218,11 +212,6 @@ def test_a_key_that_is_misspelt_or_misplaced_is_sent_to_the_right_one(
     path.write_text(path.read_text().replace(old, new))
     ((_, fix),) = problems_of(path)
     assert field in fix
-
-
-def test_an_override_inside_an_override_is_located(path: Path) -> None:
-    text = "train.layout={tensor: 2, contxt: 1}"
-    assert problems_of(path, text) == [(f"override {text} (train.layout.contxt)", "did you mean `context`?")]
 
 
 def test_every_field_has_a_description() -> None:

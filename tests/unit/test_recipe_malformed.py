@@ -82,34 +82,17 @@ def test_a_missing_recipe_is_refused_with_its_neighbours(tmp_path: Path, refused
     assert "other.yaml" in refused(tmp_path / "recipe.yaml")
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "train.total_steps=many",
-        "seed='3'",
-        "train.layout.tensor=1.5",
-        "train.optimizer.lr=-1e-6",
-        "train.optimizer.lr=.inf",
-        "data.shuffle=yes",
-        "algorithm.aggregation=seq-mean-token-mean",
-        "data.train=[]",
-        "data.train.0.amount=half",
-        "train.layout=",
-        "name=../tiny",
-        "train.total_steps",
-        "data.train.1.path=x",
-        "seed.value=1",
-        "train.total_steps=null",
-        "train.megatron.hiden_dropout=0",
-        "model.chat_template={tmp}/broken.jinja",
-        "data.train.0.path={tmp}/none.jsonl",
-        "data.train.0.path={tmp}/cut.parquet",
-        "checkpoint.keep_best=products/mean@1",
-        "reward.functions.0.function=gsm8",
-        "reward.functions.0.function={tmp}/mine.py:score",
-        "track.directory={tmp}/train.jsonl",
-    ],
-)
+WRONG = """
+    train.total_steps=many seed='3' train.layout.tensor=1.5 train.optimizer.lr=-1e-6 train.optimizer.lr=.inf
+    data.shuffle=yes algorithm.aggregation=seq-mean-token-mean data.train=[] data.train.0.amount=half train.layout=
+    name=../tiny train.total_steps data.train.1.path=x seed.value=1 train.total_steps=null
+    train.megatron.hiden_dropout=0 model.chat_template={tmp}/broken.jinja data.train.0.path={tmp}/none.jsonl
+    data.train.0.path={tmp}/cut.parquet checkpoint.keep_best=products/mean@1 reward.functions.0.function=gsm8
+    reward.functions.0.function={tmp}/mine.py:score track.directory={tmp}/train.jsonl
+"""
+
+
+@pytest.mark.parametrize("override", WRONG.split())
 def test_a_value_that_cannot_be_is_named(override: str, tmp_path: Path, refused: Refused) -> None:
     recipe = make_run(tmp_path)
     (tmp_path / "broken.jinja").write_text("{% for %}")

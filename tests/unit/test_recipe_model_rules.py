@@ -81,7 +81,6 @@ def test_latent_attention_has_no_adapters(tmp_path: Path) -> None:
     ("overrides", "config"),
     [
         (["train.layout.tensor=4"], {}),  # a multiple of the 2 query groups; 31 rows of vocabulary are padded
-        (["train.layout.pipeline=2", "train.layout.virtual_pipeline=2"], {}),
         (["train.layout.pipeline=2", "train.layout.first_stage_layers=3"], {}),
         (["train.layout.pipeline=3", "train.layout.last_stage_layers=2"], {}),
         (["train.layout.tensor=2", "train.layout.expert=2", "train.layout.expert_tensor=1"], EXPERTS),

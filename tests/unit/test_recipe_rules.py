@@ -1,14 +1,10 @@
 """Rules between the fields of a recipe: each names the field to change, what was given, what is needed, and a fix."""
 
-import numpy as np
 import pytest
 
 from megagrpo.recipe.problems import is_field
 from megagrpo.recipe.schema import Recipe
-from megagrpo.recipe.schema.eval import evaluation_metric_names
 from megagrpo.section import broken_rules
-from megagrpo.trainer import evaluation
-from megagrpo.types import Group, Prompt, Sample, Score
 from tests.tiny_run import recipe_with
 
 EVAL = "eval.files=[{path: held_out.jsonl}]"
@@ -161,15 +157,6 @@ def test_all_broken_rules_are_found_at_once_in_every_section() -> None:
     broken = recipe_with("rollout.top_p=0.5", "train.total_steps=null", "train.layout.last_stage_layers=2")
     wheres = ["rollout.top_p", "train.layout.last_stage_layers", "train.total_steps"]
     assert [problem.where for problem in broken_rules(broken)] == wheres
-
-
-def test_metric_names_are_those_that_an_evaluation_gives() -> None:
-    prompt = Prompt("p", (1,), "sums", "2")
-    sample = Sample("p", 0, np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop", "2")
-    for samples in (1, 2, 6, 8):
-        group = Group(prompt, (sample,) * samples, (Score(1.0),) * samples)
-        given = [name for name in evaluation.evaluation_metrics([group], samples) if "@" in name]
-        assert given == evaluation_metric_names(samples)
 
 
 def test_only_these_give_the_tokens_of_a_response_advantages_of_their_own() -> None:

@@ -29,9 +29,8 @@ FIGURES = [field.name for field in fields(Mismatch) if field.name not in ("token
 FOUND = Mismatch(tokens=9, worst=(), **{name: number / 10 for number, name in enumerate(FIGURES, 1)})
 
 
-def write(directory: Path, *records: MismatchRecord, resumed_step: int = 0) -> None:
-    directory.mkdir(exist_ok=True)
-    traces = StepLines(directory / MISMATCH_FILE, resumed_step)
+def write(directory: Path, *records: MismatchRecord) -> None:
+    traces = StepLines(directory / MISMATCH_FILE, resumed_step=0)
     for record in records:
         traces.append(asdict(record))
     traces.close()
@@ -62,12 +61,6 @@ def test_a_number_that_is_not_finite_is_null_and_comes_back_as_nan(tmp_path: Pat
     (read,) = read_mismatch(tmp_path)
     assert math.isnan(read.max)
     assert math.isnan(read.worst[0].rollout_logprob)
-
-
-def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
-    write(tmp_path, *records(range(1, 6)))
-    write(tmp_path, *records(range(4, 7)), resumed_step=3)
-    assert [record.step for record in read_mismatch(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -12,10 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megagrpo.errors import RewardError
 from megagrpo.recipe import schema
@@ -103,9 +106,8 @@ def faults(tmp_path) -> Path:
 
 
 def make_group(*texts: str, ground_truth: str = "7", finish: FinishReason = "stop") -> Group:
-    none = np.zeros(0)
     prompt = Prompt("a:0", (1,), "sums", ground_truth, extra_info={"index": 4})
-    return Group(prompt, tuple(Sample("a:0", i, none, none, none, finish, text) for i, text in enumerate(texts)))
+    return Group(prompt, tuple(replace(sample_of(0, finish), index=i, text=text) for i, text in enumerate(texts)))
 
 
 def reward_of(*functions: dict, **options) -> schema.RewardConfig:
@@ -345,23 +347,24 @@ def shaped(reward, value, tokens=10, finish="stop"):
     return shaped_score(scored(reward, value), sample_of(tokens, finish), reward, LIMIT)
 
 
-# --- gates, with figures worked out by hand ---------------------------------------------------------------------------
+# --- gates ------------------------------------------------------------------------------------------------------------
+
+NUMBERS = st.sampled_from([-3.0, -1.0, 0.0, 0.1, 0.5, 1.0, 2.0])
 
 
-@pytest.mark.parametrize("weight", [1.0, 2.0, 0.1, -3.0])
-def test_format_counts_only_where_the_task_gave_something_whatever_its_scale(weight):
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=1, max_size=4), NUMBERS)
+def test_what_waits_counts_where_the_weighted_sum_of_the_others_is_not_0(functions, solved_at):
     # open-instruct compares a scaled score with 1: with a scale of 2 every reward is 0.
-    reward = reward_of({"function": "gsm8k", "weight": weight}, format_function(weight=0.5))
-    right, wrong = scored(reward, 1.0, 1.0), scored(reward, 0.0, 1.0)
-    assert (right.value, right.counted) == (weight + 0.5, (1.0, 1.0))
-    assert (wrong.value, wrong.counted, wrong.parts["format"]) == (0.0, (0.0, 0.0), 1.0)
-    assert scored(reward, 1.0, 0.0).value == weight, "the task's score counts without the format"
-
-
-def test_a_gate_asks_for_the_weighted_sum_of_all_that_always_count():
-    task, cost = {"function": "gsm8k", "weight": 1.0}, {"function": "a.py:cost", "weight": -2.0}
-    score = scored(reward_of(task, cost, format_function()), 2.0, 1.0, 1.0)
-    assert (score.value, score.counted) == (0.0, (2.0, 1.0, 0.0))
+    counts = {True: "when_others_score", False: "always"}
+    reward = reward_of(*(format_function(weight=w, counts=counts[waits]) for w, _, waits in functions))
+    always = sum(weight * score for weight, score, waits in functions if not waits)
+    counted = tuple(0.0 if waits and always == 0 else score for _, score, waits in functions)
+    found = scored(reward.model_copy(update={"solved_at": solved_at}), *(score for _, score, _ in functions))
+    assert found.counted == counted
+    assert found.value == pytest.approx(sum(w * score for (w, _, _), score in zip(functions, counted, strict=True)))
+    assert found.solved == (found.value >= solved_at)
+    assert list(found.parts.values()) == [score for _, score, _ in functions]
 
 
 @pytest.mark.parametrize(
@@ -391,47 +394,39 @@ def test_a_sum_that_is_not_finite_is_an_error():
     assert (score.value, score.error) == (None, "the weighted sum is inf")
 
 
-def test_solved_is_of_the_weighted_sum():
-    for solved_at, solved in ((1.0, True), (1.5, True), (1.6, False)):
-        reward = reward_of({"function": "gsm8k"}, format_function(weight=0.5), solved_at=solved_at)
-        assert scored(reward, 1.0, 1.0).solved == solved
-
-
 # --- penalties and masks ----------------------------------------------------------------------------------------------
 
 
+OVERLONG = {"overlong": {"buffer_tokens": 20, "penalty": 2.0}}
+
+
 @pytest.mark.parametrize(
-    ("tokens", "penalty"), [(0, 0.0), (80, 0.0), (81, -0.1), (90, -1.0), (95, -1.5), (100, -2.0), (140, -2.0)]
+    ("options", "tokens", "finish", "value"),
+    [
+        *((OVERLONG, tokens, "stop", 1.0) for tokens in (0, 80)),
+        *((OVERLONG, tokens, "stop", value) for tokens, value in ((81, 0.9), (90, 0.0), (95, -0.5))),
+        *((OVERLONG, tokens, "stop", -1.0) for tokens in (100, 140)),
+        ({"non_stop_score": -0.5}, 100, "length", -0.5),
+        ({"non_stop_score": -0.5}, 100, "stop", 1.0),
+        ({"non_stop_score": -0.5} | OVERLONG, 100, "length", -2.5),
+        ({"truncated": "mask"}, 100, "length", None),
+        ({"truncated": "mask"}, 100, "stop", 1.0),
+        ({}, 100, "length", 1.0),
+    ],
 )
-def test_the_penalty_for_length_grows_over_the_buffer(tokens, penalty):
-    overlong = schema.OverlongConfig(buffer_tokens=20, penalty=2.0)
-    assert overlong_penalty(tokens, overlong, LIMIT) == pytest.approx(penalty)
-    score = shaped(reward_of(overlong={"buffer_tokens": 20, "penalty": 2.0}), 1.0, tokens)
-    assert (score.value, score.parts["overlong"]) == (pytest.approx(1 + penalty), pytest.approx(penalty))
-    assert score.solved
+def test_training_makes_of_a_right_response_what_the_recipe_says_and_it_stays_solved(options, tokens, finish, value):
+    score = shaped(reward_of(**options), 1.0, tokens, finish)
+    masked = value is None
+    assert score.value == (None if masked else pytest.approx(value))
+    assert (score.masked, score.error, score.solved) == (REACHED_LIMIT if masked else "", "", True)
+    assert score.counted == (() if masked else (1.0,))
+    penalty = {"overlong": overlong_penalty(tokens, schema.OverlongConfig(**OVERLONG["overlong"]), LIMIT)}
+    assert score.parts == {"gsm8k": 1.0} | (penalty if "overlong" in options else {})
 
 
-def test_a_response_without_a_stop_has_its_own_score_and_is_still_solved():
-    reward = reward_of(non_stop_score=-0.5)
-    truncated, whole = shaped(reward, 1.0, 100, "length"), shaped(reward, 1.0, 100, "stop")
-    assert (truncated.value, truncated.solved, truncated.parts) == (-0.5, True, {"gsm8k": 1.0})
-    assert (whole.value, whole.solved) == (1.0, True)
-    both = reward_of(non_stop_score=-0.5, overlong={"buffer_tokens": 10})
-    assert shaped(both, 1.0, 100, "length").value == -1.5
-
-
-def test_masking_truncated_responses_is_no_error():
-    reward = reward_of(truncated="mask")
-    masked, whole = shaped(reward, 1.0, 100, "length"), shaped(reward, 1.0, 100)
-    assert (masked.value, masked.masked, masked.error, masked.solved) == (None, REACHED_LIMIT, "", True)
-    assert (whole.value, whole.masked) == (1.0, "")
-    assert (masked.counted, whole.counted) == ((), (1.0,))
-
-
-def test_failed_scores_and_recipes_without_shaping_change_nothing():
-    shaping = reward_of(truncated="mask", overlong={"buffer_tokens": 10})
-    for score, reward in ((Score(None, error="gsm8k: x"), shaping), (scored(reward_of(), 1.0), reward_of())):
-        assert shaped_score(score, sample_of(100, "length"), reward, LIMIT) == score
+def test_a_failed_score_is_not_shaped():
+    failed = Score(None, error="gsm8k: x")
+    assert shaped_score(failed, sample_of(100, "length"), reward_of(truncated="mask", **OVERLONG), LIMIT) == failed
 
 
 def test_metrics_count_masked_samples_apart_from_errors():

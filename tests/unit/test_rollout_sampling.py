@@ -3,6 +3,8 @@
 And the hash by which SGLang samples on CPUs, against MurmurHash3 in Python's integers.
 """
 
+from itertools import product
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,15 +34,7 @@ def test_uniform_numbers_are_splitmix64_of_the_mixed_seed_jumped_to_the_position
 
 def test_sample_seeds_are_stable_and_differ_in_every_part() -> None:
     assert sample_seed(1, 2, "gsm8k:3", 4) == 6638698133960075135
-    parts = [
-        (0, 0, "a", 0),
-        (1, 0, "a", 0),
-        (0, 1, "a", 0),
-        (0, 0, "b", 0),
-        (0, 0, "a", 1),
-        (0, 0, "0/a", 0),
-        (0, 10, "a", 0),
-    ]
+    parts = list(product((0, 1), (0, 1, 10), ("a", "b", "0/a"), (0, 1)))
     seeds = [sample_seed(*part) for part in parts]
     assert len(set(seeds)) == len(parts)
     assert all(0 <= seed < 2**63 for seed in seeds)

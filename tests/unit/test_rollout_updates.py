@@ -1,11 +1,14 @@
 """Weights into the embedded engine: the order of calls, digests of what arrived, and what is sampled afterwards."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -76,41 +79,29 @@ def test_nothing_is_generated_from_open_or_unverified_weights_nor_after_closing(
         engine.generate(ASKED)
 
 
-@pytest.mark.parametrize(
-    "calls",
-    [
-        [lambda p: p.check_receiving()],
-        [lambda p: p.end(1)],
-        [lambda p: p.commit(1)],
-        [lambda p: p.begin(1), lambda p: p.commit(1)],
-        [lambda p: p.begin(1), lambda p: p.end(2)],
-        [lambda p: p.begin(1), lambda p: p.end(1), lambda p: p.check_receiving()],
-        [lambda p: p.begin(1), lambda p: p.end(1), lambda p: p.end(1)],
-        [lambda p: p.begin(1), lambda p: p.end(1), lambda p: p.commit(2)],
-        [lambda p: p.begin(2), lambda p: p.end(2), lambda p: p.commit(2), lambda p: p.begin(1)],
-        [lambda p: p.close(), lambda p: p.begin(1)],
-        [lambda p: p.close(), lambda p: p.lose_weights()],
-        [lambda p: p.lose_weights(), lambda p: p.check_serving()],
-        [lambda p: p.lose_weights(), lambda p: p.commit(0)],
-    ],
+CALLS = st.sampled_from(
+    [(name, number) for name in ("begin", "end", "commit") for number in (1, 2)]
+    + [(name,) for name in ("check_receiving", "check_serving", "lose_weights", "close")]
 )
-def test_calls_out_of_turn_are_refused_and_change_nothing(calls: list[Callable[[UpdateProtocol], None]]) -> None:
-    protocol = UpdateProtocol("engine 0")
-    for call in calls[:-1]:
-        call(protocol)
-    before = (protocol.state, protocol.version, protocol.incoming)
-    with pytest.raises(EngineError, match="engine 0"):
-        calls[-1](protocol)
-    assert (protocol.state, protocol.version, protocol.incoming) == before
 
 
-def test_a_failed_update_is_begun_again_and_its_version_never_counted() -> None:
+@given(st.lists(CALLS, max_size=9))
+def test_calls_out_of_turn_are_refused_and_change_nothing(calls: list[tuple[Any, ...]]) -> None:
     protocol = UpdateProtocol("engine 0")
-    protocol.begin(1)
-    protocol.begin(1)  # a bucket was lost
-    protocol.end(1)
-    protocol.begin(1)  # the digests differed
-    assert (protocol.state, protocol.version) == (EngineState.RECEIVING, 0)
-    protocol.end(1)
-    protocol.commit(1)
-    assert (protocol.state, protocol.version) == (EngineState.SERVING, 1)
+    state, version, incoming = EngineState.SERVING, 0, None
+    for name, *numbers in calls:
+        number = numbers[0] if numbers else 0
+        in_turn, after = {
+            # An update that failed is begun again, and its version never counts.
+            "begin": (state != EngineState.CLOSED and number >= version, (EngineState.RECEIVING, version, number)),
+            "end": (state == EngineState.RECEIVING and number == incoming, (EngineState.UNVERIFIED, version, incoming)),
+            "commit": (state == EngineState.UNVERIFIED and number == incoming, (EngineState.SERVING, number, None)),
+            "check_receiving": (state == EngineState.RECEIVING, (state, version, incoming)),
+            "check_serving": (state == EngineState.SERVING, (state, version, incoming)),
+            "lose_weights": (state != EngineState.CLOSED, (EngineState.UNVERIFIED, version, None)),
+            "close": (True, (EngineState.CLOSED, version, None)),
+        }[name]
+        with nullcontext() if in_turn else pytest.raises(EngineError, match="engine 0"):
+            getattr(protocol, name)(*numbers)
+        state, version, incoming = after if in_turn else (state, version, incoming)
+        assert (protocol.state, protocol.version, protocol.incoming) == (state, version, incoming)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.track.metrics import undocumented
-from megagrpo.trainer.schedule import grpo_step
+from megagrpo.trainer.schedule import Step, grpo_step
 from megagrpo.trainer.step import (
     critic_learning_rate,
     policy_learning_rate,
@@ -27,6 +28,7 @@ from tests.step_fakes import Scores, make_run
 
 DYNAMIC = "rollout.dynamic_sampling={rounds_max: 3}"
 KL = "algorithm.kl={coefficient: 0.5, placement: reward}"
+REMAX = "algorithm.advantage.name=remax"
 PPO = ("algorithm.advantage.name=gae", "algorithm.critic={lr: 1e-3, warmup_steps: 1}")
 
 
@@ -38,11 +40,16 @@ def only_prompt_one_differs(prompt: int) -> list[float | None]:
     return [1.0, 0.0, 0.0, None] if prompt == 1 else [1.0] * 4
 
 
-def calls(*overrides: str, scores: Scores = one_right, step: int = 1) -> list[str]:
-    run = make_run(*overrides, scores=scores)
+def stepped(*overrides: str, scores: Scores = one_right, step: int = 1, **more: Any) -> tuple[Any, Step]:
+    """A run after one step over prompts in their order, and the step."""
+    run = make_run(*overrides, scores=scores, shuffle=False, **more)
     done = grpo_step(run, step, run.recipe.algorithm.kl.coefficient)
     assert not undocumented(done.metrics)
-    return run.policy.calls
+    return run, done
+
+
+def calls(*overrides: str, scores: Scores = one_right, step: int = 1) -> list[str]:
+    return stepped(*overrides, scores=scores, step=step)[0].policy.calls
 
 
 @pytest.mark.parametrize(
@@ -77,17 +84,15 @@ def test_while_the_policy_waits_only_passes_that_advantages_need_are_run() -> No
 
 
 def test_the_schedule_of_the_policy_begins_when_the_critics_warm_up_is_over() -> None:
-    run = make_run(*PPO, "train.optimizer={lr: 1e-4, warmup_steps: 2, schedule: linear}", scores=one_right)
-    assert grpo_step(run, 2, 0.0).metrics["lr"] == pytest.approx(5e-5)
+    run, done = stepped(*PPO, "train.optimizer={lr: 1e-4, warmup_steps: 2, schedule: linear}", step=2)
+    assert done.metrics["lr"] == pytest.approx(5e-5)
     assert policy_learning_rate(run.recipe, 3, 10) == pytest.approx(1e-4)
     assert 0 < policy_learning_rate(run.recipe, 10, 10) < 2e-5
 
 
 def test_the_critic_learns_returns_at_its_own_rate() -> None:
-    run = make_run(
-        *PPO, "train.optimizer={lr: 1e-4, warmup_steps: 2}", "algorithm.advantage.trace=0.9", scores=one_right
-    )
-    done = grpo_step(run, 2, 0.0)
+    settings = ("train.optimizer={lr: 1e-4, warmup_steps: 2}", "algorithm.advantage.trace=0.9")
+    run, done = stepped(*PPO, *settings, step=2)
     assert run.policy.critic_lr == done.metrics["critic/lr"] == pytest.approx(1e-3)
     assert critic_learning_rate(run.recipe, 1, 10) == pytest.approx(5e-4)
     assert isinstance(run.policy.advantages, Ragged)
@@ -96,50 +101,41 @@ def test_the_critic_learns_returns_at_its_own_rate() -> None:
 
 
 def test_groups_without_signal_and_masked_samples_are_not_trained_on() -> None:
-    run = make_run(scores=only_prompt_one_differs, shuffle=False)
-    done = grpo_step(run, 1, 0.0)
+    run, done = stepped(scores=only_prompt_one_differs)
     assert run.policy.rows == [4, 5, 6]
     assert done.metrics["groups/with_signal_share"] == 0.25
     assert run.policy.advantages[7] == 0.0
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    "override",
     [
-        ["algorithm.skip_groups_without_signal=false"],
-        ["algorithm.advantage.name=gpg"],
-        [KL],
-        ["algorithm.advantage.name=reinforce_plus_plus"],
+        *("algorithm.skip_groups_without_signal=false", "algorithm.advantage.name=gpg", KL),
+        "algorithm.advantage.name=reinforce_plus_plus",
     ],
 )
-def test_groups_without_signal_stay_where_they_count(overrides: list[str]) -> None:
-    run = make_run(*overrides, scores=only_prompt_one_differs, shuffle=False)
-    grpo_step(run, 1, 0.5)
+def test_groups_without_signal_stay_where_they_count(override: str) -> None:
+    run, _ = stepped(override, scores=only_prompt_one_differs)
     assert run.policy.rows == [row for row in range(16) if row != 7]
 
 
 def test_kl_in_the_reward_is_subtracted_from_scores_and_not_in_the_loss() -> None:
-    run = make_run(KL, "algorithm.advantage.standard_deviation=none", scores=lambda prompt: [0.0] * 4)
-    grpo_step(run, 1, 0.5)
+    run, _ = stepped(KL, "algorithm.advantage.standard_deviation=none", scores=lambda prompt: [0.0] * 4)
     # Responses of 2 to 5 tokens, a KL of 0.1 at each, a coefficient of 0.5.
     assert run.policy.advantages[:4] == pytest.approx(-0.05 * (np.array([2, 3, 4, 5]) - 3.5))
     assert run.policy.kl_coefficient == 0.0
 
 
 def test_kl_in_the_loss_leaves_scores_alone() -> None:
-    run = make_run("algorithm.kl.coefficient=0.5", scores=one_right)
-    grpo_step(run, 1, 0.25)
-    assert run.policy.kl_coefficient == 0.25
+    run, done = stepped("algorithm.kl.coefficient=0.25")
+    assert run.policy.kl_coefficient == done.kl_coefficient == 0.25
 
 
 def test_a_coefficient_adapts_by_the_divergence_of_the_step() -> None:
     settings = "algorithm.kl={coefficient: 0.5, target: 0.05, horizon: 160}"
-    run = make_run(settings, scores=one_right)
-    done = grpo_step(run, 1, 0.5)
+    _, done = stepped(settings)
     assert done.metrics["kl/coefficient"] == 0.5
     assert done.kl_coefficient == pytest.approx(0.5 * (1 + 0.2 * 16 / 160))
-    fixed = grpo_step(make_run("algorithm.kl.coefficient=0.5", scores=one_right), 1, 0.5)
-    assert fixed.kl_coefficient == 0.5
 
 
 def test_the_reference_follows_every_so_many_steps_also_when_nothing_was_learnt() -> None:
@@ -149,22 +145,13 @@ def test_the_reference_follows_every_so_many_steps_also_when_nothing_was_learnt(
     assert calls(*follows, step=2, scores=lambda prompt: [1.0] * 4) == ["update_reference"]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [[], [KL], PPO, ["rollout.dynamic_sampling={}"], ["algorithm.advantage.name=remax"]],
-)
+@pytest.mark.parametrize("overrides", [[], [KL], PPO, [DYNAMIC], [REMAX]])
 def test_a_step_without_any_score_trains_nothing_and_goes_on(overrides: list[str]) -> None:
     assert calls(*overrides, scores=lambda prompt: [None] * 4, step=2) == []
 
 
 def test_rows_whose_greedy_response_has_no_score_are_left_out() -> None:
-    run = make_run(
-        "algorithm.advantage.name=remax",
-        scores=one_right,
-        greedy=lambda prompt: None if prompt == 2 else 0.5,
-        shuffle=False,
-    )
-    done = grpo_step(run, 1, 0.0)
+    run, done = stepped(REMAX, greedy=lambda prompt: None if prompt == 2 else 0.5)
     assert run.policy.rows == [*range(8), *range(12, 16)]
     assert run.policy.advantages[:4] == pytest.approx([0.5, -0.5, -0.5, -0.5])
     assert done.metrics["reward/greedy"] == 0.5
@@ -172,8 +159,7 @@ def test_rows_whose_greedy_response_has_no_score_are_left_out() -> None:
 
 
 def test_dynamic_sampling_trains_on_what_it_has_and_says_what_it_took() -> None:
-    run = make_run("rollout.dynamic_sampling={rounds_max: 2}", scores=only_prompt_one_differs, shuffle=False)
-    done = grpo_step(run, 1, 0.0)
+    run, done = stepped("rollout.dynamic_sampling={rounds_max: 2}", scores=only_prompt_one_differs)
     assert run.policy.rows == [0, 1, 2]  # of the only group that is left
     assert [group.prompt.id for group in done.groups] == ["p1"]
     assert len(done.sampled) == 8
@@ -244,7 +230,7 @@ def test_for_gdpo_a_group_has_signal_if_any_function_that_counts_differs(
 
 
 def test_remax_scores_one_greedy_response_for_each_prompt_and_trains_on_none() -> None:
-    found = sample(make_run("algorithm.advantage.name=remax", scores=one_right, greedy=lambda prompt: 0.5), 1)
+    found = sample(make_run(REMAX, scores=one_right, greedy=lambda prompt: 0.5), 1)
     assert np.array_equal(found.baselines, [0.5] * 4)  # type: ignore[arg-type]
     assert all(len(group.samples) == 4 for group in found.all)
 
@@ -271,13 +257,9 @@ def test_a_prompt_is_set_aside_once_it_is_solved_often_enough() -> None:
 
 @pytest.mark.parametrize("resumed_after", [1, 3])
 def test_a_resumed_run_samples_the_same_prompts(resumed_after: int) -> None:
+    overrides = (DYNAMIC, "data.no_resampling_pass_rate=1.0")
     whole, first, second = (
-        make_run(
-            DYNAMIC,
-            "data.no_resampling_pass_rate=1.0",
-            scores=lambda prompt: [1.0, 1.0, 1.0, float(prompt % 3 == 0)],
-        )
-        for _ in range(3)
+        make_run(*overrides, scores=lambda prompt: [1.0, 1.0, 1.0, float(prompt % 3 == 0)]) for _ in range(3)
     )
     expected = [ids(grpo_step(whole, step, 0.0).sampled) for step in range(1, 6)]
     found = [ids(grpo_step(first, step, 0.0).sampled) for step in range(1, resumed_after + 1)]

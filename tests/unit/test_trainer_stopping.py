@@ -68,18 +68,11 @@ def test_a_run_told_to_stop_ends_with_the_checkpoint_that_it_has_by_then() -> No
         stopping.stop_here()
         return 0
 
-    with pytest.raises(RunStopped, match=r"SIGUSR1(.|\n)*step_000003"):
+    with pytest.raises(RunStopped, match=r"SIGUSR1(.|\n)*step_000003") as raised:
         until_stopped(run, lambda: saved[-1])
+    assert raised.value.exit_code == EXIT_STOPPED == 75
+    assert "nothing to save" in str(Stopping().error(None))
     assert until_stopped(lambda stopping: 7, lambda: None) == 7
-
-
-def test_the_user_is_told_what_is_saved() -> None:
-    stopping = Stopping()
-    stopping.signal = signal.SIGUSR1
-    assert "/runs/a/checkpoints/step_000007" in str(stopping.error(Path("/runs/a/checkpoints/step_000007")))
-    nothing = stopping.error(None)
-    assert "nothing to save" in str(nothing)
-    assert nothing.exit_code == EXIT_STOPPED == 75
 
 
 def test_a_lost_node_has_a_code_of_its_own_also_after_a_journey_between_processes() -> None:

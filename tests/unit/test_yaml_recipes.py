@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from megagrpo.plan.case import GPUS
@@ -13,13 +15,15 @@ from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.defaults import plan_devices
+from megagrpo.recipe.json_schema import DIRECTORY, first_line, json_schema
 from megagrpo.recipe.load import load, load_any
 from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.yaml12 import parse
 from megagrpo.rollout.sglang import arguments
 from megagrpo.section import broken_rules
 from megagrpo.weights.families import read_architecture
 
-FILES = sorted((Path(__file__).parents[2] / "yaml_recipes").glob("*.yaml"))
+FILES = sorted(DIRECTORY.glob("*.yaml"))
 ON_GPUS = [file for file in FILES if not file.stem.endswith("_cpu")]
 NODES = {
     "deepseek_v3_671b": 32,
@@ -43,10 +47,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_recipe_loads_and_its_rules_hold(file: Path) -> None:
-    recipe = load_any(file).recipe
+def test_a_recipe_loads_keeps_the_rules_and_fits_the_schema_that_it_names(file: Path) -> None:
+    recipe, text = load_any(file).recipe, file.read_text(encoding="utf-8")
     assert recipe.name == file.stem
     assert not broken_rules(recipe)
+    assert text.splitlines()[0] == first_line(type(recipe))
+    jsonschema.validate(parse(text, str).tree, json.loads(json_schema(type(recipe))))
 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
