@@ -20,7 +20,8 @@ def spread_evenly(cost: np.ndarray, bins: int) -> list[list[int]]:
     longest_first = _longest_first(cost, bins)
     if bins == 1 or len(cost) > SEQUENCES_PER_BIN_FOR_DIFFERENCING * bins:
         return longest_first
-    return min(longest_first, _largest_differencing(cost, bins), key=lambda filled: _costliest(cost, filled))
+    ways = (longest_first, _largest_differencing(cost, bins))
+    return min(ways, key=lambda filled: max(float(cost[one].sum()) for one in filled))
 
 
 def split_to(bins: list[list[int]], cost: np.ndarray, count: int) -> list[list[int]]:
@@ -102,7 +103,3 @@ def _largest_differencing(cost: np.ndarray, bins: int) -> list[list[int]]:
         for sequence, place in zip(members.tolist(), bin_of.tolist(), strict=True):
             filled[place].append(sequence)
     return filled
-
-
-def _costliest(cost: np.ndarray, bins: Sequence[Sequence[int]]) -> float:
-    return max(float(cost[list(filled)].sum()) for filled in bins)

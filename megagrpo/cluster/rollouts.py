@@ -97,10 +97,11 @@ class Rollouts:
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
         """Frees the engines' memory for training on the same devices. Returns whether they can."""
         memory_saver = (self._recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
-        can = self._recipe.rollout.engine == "sglang" and self._recipe.cluster.placement == "colocated" and memory_saver
-        if can and self.actors:
+        started = self._recipe.rollout.engine == "sglang" and bool(self.actors)
+        can = started and memory_saver and self._recipe.cluster.placement == "colocated"
+        if can:
             self._on_all("release_memory", lambda actor: actor.release_memory.remote(tags))
-        return bool(can and self.actors)
+        return bool(can)
 
     def close(self) -> None:
         """Ends the engines and the servers that they started: in up to 30 s, or 5 s for engines that still start."""

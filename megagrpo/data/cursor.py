@@ -64,8 +64,10 @@ class Cursor(Generic[AnyItem]):
             ahead = self._order[self.position :]
             found = np.flatnonzero(~self._aside[ahead])[: count - len(taken)]
             taken += [self._prompts[i] for i in ahead[found]]
-            done = len(taken) == count
-            self._advance(int(found[-1]) + 1 if done else len(ahead))
+            self.position += int(found[-1]) + 1 if len(taken) == count else len(ahead)
+            if self.position == len(self):
+                self.epoch, self.position = self.epoch + 1, 0
+                self._order = self._order_of(self.epoch)
         drawn = Counter() if drawn is None else drawn
         unique: list[AnyItem] = []
         for prompt in taken:
@@ -116,12 +118,6 @@ class Cursor(Generic[AnyItem]):
         for row, prompt in enumerate(self._prompts):
             rows.setdefault(prompt.id, []).append(row)
         return rows
-
-    def _advance(self, count: int) -> None:
-        self.position += count
-        if self.position == len(self):
-            self.epoch, self.position = self.epoch + 1, 0
-            self._order = self._order_of(self.epoch)
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if not self._shuffle:

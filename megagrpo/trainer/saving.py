@@ -13,7 +13,7 @@ from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.errors import MegagrpoError, Problem, RecipeError
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import adapter_directory, export_directory
-from megagrpo.recipe.schema import AnyRecipe, LoraConfig
+from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.files.adapters import adapted_matrices, adapter_tensors, peft_config
 from megagrpo.weights.files.export import begin_adapter_export, begin_export, finish_export
 from megagrpo.weights.plan import make_plan
@@ -58,9 +58,13 @@ def export(
 
     Adapters are merged into its weights, and also written as PEFT files beside it. Raises CheckpointError.
     """
-    recipe = checked.recipe
-    if recipe.train.lora is not None:
-        _export_adapter(ranks, checked, recipe.train.lora, dtype)
+    recipe, lora = checked.recipe, checked.recipe.train.lora
+    if lora is not None:
+        matrices = adapted_matrices(checked.architecture, lora.targets)
+        config = peft_config(matrices, lora.rank, lora.alpha, recipe.model.path)
+        adapter = begin_adapter_export(adapter_directory(recipe), adapter_tensors(matrices, lora.rank), config, dtype)
+        ranks.write_export(adapter, make_plan(ranks.adapter_manifests(), adapter.files), adapters=True)
+        finish_export(adapter)
     begun = begin_export(export_directory(recipe), checked.model_directory, checked.architecture, dtype)
     ranks.write_export(begun, make_plan(ranks.manifests(), begun.files))
     if recipe.model.tokenizer or recipe.model.chat_template:  # else begin_export has copied the model's own files
@@ -68,14 +72,6 @@ def export(
     (begun.partial / EXPORTED_BY).write_text(json.dumps({"run": recipe.name, "step": step}) + "\n", encoding="utf-8")
     finish_export(begun)
     return export_directory(recipe)
-
-
-def _export_adapter(ranks: TrainRanks, checked: Preflight[AnyRecipe], lora: LoraConfig, dtype: str) -> None:
-    matrices = adapted_matrices(checked.architecture, lora.targets)
-    config = peft_config(matrices, lora.rank, lora.alpha, checked.recipe.model.path)
-    begun = begin_adapter_export(adapter_directory(checked.recipe), adapter_tensors(matrices, lora.rank), config, dtype)
-    ranks.write_export(begun, make_plan(ranks.adapter_manifests(), begun.files), adapters=True)
-    finish_export(begun)
 
 
 def exported_step(recipe: AnyRecipe) -> int | None:

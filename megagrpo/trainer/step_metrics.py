@@ -21,7 +21,7 @@ from megagrpo.trainer.step import Loaded, Sampled, Trained, flat_scores, with_si
 from megagrpo.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
-    from megagrpo.rank_results import CriticMetrics, StepMetrics
+    from megagrpo.rank_results import StepMetrics
 
 TOKENS_BEFORE = 16
 TOKENS_AFTER = 4
@@ -35,7 +35,8 @@ def step_metrics(
     if loaded.batches:
         metrics |= batch_metrics(run.recipe, loaded.advantages.of_rows, loaded.batches)
     if trained.critic is not None:
-        metrics |= {"critic/lr": trained.critic_lr} | critic_metrics(trained.critic)
+        found = {"lr": trained.critic_lr, **vars(trained.critic)}
+        metrics |= {f"critic/{name.removesuffix('_fraction')}": value for name, value in found.items()}
     if trained.policy is not None:
         metrics |= {"lr": trained.lr} | update_metrics(trained.policy)
         if trained.policy.kl is not None:
@@ -138,11 +139,6 @@ def update_metrics(update: StepMetrics) -> dict[str, float]:
     if update.correction is not None:
         metrics |= {f"correction/{name}": value for name, value in vars(update.correction).items()}
     return metrics
-
-
-def critic_metrics(update: CriticMetrics) -> dict[str, float]:
-    """The critic's update, as the training ranks report it."""
-    return {f"critic/{name.removesuffix('_fraction')}": value for name, value in vars(update).items()}
 
 
 # --- mismatch between trainer and engines -----------------------------------------------------------------------------

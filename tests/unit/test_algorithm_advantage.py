@@ -27,18 +27,15 @@ steps = st.lists(rows, min_size=1, max_size=30).map(
 
 
 def advantages_of(name, scores, ids, tokens=None, second=None, kl=None, coefficient=0.0, **options):
+    """Advantages by row, and the ids of the groups that teach something."""
     scores, ids = np.asarray(scores, float), np.asarray(ids)
     tokens = np.ones(len(scores), int) if tokens is None else np.asarray(tokens)
     parts = np.stack([scores, scores if second is None else second], 1) if name == "gdpo" else None
     inputs = AdvantageInputs(scores, ids, tokens, parts, WEIGHTS, kl=kl, kl_coefficient=coefficient)
-    options = options if name in SCALED else {}
-    result = advantage(name=name, **options).advantages(inputs)
+    method = advantage(name=name, **(options if name in SCALED else {}))
+    result = method.advantages(inputs)
     assert (result.of_tokens, result.returns) == (None, None)
-    return result.of_rows
-
-
-def groups_that_teach(inputs, **method):
-    return sorted(set(inputs.group_ids[advantage(**method).teaches(inputs)].tolist()))
+    return result.of_rows, set(ids[method.teaches(inputs)].tolist())
 
 
 # The formulas, with loops over groups.
@@ -72,7 +69,7 @@ def whiten(values, tokens):
 
 
 def one_group_at_a_time(name, scores, second, ids, tokens, deviation="sample", epsilon=1e-6):
-    result, compared, alike, scored = np.zeros(len(scores)), [], 0, 0
+    result, compared, teaching, alike, scored = np.zeros(len(scores)), [], set(), 0, 0
     for group in set(ids.tolist()):
         members = [i for i in range(len(scores)) if ids[i] == group and not np.isnan(scores[i])]
         scored += len(members)
@@ -81,27 +78,26 @@ def one_group_at_a_time(name, scores, second, ids, tokens, deviation="sample", e
         if len(members) < 2:
             continue
         compared += members
-        if name == "gdpo":
-            result[members] = sum(
-                weight * group_formula("grpo", part[members], tokens[members], deviation, epsilon)
-                for weight, part in zip(WEIGHTS, (scores, second), strict=True)
-            )
-        else:
-            result[members] = group_formula(name, scores[members], tokens[members], deviation, epsilon)
+        formula, parts = ("grpo", (scores, second)) if name == "gdpo" else (name, (scores,))
+        found = [group_formula(formula, part[members], tokens[members], deviation, epsilon) for part in parts]
+        result[members] = sum(weight * each for weight, each in zip(WEIGHTS, found, strict=False))
+        if any(each.any() for each in found):
+            teaching.add(group)
     if name in WHITENED and compared:
         result[compared] = whiten(result[compared], tokens[compared])
     if name == "gpg" and alike < scored:
         result *= scored / (scored - alike)
-    return result
+    return result, teaching
 
 
 @settings(max_examples=300)
 @given(steps, st.sampled_from(sorted(BY_GROUP)), st.sampled_from(["sample", "population", "none"]))
 def test_every_method_matches_its_formula_written_by_group(step, name, deviation):
     scores, second, ids, tokens = step
-    found = advantages_of(name, scores, ids, tokens, second, standard_deviation=deviation, epsilon=0.01)
-    expected = one_group_at_a_time(name, scores, second, ids, tokens, deviation, epsilon=0.01)
+    found, teaches = advantages_of(name, scores, ids, tokens, second, standard_deviation=deviation, epsilon=0.01)
+    expected, teaching = one_group_at_a_time(name, scores, second, ids, tokens, deviation, epsilon=0.01)
     np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-7)
+    assert teaches == teaching
 
 
 @pytest.mark.parametrize("name", BY_GROUP)
@@ -109,26 +105,9 @@ def test_every_method_matches_its_formula_written_by_group(step, name, deviation
 def test_equal_scores_are_exactly_zero_although_their_mean_is_not_exact(name, epsilon):
     scores, ids, tokens = np.array([0.1] * 7 + [0.7] * 3), np.array([0] * 7 + [1] * 3), np.arange(3, 13)
     assert scores[:7].mean() != 0.1
-    found = advantages_of(name, scores, ids, tokens, scores * 3, epsilon=epsilon)
+    found, teaching = advantages_of(name, scores, ids, tokens, scores * 3, epsilon=epsilon)
     np.testing.assert_array_equal(found, np.zeros(10))
-
-
-def test_gdpo_tells_apart_what_sums_alike():
-    # (1, 0) and (0, 1) both sum to 1.
-    ids, scores = np.array([0, 0, 1, 1]), np.array([1.0, 1.0, 1.0, 0.0])
-    parts = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
-    inputs = AdvantageInputs(scores, ids, np.ones(4, int), parts, WEIGHTS)
-    assert groups_that_teach(inputs) == [1]
-    assert groups_that_teach(inputs, name="gdpo") == [0, 1]
-    masked = AdvantageInputs(
-        np.array([1.0, 1.0, NAN]), np.zeros(3, int), np.ones(3, int), np.array([[1.0], [1.0], [5.0]]), np.ones(1)
-    )
-    assert groups_that_teach(masked, name="gdpo") == []
-
-
-def test_a_group_with_two_best_answers_teaches_pass_k_nothing():
-    inputs = AdvantageInputs(np.array([1.0, 1, 0, 0, 0, 1, NAN, 0]), np.repeat([0, 1], 4), np.ones(8, int))
-    assert groups_that_teach(inputs, name="pass_k") == [1]
+    assert not teaching
 
 
 # The reward less KL, ReMax, and the names of groups.
@@ -136,8 +115,8 @@ def test_a_group_with_two_best_answers_teaches_pass_k_nothing():
 
 def test_kl_in_the_reward_is_subtracted_by_response_before_anything_else():
     kl = Ragged(np.array([0.5, 0.5, 9.0, 2.0, -1.0]), np.array([0, 2, 3, 3, 5]))  # the third row is masked: no tokens
-    found = advantages_of("rloo", [1, 0, NAN, 0], [0, 0, 0, 0], [2, 1, 4, 2], kl=kl, coefficient=0.1)
-    expected = advantages_of("rloo", [0.9, -0.9, NAN, -0.1], [0, 0, 0, 0])
+    found, _ = advantages_of("rloo", [1, 0, NAN, 0], [0, 0, 0, 0], [2, 1, 4, 2], kl=kl, coefficient=0.1)
+    expected, _ = advantages_of("rloo", [0.9, -0.9, NAN, -0.1], [0, 0, 0, 0])
     np.testing.assert_allclose(found, expected)
     with pytest.raises(ValueError, match="tokens"):
         advantages_of("rloo", [1, 0, 0, 0], [0, 0, 0, 0], [2, 1, 4, 2], kl=kl, coefficient=0.1)
@@ -156,11 +135,6 @@ def test_remax_subtracts_the_score_of_the_greedy_response():
 
 def test_only_methods_that_compare_samples_are_by_group():
     assert [name for name in names(AdvantageConfig) if advantage(name=name).by_group] == BY_GROUP
-
-
-def test_groups_teach_whose_scores_differ():
-    ids, scores = np.array([5, 9, 5, 2, 9, 2, 4, 4]), np.array([1.0, 0.0, 1.0, 0.0, 1.0, 1.0, NAN, 3.0])
-    assert groups_that_teach(AdvantageInputs(scores, ids, np.ones(8, int))) == [2, 9]
 
 
 @pytest.mark.parametrize(

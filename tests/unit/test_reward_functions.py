@@ -22,43 +22,24 @@ def patient(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("response", "answer"),
+    ("response", "strict", "flexible"),
     [
-        *((response, "18") for response in ("6 * 3 = 18\n#### 18", "####18", "#### $18", "#### 0018")),
-        *((response, "-5") for response in ("#### -5", "#### \u22125")),
-        ("#### +5.", "5"),
-        ("#### 1,234,567.50 dollars.", "1234567.5"),
-        ("#### -$18 or $-3", "-18"),
-        ("#### $-3", "-3"),
-        ("#### .5", "0.5"),
-        ("#### 1\n#### 2", "2"),
-        ("#### 50%", "50"),
-        *((response, None) for response in ("18", "", "####", "#### x 18", "#### 18\n####")),
-        *((f"#### {written}", None) for written in ("1/2", "1e3", "1,2", "1000,000", "2^10")),
-        ("#### \u0661", None),  # an Arabic-Indic digit one
+        *((response, "18", "18") for response in ("6 * 3 = 18\n#### 18", "####18", "#### $18", "#### 0018")),
+        *((response, "-5", "-5") for response in ("#### -5", "#### \u22125", "#### $-5")),
+        *((f"#### {text}", "0.5", "0.5") for text in (".5", "+.5", "0.50 dollars.", "1\n#### .5", ".5%")),
+        ("#### -$18 or $-3", "-18", "-3"),
+        ("#### 1,234,567.50.", "1234567.5", "1234567.5"),
+        *((response, None, "18") for response in ("18", "#### x 18", "#### 18\n####", "5 apples and 18 pears.")),
+        *((f"#### {text}", None, last) for text, last in (("1/2", "2"), ("1e3", "3"), ("1,2", "2"), ("2^10", "10"))),
+        ("#### 1000,000", None, "0"),
+        *((response, None, None) for response in ("", "####", "none", "#### \u0661")),  # an Arabic-Indic digit one
+        *((response, None, "-3") for response in ("the answer is -3.", "x=-3")),
+        *((response, None, "3") for response in ("5-3", "(2)-3", "1,3")),  # a subtraction, and no thousands
     ],
 )
-def test_strict_takes_the_number_after_the_last_marker(response, answer):
-    assert gsm8k.strict_answer(response) == (None if answer is None else Decimal(answer))
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("5 apples and 7 pears.", "7"),
-        ("the answer is -3.", "-3"),
-        ("5-3", "3"),
-        ("(2)-3", "3"),
-        ("10-20", "20"),
-        ("about 1,234,567.5 in all", "1234567.5"),
-        ("1,2", "2"),
-        ("x=.5", "0.5"),
-        ("#### 18 (or $19)", "19"),
-        ("none", None),
-    ],
-)
-def test_flexible_takes_the_last_number(response, answer):
-    assert gsm8k.flexible_answer(response) == (None if answer is None else Decimal(answer))
+def test_strict_takes_the_number_after_the_last_marker_and_flexible_the_last(response, strict, flexible):
+    expected = [None if number is None else Decimal(number) for number in (strict, flexible)]
+    assert [gsm8k.strict_answer(response), gsm8k.flexible_answer(response)] == expected
 
 
 numbers = st.decimals(min_value=-(10**9), max_value=10**9, places=3)
