@@ -128,7 +128,7 @@ RejectionConfig = Annotated[TokenRejectionConfig | SequenceRejectionConfig, ByNa
 
 
 class CorrectionConfig(Section):
-    """For what engines sample a little differently from what the trainer computes."""
+    """Corrects for tokens that the engines gave other probabilities than the trainer does."""
 
     weights: Annotated[ImportanceConfig, ByName(default="token")] | None = None
     """Importance weights: token, sequence, or a mapping with their bounds. null: no weights."""

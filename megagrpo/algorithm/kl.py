@@ -71,7 +71,7 @@ class KLConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """The policy that the KL penalty is against: the starting weights, unless it follows."""
+    """The policy that the KL penalty is against: the starting weights, unless it follows the policy."""
 
     update_every_steps: PositiveInt | None = None
     """Steps after which the reference moves towards the policy. null: never."""

@@ -1,4 +1,4 @@
-"""Rows of a data file, checked against a schema: all problems, or all rows. The schema of prompt files, the field's:
+"""Rows of a data file, checked against a schema: all problems, or all rows. The columns of a prompt file:
 
 data_source   text                            where the row comes from; reward functions receive it
 prompt        list of {role, content}         chat messages; the last one is not the assistant's
