@@ -25,40 +25,38 @@ LLAMA_8B, QWEN_32B, QWEN_30B, QWEN_235B = map(
 )
 
 
-def recipe(layout=None, *, algorithm=None, train=None, reward=("math",), tensor=1, **rollout):
-    """A recipe on GPUs; `tensor` is of its engines, and other names are keys of its rollout section."""
-    return Recipe.model_validate(
-        {
-            "name": "planned",
-            "model": {"path": "model"},
-            "data": {"train": [{"path": "train.parquet"}], "prompt_tokens_max": 512},
-            "rollout": {
-                "engine": "sglang",
-                "engines": 8,
-                "layout": {"tensor": tensor},
-                "prompts_per_step": 64,
-                "samples_per_prompt": 8,
-                "response_tokens_max": 2048,
-            }
-            | rollout,
-            "reward": {"functions": [{"function": name} for name in reward], "workers": 16},
-            "algorithm": algorithm or {},
-            "train": {"layout": layout or {"tensor": 2, "data": 4}, "total_steps": 100, "tokens_per_microbatch": 8192}
-            | (train or {}),
-        }
-    )
+BASE = {
+    "name": "planned",
+    "model": {"path": "model"},
+    "data": {"train": [{"path": "train.parquet"}], "prompt_tokens_max": 512},
+    "rollout": {
+        "engine": "sglang",
+        "engines": 8,
+        "prompts_per_step": 64,
+        "samples_per_prompt": 8,
+        "response_tokens_max": 2048,
+    },
+    "reward": {"functions": [{"function": "math"}], "workers": 16},
+    "train": {"layout": {"tensor": 2, "data": 4}, "total_steps": 100, "tokens_per_microbatch": 8192},
+}
 
 
-def seconds_of(time, phase):
-    return next(found.seconds for found in time.phases if found.phase == phase)
+def case(arch=LLAMA_8B, machines=H100, assumed=Assumptions(), **sections):  # noqa: B008  (frozen)
+    """BASE with values merged into its sections."""
+    values = BASE | {name: BASE.get(name, {}) | section for name, section in sections.items()}
+    return Case(Recipe.model_validate(values), arch, machines, assumed)
 
 
-def parts_of(time, phase):
-    return dict(next(found.parts for found in time.phases if found.phase == phase))
+def parts(of, phase):
+    return next(found.parts for found in step_time(of).phases if found.phase == phase)
+
+
+def seconds(of, phase):
+    return sum(parts(of, phase).values())
 
 
 def test_phases_and_their_parts_add_up():
-    time = step_time(Case(recipe(), LLAMA_8B, H100))
+    time = step_time(case())
     assert tuple(phase.phase for phase in time.phases) == PHASES
     assert time.seconds == pytest.approx(sum(seconds for phase in time.phases for seconds in phase.parts.values()))
     assert all(seconds > 0 for phase in time.phases for seconds in phase.parts.values())
@@ -66,63 +64,49 @@ def test_phases_and_their_parts_add_up():
     assert time.tokens == pytest.approx(64 * 8 * (0.25 * 512 + 0.4 * 2048))
     assert time.days == pytest.approx(100 * time.seconds / 86400)
     for length, steps in (({"total_episodes": 1025}, 3), ({"total_epochs": 2}, None)):
-        planned = recipe(train={"total_steps": None, **length})
-        assert step_time(Case(planned, LLAMA_8B, H100)).steps == steps
+        assert step_time(case(train={"total_steps": None, **length})).steps == steps
 
 
-# Mean length and seconds of a step, measured by others: NeMo-RL 0.4, docs/about/performance-summary.md, DGX H100,
-# bfloat16, Megatron, on policy. Their engines are vLLM; a step has an old and a reference pass.
+# Layout, engine, minibatches and responses; mean length and seconds of a step, measured by others: NeMo-RL 0.4,
+# docs/about/performance-summary.md, DGX H100, bfloat16, Megatron, on policy. Their engines are vLLM; a step has an old
+# and a reference pass. Where it is known, seconds of a whole sync by the fastest and by the slowest way: NeMo-RL's
+# nccl-reshard-refit.md, miles' p2p-weight-transfer.md, verl's checkpoint_engine.
 PUBLISHED = {
-    "Llama-3.1-8B": (
-        LLAMA_8B,
-        {"pipeline": 2, "data": 8},
-        {"engines": 16, "prompts_per_step": 64, "samples_per_prompt": 32, "response_tokens_max": 3584},
-        (4, 1060, 97.7),
-    ),
-    "Qwen3-32B": (
-        QWEN_32B,
-        {"tensor": 4, "pipeline": 4, "data": 2},
-        {"tensor": 4, "prompts_per_step": 64, "samples_per_prompt": 32, "response_tokens_max": 3584},
-        (4, 3206, 393),
-    ),
+    "Llama-3.1-8B": (LLAMA_8B, {"pipeline": 2, "data": 8}, 1, 16, (64, 4, 3584), (1060, 97.7), None),
+    "Qwen3-32B": (QWEN_32B, {"tensor": 4, "pipeline": 4, "data": 2}, 4, 8, (64, 4, 3584), (3206, 393), None),
     "Qwen3-30B-A3B": (
-        QWEN_30B,
-        {"tensor": 2, "expert": 8, "expert_tensor": 1, "data": 16},
-        {"tensor": 4, "prompts_per_step": 64, "samples_per_prompt": 32, "response_tokens_max": 3584},
-        (4, 3154, 225),
+        QWEN_30B, {"tensor": 2, "expert": 8, "expert_tensor": 1, "data": 16}, 4, 8, (64, 4, 3584), (3154, 225),
+        (0.74, 7.0),
     ),
     "Qwen3-235B-A22B": (
         QWEN_235B,
-        {
-            "tensor": 2, "context": 2, "pipeline": 8, "expert": 16, "expert_tensor": 1, "data": 4,
-            "first_stage_layers": 11, "last_stage_layers": 11,
-        },
-        {"tensor": 16, "prompts_per_step": 16, "samples_per_prompt": 32, "response_tokens_max": 7680},
-        (1, 5671, 506),
+        {"tensor": 2, "context": 2, "pipeline": 8, "expert": 16, "expert_tensor": 1, "data": 4,
+         "first_stage_layers": 11, "last_stage_layers": 11},
+        16, 8, (16, 1, 7680), (5671, 506), (3.2, 10.8),
     ),
 }  # fmt: skip
 
 
-# Seconds of a whole sync, measured by others on H100: NeMo-RL's nccl-reshard-refit.md, miles' p2p-weight-transfer.md,
-# verl's checkpoint_engine, from the fastest to the slowest way.
-SYNCS = {"Qwen3-30B-A3B": (0.74, 7.0), "Qwen3-235B-A22B": (3.2, 10.8)}
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_steps_are_about_as_long_as_published_ones(name):
-    arch, layout, rollout, (minibatches, mean, published) = PUBLISHED[name]
-    planned = recipe(
-        layout,
+    arch, layout, tensor, engines, (prompts, minibatches, longest), (mean, published), sync = PUBLISHED[name]
+    of = case(
+        arch,
+        assumed=Assumptions(signal_share=1.0, prompt_tokens=130, response_tokens=mean - 130),
         algorithm={"kl": {"coefficient": 0.001}, "minibatches": minibatches},
-        train={"recompute": "full"},
-        **rollout,
+        train={"layout": layout, "recompute": "full"},
+        rollout={
+            "engines": engines,
+            "layout": {"tensor": tensor},
+            "prompts_per_step": prompts,
+            "samples_per_prompt": 32,
+            "response_tokens_max": longest,
+        },
     )
-    assumptions = Assumptions(signal_share=1.0, prompt_tokens=130, response_tokens=mean - 130)
-    time = step_time(Case(planned, arch, H100, assumptions))
-    assert published / 2.2 < time.seconds < published * 1.5
-    if name in SYNCS:
-        fastest, slowest = SYNCS[name]
-        assert fastest / 2 < seconds_of(time, "weight_sync") < slowest
+    assert published / 2.2 < step_time(of).seconds < published * 1.5
+    if sync is not None:
+        fastest, slowest = sync
+        assert fastest / 2 < seconds(of, "weight_sync") < slowest
 
 
 def test_training_alone_reaches_a_usual_share_of_the_peak():
@@ -143,17 +127,17 @@ def test_training_alone_reaches_a_usual_share_of_the_peak():
     longer=st.floats(1.1, 4),
 )
 def test_longer_responses_take_longer_and_more_replicas_no_longer(tensor, pipeline, data, longer):
-    layout = {"tensor": tensor, "pipeline": pipeline, "data": data}
-    ranks = tensor * pipeline * data
-    short = Assumptions(response_tokens=500)
-    time = step_time(Case(recipe(layout, engines=ranks), LLAMA_8B, H100, short))
-    other = step_time(Case(recipe(layout, engines=ranks), LLAMA_8B, H100, replace(short, response_tokens=500 * longer)))
+    def of(replicas, response_tokens):
+        layout = {"tensor": tensor, "pipeline": pipeline, "data": replicas}
+        engines, assumed = tensor * pipeline * replicas, Assumptions(response_tokens=response_tokens)
+        return case(assumed=assumed, train={"layout": layout}, rollout={"engines": engines})
+
+    plain, other, twice = of(data, 500), of(data, 500 * longer), of(2 * data, 500)
     for phase in ("rollout", "update"):
-        assert seconds_of(other, phase) > seconds_of(time, phase)
-    twice = step_time(Case(recipe(layout | {"data": 2 * data}, engines=2 * ranks), LLAMA_8B, H100, short))
-    assert seconds_of(twice, "rollout") <= seconds_of(time, "rollout")
+        assert seconds(other, phase) > seconds(plain, phase)
+    assert seconds(twice, "rollout") <= seconds(plain, "rollout")
     # Gradients begin to travel between replicas; a second may be lost to that, not more.
-    assert seconds_of(twice, "update") <= seconds_of(time, "update") + 1.0
+    assert seconds(twice, "update") <= seconds(plain, "update") + 1.0
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
@@ -183,8 +167,8 @@ def test_few_sequences_are_still_enough_microbatches_to_fill_the_pipeline():
 
 def test_passes_without_gradients_may_take_more_tokens_at_once():
     def overhead(at_once):
-        planned = recipe(train={"logprob_tokens_per_microbatch": at_once}, algorithm={"kl": {"coefficient": 0.1}})
-        return parts_of(step_time(Case(planned, LLAMA_8B, H100)), "logprobs")["reference: between products"]
+        of = case(train={"logprob_tokens_per_microbatch": at_once}, algorithm={"kl": {"coefficient": 0.1}})
+        return parts(of, "logprobs")["reference: between products"]
 
     assert overhead(4 * 8192) == pytest.approx(overhead(None) / 4, rel=0.1)
 
@@ -201,16 +185,15 @@ def test_passes_without_gradients_may_take_more_tokens_at_once():
     ],
 )
 def test_the_passes_are_those_that_the_recipe_asks_for(algorithm, passes):
-    time = step_time(Case(recipe(algorithm=algorithm), LLAMA_8B, H100))
-    assert {name.split(":")[0] for name in parts_of(time, "logprobs") if ":" in name} == passes
-    critic = {name for name in parts_of(time, "update") if name.startswith("critic: ")}
+    of = case(algorithm=algorithm)
+    assert {name.split(":")[0] for name in parts(of, "logprobs") if ":" in name} == passes
+    critic = {name for name in parts(of, "update") if name.startswith("critic: ")}
     assert bool(critic) == ("critic" in algorithm)
 
 
 def test_groups_without_signal_are_not_trained_on_unless_they_have_to_be():
     def update(**algorithm):
-        time = step_time(Case(recipe(algorithm=algorithm), LLAMA_8B, H100, Assumptions(signal_share=0.5)))
-        return parts_of(time, "update")["attention"]
+        return parts(case(assumed=Assumptions(signal_share=0.5), algorithm=algorithm), "update")["attention"]
 
     every = update(skip_groups_without_signal=False)
     assert update() == pytest.approx(every / 2)
@@ -220,29 +203,28 @@ def test_groups_without_signal_are_not_trained_on_unless_they_have_to_be():
 
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.5, 0.25, 0.1, 0.0])
 def test_rounds_of_dynamic_sampling_are_as_the_trainer_takes_them(share):
-    planned = recipe(dynamic_sampling={"rounds_max": 4}, prompts_per_step=60)
     rounds, useful, sampled = [], 0.0, 0
     while useful < 59.5 and len(rounds) < 4:
         rounds.append(prompts_of_round(60, useful, sampled))
         sampled += rounds[-1]
         useful += rounds[-1] * share
-    assert list(prompts_of_rounds(planned, share)) == rounds
-    assert list(prompts_of_rounds(recipe(prompts_per_step=60), share)) == [60]
+    for dynamic, expected in (({"rounds_max": 4}, rounds), (None, [60])):
+        of = case(rollout={"dynamic_sampling": dynamic, "prompts_per_step": 60})
+        assert list(prompts_of_rounds(of.recipe, share)) == expected
 
 
 def test_rewards_take_workers_or_the_driver():
     assert ON_DRIVER == INLINE
-    parts = parts_of(step_time(Case(recipe(reward=("gsm8k", "math")), LLAMA_8B, H100)), "reward")
-    assumed = Assumptions()
-    assert parts["on the driver"] == pytest.approx(512 * assumed.reward_seconds)
-    assert parts["in workers"] == pytest.approx(512 * assumed.isolated_reward_seconds / 16)
+    found = parts(case(reward={"functions": [{"function": name} for name in ("gsm8k", "math")]}), "reward")
+    assert found["on the driver"] == pytest.approx(512 * Assumptions().reward_seconds)
+    assert found["in workers"] == pytest.approx(512 * Assumptions().isolated_reward_seconds / 16)
 
 
 def test_offloading_takes_time_between_the_phases():
-    time = step_time(Case(recipe(train={"offload": ["optimizer", "gradients"]}), LLAMA_8B, H100))
     # Main weights and two moments in float32, of 8e9 parameters on 8 ranks, both ways.
     expected = 2 * 12 * 8.03e9 / 8 / Assumptions().host_bytes_per_second
-    assert parts_of(time, "driver")["to the host and back"] == pytest.approx(expected, rel=0.02)
+    found = parts(case(train={"offload": ["optimizer", "gradients"]}), "driver")
+    assert found["to the host and back"] == pytest.approx(expected, rel=0.02)
 
 
 def test_supervised_fine_tuning_has_updates_only():
@@ -272,31 +254,39 @@ def test_responses_that_do_not_fit_at_once_take_longer_but_the_same_tokens_are_d
     free = Machines(replace(H100.gpu, flops=1e30, memory_bytes_per_second=1e30), 8, 50e9)
     counting = replace(engine(decode_step_seconds=1.0), machines=free)
 
-    def seconds(at_once):
+    def batches(at_once):
         found = rollout_seconds(counting, Lengths(100, 400, 1000), 64, 8, at_once)
         return found["full batches"], found["last batch"]
 
-    assert seconds(512) == (0, pytest.approx(1000))
-    assert seconds(256) == (pytest.approx(400), pytest.approx(1000))
-    assert seconds(128)[0] == pytest.approx((512 - 128) * 400 / 128)
+    assert batches(512) == (0, pytest.approx(1000))
+    assert batches(256) == (pytest.approx(400), pytest.approx(1000))
+    assert batches(128)[0] == pytest.approx((512 - 128) * 400 / 128)
 
 
 def test_a_smaller_share_of_the_memory_makes_responses_wait():
     def rollout(**sglang):
-        planned = recipe(engines=8, response_tokens_max=8192, prompts_per_step=256, sglang=sglang)
-        return seconds_of(step_time(Case(planned, LLAMA_8B, H100)), "rollout")
+        of = case(rollout={"response_tokens_max": 8192, "prompts_per_step": 256, "sglang": sglang})
+        return seconds(of, "rollout")
 
     assert rollout() < rollout(mem_fraction_static=0.5) < rollout(mem_fraction_static=0.3)
 
 
 def test_engines_that_share_a_device_take_turns():
-    made = [recipe({"data": 1}, engines=count, requests_at_once=256 // count) for count in (1, 4)]
-    one, several = (step_time(Case(each, LLAMA_8B, H100)) for each in made)
-    assert seconds_of(one, "rollout") == seconds_of(several, "rollout")
+    one, several = (
+        case(train={"layout": {"data": 1}}, rollout={"engines": count, "requests_at_once": 256 // count})
+        for count in (1, 4)
+    )
+    assert seconds(one, "rollout") == seconds(several, "rollout")
 
 
 def test_a_step_on_cpus_is_planned_in_float32():
-    single = recipe({"data": 2}, engine="transformers", engines=2)
-    half = single.model_copy(update={"model": single.model.model_copy(update={"dtype": "bfloat16"})})
-    single, half = (step_time(Case(each, LLAMA_8B, A_CPU)) for each in (single, half))
-    assert seconds_of(half, "rollout") < seconds_of(single, "rollout")
+    single, half = (
+        case(
+            machines=A_CPU,
+            model={"dtype": dtype},
+            train={"layout": {"data": 2}},
+            rollout={"engine": "transformers", "engines": 2},
+        )
+        for dtype in ("auto", "bfloat16")
+    )
+    assert seconds(half, "rollout") < seconds(single, "rollout")
