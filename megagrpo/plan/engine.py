@@ -13,11 +13,10 @@ from megagrpo.plan.case import Case, Machines
 from megagrpo.plan.communication import Links, RankGroup, Seconds, gather
 from megagrpo.plan.parameters import engine_rank_parameters, expert_parameters, layer_counts, total_parameters
 from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops
+from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.weights.families.architecture import Architecture
 
 MIB, GIB = 2**20, 2**30
-CPU_CACHE_TOKENS = 65536
-"""As in megagrpo/rollout/sglang/arguments.py."""
 WHOLE_PREFILL_TOKENS = 16384
 """SGLang's max_prefill_tokens: what prompts that are not cut into chunks (chunked_prefill_size -1) take at once."""
 PREFILL_GRAPHS = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 2**31, 512))
@@ -81,7 +80,7 @@ def engine_memory(case: Case) -> EngineMemory:
     each = cache_bytes_per_token(arch, tensor, _cache_element_bytes(options, element))
     working = 0 if device == "cpu" else _working_bytes(arch, options, card_bytes, tensor, expert, element)
     if device == "cpu":
-        tokens = max(min(rollout.requests_at_once * longest, CPU_CACHE_TOKENS), 2 * longest)
+        tokens = cpu_cache_tokens(rollout.requests_at_once, longest)
     elif card_bytes is None:
         tokens = asked * longest
     else:

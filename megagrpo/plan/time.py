@@ -13,7 +13,7 @@ from megagrpo.plan.communication import Seconds, added, sync_seconds
 from megagrpo.plan.engine import EngineSpeed, engine_memory, rollout_seconds
 from megagrpo.plan.memory import model_parts
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
-from megagrpo.recipe.defaults import total_steps
+from megagrpo.recipe.defaults import prompts_of_round, total_steps
 from megagrpo.recipe.schema import Recipe, SftRecipe
 from megagrpo.weights.families.architecture import critic_of
 
@@ -93,19 +93,14 @@ def step_time(case: Case, training: Mapping[str, Seconds] | None = None) -> Step
 
 
 def prompts_of_rounds(recipe: Recipe, signal_share: float) -> Iterator[int]:
-    """Prompts of every round of a step: one, or as many as dynamic sampling needs if that share has signal.
-
-    As trainer/step.py: each round samples as many as bring the rest, and never more than a step's.
-    """
-    wanted, dynamic = recipe.rollout.prompts_per_step, recipe.rollout.dynamic_sampling
-    yield wanted
-    missing = wanted * (1 - signal_share)
-    for _ in range(1, dynamic.rounds_max if dynamic else 1):
-        if missing < 0.5:
+    """Prompts of every round of a step: one, or as many as dynamic sampling needs if that share has signal."""
+    wanted, dynamic, sampled = recipe.rollout.prompts_per_step, recipe.rollout.dynamic_sampling, 0
+    for _ in range(dynamic.rounds_max if dynamic else 1):
+        useful = sampled * signal_share
+        if wanted - useful < 0.5:
             return
-        prompts = min(wanted, math.ceil(missing / signal_share)) if signal_share else wanted
-        yield prompts
-        missing -= prompts * signal_share
+        yield (prompts := prompts_of_round(wanted, useful, sampled))
+        sampled += prompts
 
 
 def _rollout(case: Case, rounds: list[int]) -> Seconds:

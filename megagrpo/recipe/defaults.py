@@ -10,6 +10,8 @@ from pathlib import Path
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 
+CPU_CACHE_TOKENS = 65536
+
 
 def dtype_name(recipe: AnyRecipe, device: str) -> str:
     """float32 or bfloat16: of weights and activations, in ranks and engines alike."""
@@ -78,6 +80,21 @@ def total_steps(recipe: AnyRecipe, rows: int) -> int:
 
 def _rows_per_step(recipe: AnyRecipe) -> int:
     return recipe.data.examples_per_step if isinstance(recipe, SftRecipe) else recipe.rollout.prompts_per_step
+
+
+def prompts_of_round(wanted: int, useful: float, sampled: int) -> int:
+    """How many prompts dynamic sampling takes next, at most `wanted`: enough to bring the missing groups with signal if
+    they stay as frequent as so far.
+
+    wanted: groups of a step; useful: groups with signal so far, among `sampled` groups.
+    """
+    return wanted if useful == 0 else min(wanted, math.ceil((wanted - useful) * sampled / useful))
+
+
+def cpu_cache_tokens(requests: int, longest: int) -> int:
+    """Tokens that an SGLang server on CPUs caches for so many requests of `longest` tokens. By itself it takes all
+    memory."""
+    return max(min(requests * longest, CPU_CACHE_TOKENS), 2 * longest)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megagrpo.algorithm.optimizer import learning_rate
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
 from megagrpo.errors import EngineError, Problem
+from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.recipe.schema import DynamicSamplingConfig, Recipe
 from megagrpo.trainer.run import Run
 from megagrpo.types import Group, Prompt, Sample
@@ -76,15 +77,6 @@ def require_version(groups: Sequence[Group], version: int) -> None:
                 given = f"tokens sampled by weight versions {sorted(set(sample.versions.tolist()))}"
                 needed = f"version {version}, the policy's"
                 raise EngineError(Problem(f"sample {sample.index} of prompt {sample.prompt_id}", given, needed))
-
-
-def prompts_of_round(wanted: int, useful: int, sampled: int) -> int:
-    """How many prompts to sample next, at most `wanted`: enough to bring the missing groups with signal if they stay as
-    frequent as so far.
-
-    wanted: groups of a step; useful: groups with signal so far, among `sampled` groups.
-    """
-    return wanted if useful == 0 else min(wanted, -(-(wanted - useful) * sampled // useful))
 
 
 def with_signal(groups: Sequence[Group], recipe: Recipe) -> list[Group]:

@@ -31,7 +31,6 @@ from megagrpo.plan.plan import plan_of
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
-from megagrpo.rollout.sglang import arguments
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.sides import sglang
@@ -262,23 +261,6 @@ def test_sglangs_own_fraction_leaves_what_it_says() -> None:
     reserved = 512 + 128 + 1.5 * 8192 + 2 * 256 + 8 * sum(len(range(*span)) for span in graphs)
     assert default_fraction({}, card, 1) == round(1 - reserved / (79 * 1024), 3)
     assert default_fraction({"chunked_prefill_size": 2048}, card, 1) == round(1 - 10240 / (79 * 1024), 3)
-
-
-def test_servers_on_cpus_have_the_cache_that_they_are_started_with() -> None:
-    for changes in ({}, {"requests_at_once": 2}, {"response_tokens_max": 40000}):
-        recipe = merged(rollout=changes)
-        held = engine_memory(Case(recipe, LLAMA, A_CPU))
-        given = arguments.server_arguments(
-            model_directory="",
-            layout=recipe.rollout.layout,
-            dtype="float32",
-            device="cpu",
-            requests_at_once=recipe.rollout.requests_at_once,
-            tokens_per_request=held.longest,
-            longest_pause_seconds=1.0,
-            options={},
-        )
-        assert held.cache_tokens == given["max_total_tokens"]
 
 
 # --- a device, phase by phase ----------------------------------------------------------------------------------------

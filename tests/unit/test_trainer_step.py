@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.algorithm.ragged import Ragged
+from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.schedule import Step, grpo_step
 from megagrpo.trainer.step import (
     critic_learning_rate,
     policy_learning_rate,
-    prompts_of_round,
     sample,
     solved_prompts,
     with_signal,

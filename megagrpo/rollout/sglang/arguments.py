@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import EngineError, Problem
+from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
 from megagrpo.weights.transport import LOAD_FORMAT
 
 CHECK = Path(__file__).with_name("check_arguments.py")
 CHECK_SECONDS = 120.0  # it imports part of SGLang, in an environment that may lie on a slow file system
 WATCHDOG_SECONDS = 300.0  # SGLang's own default
-CPU_CACHE_TOKENS = 65536
 
 # Arguments that follow from another key of the recipe, or that would break what megagrpo relies on.
 _SERVER = "nothing: megagrpo starts the server and chooses it"
@@ -125,12 +125,11 @@ def server_arguments(
         raise EngineError(Problem(f"rollout.sglang.{ours[0]}", given="set", needed="not set: megagrpo sets it"))
     defaults: dict[str, Any] = {"watchdog_timeout": longest_pause_seconds + WATCHDOG_SECONDS}
     if device == "cpu":
-        cache_tokens = min(requests_at_once * tokens_per_request, CPU_CACHE_TOKENS)
         defaults |= {
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "enable_deterministic_inference": True,  # to sample by seed
-            "max_total_tokens": max(cache_tokens, 2 * tokens_per_request),  # by default it takes all memory
+            "max_total_tokens": cpu_cache_tokens(requests_at_once, tokens_per_request),
             "max_running_requests": requests_at_once,
             "skip_server_warmup": True,
             "sleep_on_idle": True,  # otherwise an idle scheduler takes a core
