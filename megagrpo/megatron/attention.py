@@ -17,9 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megagrpo.weights.families.architecture import Rope
 
@@ -59,15 +62,15 @@ class PackedAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        rope: Rope,
         pg_collection: ProcessGroupCollection,
+        rope: Rope,
         softmax_scale: float | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
-        self.context_group = pg_collection.cp
-        self.frequencies = inverse_frequencies(rope, config.kv_channels).to(torch.cuda.current_device())
+        self.context_group, self.tensor_group = pg_collection.cp, pg_collection.tp
+        self.rope = rope
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}
@@ -82,46 +85,33 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> torch.Tensor:
-        """query [tokens, heads / tensor, head_dim], key and value [tokens, groups / tensor, head_dim] -> like query."""
-        packed = packed_seq_params
+        """query [tokens, heads / tensor, head_dim], key and value [tokens, groups / tensor, head_dim] -> like query.
+
+        Latent attention: key like query, value [tokens, heads / tensor, value_dim] -> like value.
+        """
+        query, key = self.rotated(query, key, packed_seq_params)
+        key, value = gather_context(key, value, self.context_group)
+        return attend(query, key, value, packed_seq_params.plan, self.scale)
+
+    @cached_property
+    def frequencies(self) -> torch.Tensor:
+        return inverse_frequencies(self.rope, self.config.kv_channels).to(torch.cuda.current_device())
+
+    def rotated(
+        self, query: torch.Tensor, key: torch.Tensor, packed: PackedSequences
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if packed.rotary is None:
             packed.rotary = cosine_and_sine(packed.positions, self.frequencies, query.dtype)
-        query, key = rotate(query, *packed.rotary), rotate(key, *packed.rotary)
-        key, value = gather_context(key, value, self.context_group)
-        return attend(query, key, value, packed.plan, self.scale)
+        return rotate(query, *packed.rotary), rotate(key, *packed.rotary)
 
 
-class PackedLatentAttention(MegatronModule):
+class PackedLatentAttention(PackedAttention):
     """core_attention of Megatron's MLASelfAttention, which rotates queries and keys before it calls this."""
 
-    def __init__(
-        self,
-        config: MLATransformerConfig,
-        pg_collection: ProcessGroupCollection,
-        softmax_scale: float,
-        **_: Any,
-    ) -> None:
-        super().__init__(config=config)
-        self.scale = softmax_scale
-        self.plain_dim, self.rotary_dim = config.qk_head_dim, config.qk_pos_emb_head_dim
-        self.context_group, self.tensor_group = pg_collection.cp, pg_collection.tp
-
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        return {}
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *,
-        packed_seq_params: PackedSequences,
-        **_: Any,
-    ) -> torch.Tensor:
-        """query and key [tokens, heads / tensor, head_dim], value [tokens, heads / tensor, value_dim] -> like value."""
-        key, value = gather_context(self.with_whole_gradient(key), value, self.context_group)
-        return attend(query, key, value, packed_seq_params.plan, self.scale)
+    def rotated(
+        self, query: torch.Tensor, key: torch.Tensor, packed: PackedSequences
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return query, self.with_whole_gradient(key)
 
     def with_whole_gradient(self, key: torch.Tensor) -> torch.Tensor:
         """The same keys; the gradient of their rotary part is summed over the heads of all tensor ranks.
@@ -129,7 +119,7 @@ class PackedLatentAttention(MegatronModule):
         All heads share the rotary part. Megatron gathers it from the column-parallel linear_kv_down_proj and silently
         takes the gradient from each rank's own heads for the whole gradient.
         """
-        plain, rotary = key.split([self.plain_dim, self.rotary_dim], dim=-1)
+        plain, rotary = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         of_all = copy_to_tensor_model_parallel_region(rotary[:, :1], self.tensor_group)
         return torch.cat([plain, of_all.expand(-1, key.shape[1], -1)], dim=-1)
 
@@ -140,7 +130,7 @@ def gather_context(
     """Keys and values of the tokens of all context ranks, one rank after another."""
     if group.size() == 1:
         return key, value
-    both = AllGather.apply(torch.cat([key, value], dim=-1), group)
+    both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=group)
     key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
     return key, value
 
@@ -196,23 +186,6 @@ class Collect(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         slots = ctx.saved_tensors[0]
         return gradient.new_zeros((ctx.size, *gradient.shape[1:])).index_copy_(0, slots, gradient), None
-
-
-class AllGather(torch.autograd.Function):
-    """[tokens, ...] of every rank -> [ranks * tokens, ...]; the gradient is summed over ranks and scattered back."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        whole = part.new_empty((group.size() * len(part), *part.shape[1:]))
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        part = gradient.new_empty((len(gradient) // ctx.group.size(), *gradient.shape[1:]))
-        dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
-        return part, None
 
 
 # A sequence joins a bucket if it is at least 4/5 as long as the longest there (padding adds at most a quarter), or at

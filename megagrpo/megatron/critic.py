@@ -22,7 +22,6 @@ from megagrpo.checkpoint.store import SavedFile
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron.batch import Batch, Minibatch, ResponseTokens, TokenTensors, sum_over_ranks
-from megagrpo.megatron.offload import Offload
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.rank_results import CriticMetrics
 from megagrpo.recipe.schema import CriticConfig, TrainConfig
@@ -53,11 +52,9 @@ class Critic:
         self._clip = settings.value_clip
         self._device = device
         self.model = TrainedModel(critic_of(read_architecture(directory)), train, where, directory, dtype, device.type)
-        self._offload = Offload(self.model.chunks, self.model.optimizer)
 
     def compute_values(self, batch: Batch) -> TokenTensors:
         """Values of the response tokens by the critic as it is now, float32."""
-        self._offload.require(["parameters"])
         return self.model.read_tokens(batch, _values)
 
     def update(
@@ -68,7 +65,6 @@ class Critic:
         values: the critic's before the update; returns: what it learns to predict; float32. Ranks of earlier pipeline
         stages return None. Raises RankError if a gradient is not finite.
         """
-        self._offload.require(PARTS)
         sums = CriticSums(self._device)
         grad_norms = []
         for _ in range(epochs):
@@ -96,7 +92,6 @@ class Critic:
 
     def save(self, directory: Path) -> tuple[SavedFile, ...]:
         """Writes this rank's part of the state below the policy's directory. Raises CheckpointError."""
-        self._offload.require(["parameters", "optimizer"])
         try:
             (directory / DIRECTORY).mkdir(exist_ok=True)
         except OSError as error:
@@ -106,15 +101,14 @@ class Critic:
 
     def load(self, directory: Path) -> None:
         """Replaces the state by the one saved below the policy's directory, of any layout. Raises CheckpointError."""
-        self._offload.require(["parameters", "optimizer"])
         self.model.load(directory / DIRECTORY)
 
     def release(self) -> None:
         """Moves weights and optimizer to host memory until `restore`; what needs them raises RankError meanwhile."""
-        self._offload.release(PARTS)
+        self.model.offload.release(PARTS)
 
     def restore(self) -> None:
-        self._offload.restore(PARTS)
+        self.model.offload.restore(PARTS)
 
 
 def _values(output: Tensor, response: ResponseTokens) -> Tensor:

@@ -125,12 +125,11 @@ def _local_layer(config: TransformerConfig, arch: Architecture, has_experts: boo
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
+    core = PackedAttention if arch.latent is None else PackedLatentAttention
+    attention.core_attention = ModuleSpec(module=core, params={"rope": arch.rope})
     if arch.latent is not None:
-        attention.core_attention = PackedLatentAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
-        return spec
-    attention.core_attention = ModuleSpec(module=PackedAttention, params={"rope": arch.rope})
-    if attention.q_layernorm is not IdentityOp:
+    elif attention.q_layernorm is not IdentityOp:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
 

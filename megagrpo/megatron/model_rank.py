@@ -19,7 +19,7 @@ from megagrpo.megatron import process
 from megagrpo.megatron.batch import Batch, ResponseTokens, as_tensors
 from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.model import unwrapped
-from megagrpo.megatron.offload import Offload, Part
+from megagrpo.megatron.offload import Part
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import AnyRecipe
@@ -51,9 +51,9 @@ class ModelRank:
             adapters=train.lora,
             seed=recipe.seed,
         )
-        self.offload = Offload(self.policy.chunks, self.policy.optimizer)
         self.batch = Batch()
         self.microbatches_at_once = 1  # in a pass without gradients
+        self.temperature = 1.0  # by which logits are divided
 
     def load_batch(self, batch: RankBatch) -> None:
         """Takes this data rank's part of a step, and forgets the one before."""
@@ -66,9 +66,7 @@ class ModelRank:
             at_once=self.microbatches_at_once,
         )
 
-    def logprobs(
-        self, output: Tensor, response: ResponseTokens, *, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor]:
+    def logprobs(self, output: Tensor, response: ResponseTokens, *, entropy: bool) -> tuple[Tensor, Tensor]:
         """Logprobs of the response tokens from the last stage's output, and entropies if wanted: float32 [tokens]."""
         architecture, tensor = self.policy.architecture, self.layout.tensor
         shard = VocabularyShard(
@@ -82,7 +80,7 @@ class ModelRank:
             response.labels,
             output_weight(unwrapped(self.policy.chunks[-1])),
             shard,
-            temperature=temperature,
+            temperature=self.temperature,
             entropy=entropy,
         )
 
@@ -109,7 +107,6 @@ class ModelRank:
 
     def tensors(self) -> dict[str, Tensor]:
         """The storages of `manifest`: the policy's weights themselves; copies where adapters are added to them."""
-        self.offload.require(["parameters"])
         return self.policy.tensors()
 
     def write_export(self, export: Export, plan: WeightPlan, source: int, adapters: bool) -> None:
@@ -118,27 +115,25 @@ class ModelRank:
         This rank is the plan's `source`-th, with its manifest or its adapter_manifest.
         """
         require_own(plan.sources[source], self.adapter_manifest() if adapters else self.manifest())
-        self.offload.require(["parameters"])
+        self.policy.offload.require(["parameters"])
         write_part(export, plan, source, self.policy.trained_adapters.tensors() if adapters else self.tensors())
 
     # --- checkpoints, memory, process ---------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> tuple[SavedFile, ...]:
         """Writes this rank's part of the training state into an empty directory. Raises CheckpointError."""
-        self.offload.require(["parameters", "optimizer"])
         return self.policy.save(directory)
 
     def load(self, directory: Path) -> None:
         """Replaces the training state by a saved one, of any layout. Raises CheckpointError."""
-        self.offload.require(["parameters", "optimizer"])
         self.policy.load(directory)
 
     def release(self, parts: Iterable[Part]) -> None:
         """Moves parts to host memory until `restore`; what needs them raises RankError meanwhile."""
-        self.offload.release(parts)
+        self.policy.offload.release(parts)
 
     def restore(self, parts: Iterable[Part]) -> None:
-        self.offload.restore(parts)
+        self.policy.offload.restore(parts)
 
     def close(self) -> None:
         process.stop()

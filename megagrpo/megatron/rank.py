@@ -20,11 +20,11 @@ from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import SavedFile
 from megagrpo.errors import Problem, RankError
-from megagrpo.megatron.batch import Minibatch, Passes, ResponseTokens, TokenTensors, TokenWeights, of_tokens, weigh
+from megagrpo.megatron.batch import Minibatch, Passes, TokenTensors, TokenWeights, of_tokens, weigh
 from megagrpo.megatron.critic import Critic
 from megagrpo.megatron.metrics import MetricSums, reduce_mismatch
 from megagrpo.megatron.model_rank import ModelRank
-from megagrpo.megatron.offload import Offload, Part
+from megagrpo.megatron.offload import Part
 from megagrpo.megatron.reference import Reference
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenNumbers
 from megagrpo.recipe.defaults import dtype_name
@@ -55,13 +55,10 @@ class TrainRank(ModelRank):
         train, algorithm = recipe.train, recipe.algorithm
         inference_tokens = train.logprob_tokens_per_microbatch or train.tokens_per_microbatch
         self.microbatches_at_once = inference_tokens // train.tokens_per_microbatch
-        self.reference: Reference | None = None
+        self.temperature = recipe.rollout.temperature
         if algorithm.kl.coefficient > 0:
             follows = algorithm.reference.update_every_steps is not None
-            self.reference = Reference(self.policy.chunks, share=algorithm.reference.share if follows else None)
-            self.offload = Offload(self.policy.chunks, self.policy.optimizer, self.reference.tensors)
-            if follows:
-                self.policy.save_reference(self.reference)
+            self.policy.keep_reference(algorithm.reference.share if follows else None)
         self._critic: Critic | None = None
 
     def add_critic(self, directory: str) -> None:
@@ -90,9 +87,6 @@ class TrainRank(ModelRank):
 
     def compute_reference_logprobs(self) -> None:
         """Logprobs of the batch under the reference; they stay here."""
-        if self.reference is None:
-            raise RankError(Problem("reference logprobs", "algorithm.kl.coefficient: 0", "a KL coefficient above 0"))
-        self.offload.require(["reference"])
         with self.reference.in_place_of(self.policy.chunks):
             self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs())
 
@@ -110,7 +104,6 @@ class TrainRank(ModelRank):
         of all, the others None. Raises RankError if a pass over the batch is missing (see begin_update) or a gradient
         is not finite.
         """
-        self.offload.require(["parameters", "gradients", "optimizer"])
         update = self.begin_update(advantages, kl_coefficient, step)
         grad_norms = []
         for _ in range(self.recipe.algorithm.epochs):
@@ -135,7 +128,7 @@ class TrainRank(ModelRank):
         minibatches = [minibatch for minibatch in self.batch.minibatches if minibatch.packed]
         if len(minibatches) * algorithm.epochs > 1 or algorithm.prepares_by_old_logprobs:
             _computed("old_logprobs", passes.old_logprobs)
-        if self.reference is not None:
+        if self.policy.reference is not None:
             _computed("reference_logprobs", passes.reference_logprobs)
         settings = ObjectiveSettings(
             loss=algorithm.loss,
@@ -159,7 +152,7 @@ class TrainRank(ModelRank):
 
         def loss(index: int, output: Tensor) -> Tensor:
             response, of_batch = minibatch.responses[index], minibatch.first + index
-            logprobs, entropy = self._logprobs(output, response, entropy=True)
+            logprobs, entropy = self.logprobs(output, response, entropy=True)
             update.before_update.setdefault(of_batch, logprobs.detach())
             old, reference = self.passes.old_logprobs, self.passes.reference_logprobs
             inputs = ObjectiveInputs(
@@ -182,10 +175,15 @@ class TrainRank(ModelRank):
 
     def update_reference(self) -> None:
         """Moves the reference towards the policy by the recipe's share."""
-        if self.reference is None:
-            raise RankError(Problem("update of the reference", "algorithm.kl.coefficient: 0", "a reference policy"))
-        self.offload.require(["parameters", "reference"])
         self.reference.follow(self.policy.chunks)
+
+    @property
+    def reference(self) -> Reference:
+        """Raises RankError if there is none, or while its memory or the policy's is released."""
+        if self.policy.reference is None:
+            raise RankError(Problem("the reference", "algorithm.kl.coefficient: 0", "a KL coefficient above 0"))
+        self.policy.offload.require(["parameters", "reference"])
+        return self.policy.reference
 
     # --- the critic's part of the step --------------------------------------------------------------------------------
 
@@ -217,12 +215,10 @@ class TrainRank(ModelRank):
 
     def save(self, directory: Path) -> tuple[SavedFile, ...]:
         """Also writes the critic's state, into a directory of its own in this one."""
-        self._require_reference()
         files = super().save(directory)
         return files + self._critic.save(directory) if self._critic else files
 
     def load(self, directory: Path) -> None:
-        self._require_reference()
         super().load(directory)
         if self._critic:
             self._critic.load(directory)
@@ -240,21 +236,12 @@ class TrainRank(ModelRank):
         if self._critic and "critic" in parts:
             self._critic.restore()
 
-    def _require_reference(self) -> None:
-        """A reference that follows the policy is in checkpoints."""
-        if self.reference is not None and self.reference.follows:
-            self.offload.require(["reference"])
-
     # --- numbers by token ---------------------------------------------------------------------------------------------
-
-    def _logprobs(self, output: Tensor, response: ResponseTokens, *, entropy: bool) -> tuple[Tensor, Tensor]:
-        return self.logprobs(output, response, temperature=self.recipe.rollout.temperature, entropy=entropy)
 
     def _compute_logprobs(self) -> TokenTensors:
         """A pass over the batch: logprobs of its response tokens under the weights in the policy's chunks, float32."""
-        self.offload.require(["parameters"])
         return self.policy.read_tokens(
-            self.batch, lambda output, response: self._logprobs(output, response, entropy=False)[0]
+            self.batch, lambda output, response: self.logprobs(output, response, entropy=False)[0]
         )
 
     def of_tokens(self, values: RowOrTokenValues) -> TokenTensors:

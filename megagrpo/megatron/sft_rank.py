@@ -49,7 +49,7 @@ class SftRank(ModelRank):
 
     def _nats(self, output: Tensor, response: ResponseTokens) -> Tensor:
         """-log p of each of the assistant's tokens of one microbatch, float32 [tokens]."""
-        return -self.logprobs(output, response, temperature=1.0, entropy=False)[0]
+        return -self.logprobs(output, response, entropy=False)[0]
 
     @property
     def _minibatch(self) -> Minibatch:

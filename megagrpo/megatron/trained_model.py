@@ -24,6 +24,7 @@ from megagrpo.megatron.batch import Batch, PackedTensors, ResponseTokens, TokenT
 from megagrpo.megatron.config import layer_spec, transformer_config
 from megagrpo.megatron.lora import Adapters
 from megagrpo.megatron.model import Loss, build_chunks, forward, forward_backward, named_tensors, sum_gradients
+from megagrpo.megatron.offload import Offload
 from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.state import TrainingState
 from megagrpo.recipe import schema
@@ -65,7 +66,8 @@ class TrainedModel:
         sum_gradients(config)
         self.chunks = wrap_chunks(models, config, train.distributed_optimizer)
         self.optimizer = make_optimizer(self.chunks, train.optimizer, train.distributed_optimizer, dtype)
-        self._reference: Reference | None = None
+        self.reference: Reference | None = None
+        self.offload = Offload(self.chunks, self.optimizer)
         trained, held = tensors_of(architecture), self.manifest()
         if self.adapters:
             trained, held = self.adapters.checkpoint_tensors, self.adapters.manifest
@@ -77,6 +79,7 @@ class TrainedModel:
 
     def tensors(self) -> dict[str, Tensor]:
         """The storages of `manifest`: the weights themselves; copies where adapters are added to them."""
+        self.offload.require(["parameters"])
         weights = named_tensors(self.chunks)
         return self.adapters.merged(weights) if self.adapters else weights
 
@@ -92,6 +95,7 @@ class TrainedModel:
 
         `read` takes the last stage's output for a microbatch and its response tokens, and returns [response tokens].
         """
+        self.offload.require(["parameters"])
         found: dict[int, Tensor] = {}
 
         def keep(index: int, output: Tensor) -> Tensor:
@@ -105,6 +109,7 @@ class TrainedModel:
         return tuple(found[part] for part in sorted(found))
 
     def zero_gradients(self) -> None:
+        self.offload.require(["parameters", "gradients", "optimizer"])
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -126,20 +131,28 @@ class TrainedModel:
             raise RankError(Problem("update: the gradient is not finite", f"norm {grad_norm}", fix=fix))
         return float(grad_norm)
 
-    def save_reference(self, reference: Reference) -> None:
-        """Adds a reference that follows the policy to the training state."""
-        self._reference = reference
-        self._state = replace(self._state, reference=reference.named(self.chunks))
+    def keep_reference(self, share: float | None) -> None:
+        """Makes the weights as they are now the reference. One that follows (see Reference) is in checkpoints."""
+        self.reference = Reference(self.chunks, share)
+        self.offload = Offload(self.chunks, self.optimizer, self.reference.tensors)
+        if self.reference.follows:
+            self._state = replace(self._state, reference=self.reference.named(self.chunks))
 
     def save(self, directory: Path) -> tuple[SavedFile, ...]:
         """Writes this rank's part of the training state into an empty directory. Raises CheckpointError."""
+        self._require_state()
         return state.save(self._state, directory)
 
     def load(self, directory: Path) -> None:
         """Replaces the training state by a saved one, of any layout. Raises CheckpointError."""
+        self._require_state()
         state.load(self._state, directory)
-        if self._reference:
-            self._reference.restored()
+        if self.reference and self.reference.follows:
+            self.reference.restored()
+
+    def _require_state(self) -> None:
+        follows = self.reference is not None and self.reference.follows
+        self.offload.require(["parameters", "optimizer", "reference"] if follows else ["parameters", "optimizer"])
 
 
 # Megatron looks for a gradient on the views that the distributed optimizer updates.

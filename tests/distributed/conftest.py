@@ -1,16 +1,19 @@
-"""Models that the tests of training ranks share."""
+"""Models and batches that the tests of training ranks share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.distributed.step_case import Case, make_case
 from tests.tiny_models import make_model
 
 Tiny = Callable[..., Path]
+CaseOf = Callable[..., Case]
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +26,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
         return make_model(family, root / name, **changes)
 
     return made
+
+
+@pytest.fixture(scope="session")
+def case_of(tiny: Tiny) -> CaseOf:
+    """A batch for such a model: case_of(family, **changes of its config)."""
+    return cache(lambda family, **changes: make_case(tiny(family, **changes)))

@@ -84,7 +84,8 @@ ROWS = {
     "unequal, data": Row(ParallelLayout(pipeline=2, data=2, first_stage_layers=3), "qwen3", "bfloat16", True),
     # Expert with tensor while expert_tensor is 1, without the distributed optimizer.
     "expert over tensor": Row(ParallelLayout(tensor=2, expert=2), "qwen3_moe", "bfloat16"),
-    # Beyond pairs: more tensor ranks than query groups; a stage between the first and the last.
+    # Beyond pairs: more tensor ranks than query groups; a stage between the first and the last; more context ranks.
     "four tensor ranks": Row(ParallelLayout(tensor=4), "qwen2_tied"),
     "three stages": Row(ParallelLayout(pipeline=3, last_stage_layers=2), "qwen2_tied"),
+    "four context ranks": Row(ParallelLayout(context=4), "qwen2_tied"),
 }

@@ -1,7 +1,4 @@
-"""The ranks' side of the parity tests: build a model in a layout, load it, and run it on packed microbatches.
-
-Not a test module, so that ranks need not import transformers.
-"""
+"""What tests run on every rank with a model alone: build it in a layout, load it, and pass packed microbatches."""
 
 from __future__ import annotations
 
@@ -11,20 +8,25 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.megatron import model, process
 from megagrpo.megatron.batch import NO_ROW, PackedTensors, pack
-from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
+from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
+
+
+def load_model(directory: Path, layout: ParallelLayout, dtype: str = "float32", **train: Any) -> TrainedModel:
+    """This rank's part of the model; `train` sets other fields of the recipe's train section."""
+    settings = TrainConfig(layout=LayoutConfig(**vars(layout)), distributed_optimizer=False, **train)
+    where = rank_grid(layout)[dist.get_rank()]
+    return TrainedModel(read_architecture(directory), settings, where, directory, getattr(torch, dtype), "cpu")
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,7 @@ def logits_of_models(
     """For each model, this rank's logits of its part of `microbatches[m][sequence][token]`; None on earlier stages."""
     process.start_parallel(layout, seed=1)
     return [
-        logits_of_chunks(load_model(directory, layout, getattr(torch, dtype))[0], layout, microbatches)
-        for directory in directories
+        logits_of_chunks(load_model(directory, layout, dtype).chunks, layout, microbatches) for directory in directories
     ]
 
 
@@ -52,46 +53,28 @@ def logits_of_chunks(
     chunks: list[torch.nn.Module], layout: ParallelLayout, microbatches: list[list[list[int]]]
 ) -> RankLogits | None:
     """What this rank's model chunks compute of its part of the microbatches; None on earlier stages."""
-    outputs: list[tuple[torch.Tensor, PackedTensors]] = []
+    packed, outputs = rank_microbatches(layout, microbatches), []
 
-    def forward_step(batches: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        packed = next(batches)
+    def keep(_: int, hidden: torch.Tensor) -> torch.Tensor:
+        outputs.append(logits_of(chunks[-1], hidden).float())
+        return hidden.sum()
 
-        def keep(hidden: torch.Tensor, non_loss_data: bool) -> None:
-            outputs.append((logits_of(chunk, hidden).float(), packed))
-
-        return model.output_of(chunk, packed), keep
-
-    with torch.no_grad():
-        run_schedule(chunks, forward_step, rank_microbatches(layout, microbatches), forward_only=True)
+    model.forward(chunks, packed, keep)
     if not outputs:
         return None
-    rows, positions = (torch.cat([getattr(packed, name) for _, packed in outputs]) for name in ("rows", "positions"))
+    rows, positions = (torch.cat([getattr(micro, name) for micro in packed]) for name in ("rows", "positions"))
     real = rows != NO_ROW
     return RankLogits(
         parallel_state.get_tensor_model_parallel_rank(),
         rows[real].numpy(),
         positions[real].numpy(),
-        torch.cat([logits for logits, _ in outputs])[real].numpy(),
+        torch.cat(outputs)[real].numpy(),
     )
 
 
 def logits_of(chunk: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """[tokens, padded vocab / tensor] from the last stage's output."""
     return hidden @ output_weight(model.unwrapped(chunk)).t()
-
-
-def load_model(
-    directory: Path, layout: ParallelLayout, dtype: torch.dtype, **train: Any
-) -> tuple[list[torch.nn.Module], Architecture]:
-    """This rank's chunks of the model in `directory`; `train` sets other fields of the recipe's train section."""
-    arch = read_architecture(directory)
-    recipe = TrainConfig(layout=LayoutConfig(**vars(layout)), **train)
-    chunks = model.build_chunks(arch, transformer_config(arch, recipe, dtype, "cpu"), layout)
-    where = rank_grid(layout)[torch.distributed.get_rank()]
-    manifest = LOCAL_SPEC.manifest(arch, layout, where, str(dtype).removeprefix("torch."))
-    load_files(directory, manifest, model.named_tensors(chunks))
-    return chunks, arch
 
 
 def response_logprobs(
@@ -105,7 +88,7 @@ def response_logprobs(
     """Logprobs, and entropies where they are asked for, of the response tokens: [response tokens] each."""
     columns = arch.padded_vocab(layout.tensor) // layout.tensor
     group = parallel_state.get_tensor_model_parallel_group() if layout.tensor > 1 else None
-    first = columns * rank_grid(layout)[torch.distributed.get_rank()].tensor
+    first = columns * rank_grid(layout)[dist.get_rank()].tensor
     at = packed.mask.nonzero()[:, 0]
     return vocabulary_logprobs(
         hidden,
@@ -120,15 +103,15 @@ def response_logprobs(
 
 def rank_microbatches(layout: ParallelLayout, microbatches: list[list[list[int]]]) -> list[PackedTensors]:
     """Each data rank takes every data-th sequence of each microbatch. Rows count the sequences in order."""
-    where = rank_grid(layout)[torch.distributed.get_rank()]
+    where = rank_grid(layout)[dist.get_rank()]
     packed, row = [], 0
     for sequences in microbatches:
-        mine = []
-        for index, tokens in enumerate(sequences):
-            if index % layout.data == where.data:
-                mine.append(train_sequence(tokens, row))
-            row += 1
-        packed.append(pack(Microbatch(tuple(mine)), layout=layout, context_rank=where.context, device="cpu"))
+        rows = range(row, row + len(sequences))
+        mine = tuple(
+            train_sequence(*each) for each in list(zip(sequences, rows, strict=True))[where.data :: layout.data]
+        )
+        packed.append(pack(Microbatch(mine), layout=layout, context_rank=where.context, device="cpu"))
+        row += len(sequences)
     return packed
 
 
@@ -138,23 +121,4 @@ def train_sequence(tokens: list[int] | np.ndarray, row: int) -> TrainSequence:
         loss_mask=np.arange(len(tokens)) > 0,
         rollout_logprobs=np.zeros(len(tokens)),
         row=row,
-    )
-
-
-def run_schedule(
-    chunks: list[torch.nn.Module], forward_step: Any, packed: list[PackedTensors], forward_only: bool, tokens: int = 1
-) -> Any:
-    """Megatron's pipeline schedule over `packed`; every model chunk sees all microbatches in order.
-
-    `tokens` in each microbatch matters only where a test gives up variable_seq_lengths.
-    """
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(packed) for _ in chunks] if len(chunks) > 1 else iter(packed),
-        model=chunks,
-        num_microbatches=len(packed),
-        seq_length=tokens,
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
     )

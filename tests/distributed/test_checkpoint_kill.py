@@ -14,29 +14,30 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron import state
+from megagrpo.megatron.sft_rank import SftRank
 from tests.distributed.conftest import Tiny
-from tests.distributed.tiny_training import TinyTraining
-from tests.rank_group import RankGroupError, run_ranks
+from tests.distributed.step_case import Case, conversations, make_sft_recipe
+from tests.distributed.step_ranks import on_ranks, sft_steps, with_noise
+from tests.rank_group import RankGroupError
 
 
-def save_twice_and_die(model: Path, root: Path, victim: int, moment: float) -> None:
+def save_twice_and_die(rank: SftRank, batch: RankBatch, _: None, root: Path, victim: int, moment: float) -> None:
     """Save step 1; begin to save step 2, in which `victim` is killed after `moment` of the time that the first took."""
-    training = TinyTraining(model, ParallelLayout(pipeline=2))
     store = CheckpointStore(root, keep_last=1)
     seconds = 0.0
     for step in (1, 2):
-        training.step()
+        sft_steps(rank, batch, 1)
         if dist.get_rank() == 0:
             store.begin(step)
         dist.barrier()
         if step == 2 and dist.get_rank() == victim:
             threading.Timer(moment * seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
         started = time.monotonic()
-        files = state.save(training.state, root / f".saving_step_{step:06d}" / "rank")
+        files = rank.save(root / f".saving_step_{step:06d}" / "rank")
         seconds = time.monotonic() - started
         gathered = [files, ()]
         dist.all_gather_object(gathered, files)
@@ -47,38 +48,35 @@ def save_twice_and_die(model: Path, root: Path, victim: int, moment: float) -> N
         dist.barrier()
 
 
-def load_and_step(model: Path, directory: Path) -> tuple[float, float]:
-    training = TinyTraining(model, weights=False)
-    state.load(training.state, directory)
-    return training.step()
-
-
-def second_step(model: Path) -> tuple[float, float]:
-    return TinyTraining(model).steps(2)[1]
+def second_step(rank: SftRank, batch: RankBatch, _: None, saved: Path | None = None) -> list[float]:
+    if saved is None:
+        return sft_steps(rank, batch, 2)[2:]
+    with_noise(rank).load(saved)
+    return sft_steps(rank, batch, 1)
 
 
 @pytest.fixture(scope="module")
-def model(tiny: Tiny) -> Path:
-    return tiny("qwen2_tied")
+def case(tiny: Tiny) -> Case:
+    return conversations(tiny("qwen2_tied"))
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> tuple[float, float]:
-    return run_ranks(1, second_step, model)[0]
+def expected(case: Case) -> list[float]:
+    return on_ranks(second_step, make_sft_recipe(ParallelLayout()), case)[0]
 
 
 @pytest.mark.parametrize(("victim", "moment"), [(0, 0.2), (1, 0.5), (0, 0.8)])
 def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(
-    victim: int, moment: float, model: Path, expected: tuple[float, float], tmp_path: Path
+    victim: int, moment: float, case: Case, expected: list[float], tmp_path: Path
 ) -> None:
     with pytest.raises(RankGroupError):
-        run_ranks(2, save_twice_and_die, model, tmp_path, victim, moment)
-    store = CheckpointStore(tmp_path, keep_last=1)
-    found = store.latest_complete()
+        on_ranks(save_twice_and_die, make_sft_recipe(ParallelLayout(pipeline=2)), case, tmp_path, victim, moment)
+    found = CheckpointStore(tmp_path, keep_last=1).latest_complete()
     assert found is not None
     assert found.state.step == 1
     assert found.warnings == ()
-    assert run_ranks(1, load_and_step, model, found.rank_directory)[0] == pytest.approx(expected, rel=0, abs=2e-6)
+    (resumed,) = on_ranks(second_step, make_sft_recipe(ParallelLayout()), case, found.rank_directory)
+    assert resumed == pytest.approx(expected, rel=5e-6)
 
 
 COMMIT_FOR_EVER = """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,42 +15,43 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megagrpo.checkpoint.store import describe
+from megagrpo.batching.rank_batches import RankBatch
+from megagrpo.checkpoint.store import SavedFile, describe
 from megagrpo.errors import CheckpointError
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron import state
+from megagrpo.megatron.sft_rank import SftRank
 from tests.distributed.conftest import Tiny
 from tests.distributed.layouts import ROWS, Row
-from tests.distributed.tiny_training import TinyTraining
-from tests.rank_group import run_ranks
-
-
-def training_in(model: Path, row: Row, weights: bool = True) -> TinyTraining:
-    return TinyTraining(model, row.layout, row.distributed_optimizer, row.dtype, weights)
-
-
-def save_and_continue(model: Path, directory: Path, row: Row) -> dict[str, Any]:
-    """Two steps, a save, two more steps. The files, and the losses and norms of the last two."""
-    training = training_in(model, row)
-    training.steps(2)
-    files = state.save(training.state, directory)
-    random = torch.rand(3).tolist()
-    return {"files": files, "after": training.steps(2), "tensors": training.tensors(), "random": random}
-
-
-def load_and_continue(model: Path, directory: Path, row: Row) -> dict[str, Any]:
-    """What the two steps after a load give, started from weights that are noise."""
-    training = training_in(model, row, weights=False)
-    state.load(training.state, directory)
-    random = torch.rand(3).tolist()
-    return {"after": training.steps(2), "tensors": training.tensors(), "random": random}
-
-
-def just_train(model: Path) -> list[tuple[float, float]]:
-    return TinyTraining(model).steps(4)[2:]
-
+from tests.distributed.step_case import conversations, make_sft_recipe
+from tests.distributed.step_ranks import on_ranks, sft_steps, states_of, with_noise
 
 TENSOR = Row(ParallelLayout(tensor=2), "qwen2_tied", distributed_optimizer=True)
+
+
+def in_row(function: Callable[..., Any], model: Path, row: Row, *args: Any) -> list[Any]:
+    recipe = make_sft_recipe(row.layout, row.dtype, distributed_optimizer=row.distributed_optimizer)
+    return on_ranks(function, recipe, conversations(model), *args)
+
+
+def save_and_continue(rank: SftRank, batch: RankBatch, _: None, directory: Path) -> dict[str, Any]:
+    """Two steps, a save, two more steps. The files, and the losses and norms of the last two."""
+    sft_steps(rank, batch, 2)
+    files = rank.save(directory)
+    random = torch.rand(3).tolist()
+    return {"files": files, "after": sft_steps(rank, batch, 2), "states": states_of(rank.policy), "random": random}
+
+
+def load_and_continue(rank: SftRank, batch: RankBatch, _: None, directory: Path) -> dict[str, Any]:
+    """What the two steps after a load give, started from weights that are noise."""
+    with_noise(rank).load(directory)
+    random = torch.rand(3).tolist()
+    return {"after": sft_steps(rank, batch, 2), "states": states_of(rank.policy), "random": random}
+
+
+def four_steps(rank: SftRank, batch: RankBatch, _: None) -> dict[str, Any]:
+    return {"after": sft_steps(rank, batch, 4)[4:]}
+
+
 # Each row of four layers is saved, and loaded in the next of its kind.
 CHAINS = {
     "qwen2_tied": ["unequal, data", "tensor", "context, data", "three stages", "one rank"],
@@ -69,102 +72,121 @@ IN_EVERY_RUN = [next(pair for pair in PAIRS if pair[0] == family) for family in 
 )
 def test_a_run_continues_in_another_layout(family: str, saved: str, loaded: str, tiny: Tiny, tmp_path: Path) -> None:
     first, second = (replace(ROWS[name], layout=ROWS[name].of(family), dtype="float32") for name in (saved, loaded))
-    run = run_ranks(first.layout.ranks, save_and_continue, tiny(family), tmp_path, first)[0]
-    # Two steps of Adam enlarge what float32 rounds in another order: 1.8e-5 of a gradient norm of 1.7 was seen.
-    between_layouts = 4e-5 if family == "deepseek_v3" else 2e-6
-    alone = run_ranks(1, just_train, tiny(family))[0]
-    assert close(run["after"], alone, between_layouts), (run["after"], alone)
-    resumed = run_ranks(second.layout.ranks, load_and_continue, tiny(family), tmp_path, second)[0]
-    assert close(resumed["after"], run["after"], between_layouts), (resumed["after"], run["after"])
+    # Two steps of Adam enlarge what float32 rounds in another order.
+    between_layouts = 3e-5 if family == "deepseek_v3" else 5e-6
+    run, alone, resumed = (
+        figures(in_row(function, tiny(family), row, *args))
+        for function, row, *args in (
+            (save_and_continue, first, tmp_path),
+            (four_steps, ROWS["one rank"]),
+            (load_and_continue, second, tmp_path),
+        )
+    )
+    assert run == pytest.approx(alone, rel=between_layouts)
+    assert resumed == pytest.approx(run, rel=between_layouts)
+
+
+def figures(results: list[dict[str, Any]]) -> list[float]:
+    """Losses and norms of the steps, alike on all ranks that know them."""
+    (found,) = {tuple(result["after"]) for result in results if result["after"]}
+    return list(found)
 
 
 @pytest.mark.parametrize("name", ["tensor", "unequal, data", "tensor, unequal", "expert, data"])
 def test_in_the_same_layout_a_run_continues_bit_for_bit(name: str, tiny: Tiny, tmp_path: Path) -> None:
     row = ROWS[name]
     run, resumed = (
-        run_ranks(row.layout.ranks, function, tiny(row.family), tmp_path, row)
-        for function in (save_and_continue, load_and_continue)
+        in_row(function, tiny(row.family), row, tmp_path) for function in (save_and_continue, load_and_continue)
     )
     for whole, continued in zip(run, resumed, strict=True):
         assert continued["after"] == whole["after"]
         assert continued["random"] == whole["random"]
-        assert continued["tensors"].keys() == whole["tensors"].keys()
-        for tensor, value in continued["tensors"].items():
-            assert torch.equal(value, whole["tensors"][tensor]), tensor
-
-
-def test_what_the_ranks_report_is_what_lies_in_the_directory(tiny: Tiny, tmp_path: Path) -> None:
-    results = run_ranks(2, save_and_continue, tiny("qwen2_tied"), tmp_path, TENSOR)
-    files = [file for result in results for file in result["files"]]
-    assert sorted(file.path for file in files) == sorted(path.name for path in tmp_path.iterdir())
-    assert all(describe(tmp_path, tmp_path / file.path) == file for file in files)
-
-
-def load_and_report(model: Path, directory: Path, row: Row) -> tuple[str, bool]:
-    """The error of a load, and whether the rank's weights and states are still as they were."""
-    training = training_in(model, row)
-    training.step()
-    before = training.tensors()
-    try:
-        state.load(training.state, directory)
-    except CheckpointError as error:
-        after = training.tensors()
-        return str(error), all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    return "", False
-
-
-def test_another_model_is_refused_by_name_on_every_rank_before_anything_changes(tiny: Tiny, tmp_path: Path) -> None:
-    run_ranks(1, save_and_continue, tiny("qwen2_tied"), tmp_path, ROWS["one rank"])
-    for message, untouched in run_ranks(3, load_and_report, tiny("qwen3_moe"), tmp_path, ROWS["three stages"]):
-        assert untouched
-        assert "exp_avg.model.layers.0.mlp.experts.0.gate_proj.weight" in message  # rank 0's, and
-        assert "param.lm_head.weight" in message  # the last rank's, on all
-
-
-@pytest.mark.parametrize("file", [".metadata", "common.pt", "__1_0.distcp"])
-def test_files_that_cannot_be_read_are_a_checkpoint_error_on_every_rank(file: str, tiny: Tiny, tmp_path: Path) -> None:
-    run_ranks(2, save_and_continue, tiny("qwen2_tied"), tmp_path, TENSOR)
-    (tmp_path / file).write_bytes(b"")
-    for message, _ in run_ranks(2, load_and_report, tiny("qwen2_tied"), tmp_path, TENSOR):
-        assert message.startswith("checkpoint error")
-        assert "cannot be read" in message
-
-
-def save_on_a_full_disk(model: Path, directory: Path, full_rank: int) -> tuple[str, list[str]]:
-    """The error of a save while one rank cannot write, and the processes that it left behind."""
-    training = training_in(model, TENSOR)
-    training.step()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if dist.get_rank() == full_rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        state.save(training.state, directory)
-    except CheckpointError as error:
-        return str(error), [child.name() for child in psutil.Process().children()]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    return "", []
-
-
-@pytest.mark.parametrize("full_rank", [0, 1])
-def test_a_full_disk_on_one_rank_is_a_checkpoint_error_on_all(full_rank: int, tiny: Tiny, tmp_path: Path) -> None:
-    results = run_ranks(2, save_on_a_full_disk, tiny("qwen2_tied"), tmp_path, full_rank)
-    for message, processes in results:
-        assert message.startswith("checkpoint error")
-        assert "File too large" in message
-        assert processes == []
+        assert continued["states"].keys() == whole["states"].keys()
+        for tensor, value in continued["states"].items():
+            assert torch.equal(value, whole["states"][tensor]), tensor
 
 
 def test_a_tied_embedding_that_data_ranks_cut_on_two_stages_is_saved_once(tiny: Tiny, tmp_path: Path) -> None:
     # So large that data ranks would cut it differently on the two stages, had it no bucket of its own.
     model = tiny("qwen2_tied", vocab_size=1001)
     row = Row(ParallelLayout(pipeline=2, data=2), "qwen2_tied", distributed_optimizer=True)
-    run = run_ranks(4, save_and_continue, model, tmp_path, row)[0]
-    resumed = run_ranks(1, load_and_continue, model, tmp_path, ROWS["one rank"])[0]
-    assert close(resumed["after"], run["after"])
+    run = figures(in_row(save_and_continue, model, row, tmp_path))
+    resumed = figures(in_row(load_and_continue, model, ROWS["one rank"], tmp_path))
+    assert resumed == pytest.approx(run, rel=5e-6)
 
 
-def close(some: list[tuple[float, float]], others: list[tuple[float, float]], atol: float = 2e-6) -> bool:
-    return torch.allclose(torch.tensor(some), torch.tensor(others), rtol=0, atol=atol)
+# --- files and errors -------------------------------------------------------------------------------------------------
+
+
+def save(rank: SftRank, batch: RankBatch, _: None, directory: Path) -> tuple[SavedFile, ...]:
+    sft_steps(rank, batch, 1)
+    return rank.save(directory)
+
+
+@pytest.fixture(scope="module")
+def saved(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[SavedFile]]:
+    """A checkpoint of two tensor ranks, and the files that they report."""
+    directory = tmp_path_factory.mktemp("saved")
+    return directory, [file for files in in_row(save, tiny("qwen2_tied"), TENSOR, directory) for file in files]
+
+
+def test_what_the_ranks_report_is_what_lies_in_the_directory(saved: tuple[Path, list[SavedFile]]) -> None:
+    directory, files = saved
+    assert sorted(file.path for file in files) == sorted(path.name for path in directory.iterdir())
+    assert all(describe(directory, directory / file.path) == file for file in files)
+
+
+def failed_loads(rank: SftRank, batch: RankBatch, _: None, directories: list[Path]) -> list[str]:
+    """The errors. The rank's weights and states stay as they were."""
+    sft_steps(rank, batch, 1)
+    before, errors = states_of(rank.policy), []
+    for directory in directories:
+        with pytest.raises(CheckpointError) as error:
+            rank.load(directory)
+        errors.append(str(error.value))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in states_of(rank.policy).items())
+    return errors
+
+
+def test_another_model_is_refused_by_name_on_every_rank_before_anything_changes(
+    saved: tuple[Path, list[SavedFile]], tiny: Tiny
+) -> None:
+    for (message,) in in_row(failed_loads, tiny("qwen3_moe"), ROWS["three stages"], [saved[0]]):
+        assert "exp_avg.model.layers.0.mlp.experts.0.gate_proj.weight" in message  # rank 0's, and
+        assert "param.lm_head.weight" in message  # the last rank's, on all
+
+
+def test_files_that_cannot_be_read_are_a_checkpoint_error_on_every_rank(
+    saved: tuple[Path, list[SavedFile]], tiny: Tiny, tmp_path: Path
+) -> None:
+    files = [".metadata", "common.pt", "__1_0.distcp"]
+    for file in files:
+        shutil.copytree(saved[0], tmp_path / file)
+        (tmp_path / file / file).write_bytes(b"")
+    results = in_row(failed_loads, tiny("qwen2_tied"), TENSOR, [tmp_path / file for file in files])
+    for message in [message for messages in results for message in messages]:
+        assert "cannot be read" in message
+
+
+def save_on_a_full_disk(rank: SftRank, batch: RankBatch, _: None, directories: list[Path]) -> list[str]:
+    """The errors of saves during which one rank after the other cannot write. They leave no processes behind."""
+    sft_steps(rank, batch, 1)
+    limits, errors = resource.getrlimit(resource.RLIMIT_FSIZE), []
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for full_rank, directory in enumerate(directories):
+        if dist.get_rank() == full_rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        with pytest.raises(CheckpointError) as error:
+            rank.save(directory)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        errors.append(str(error.value))
+    assert not psutil.Process().children()
+    return errors
+
+
+def test_a_full_disk_on_one_rank_is_a_checkpoint_error_on_all(tiny: Tiny, tmp_path: Path) -> None:
+    directories = [tmp_path / "rank 0", tmp_path / "rank 1"]
+    for directory in directories:
+        directory.mkdir()
+    for messages in in_row(save_on_a_full_disk, tiny("qwen2_tied"), TENSOR, directories):
+        assert all("File too large" in message for message in messages)

@@ -10,24 +10,26 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import CheckpointStore, SavedFile
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.convert.hugging_face import to_hugging_face
 from megagrpo.convert.megatron import to_megatron
 from megagrpo.convert.verify import verify
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron import process, state
+from megagrpo.megatron import process
 from megagrpo.megatron.config import transformer_config
-from megagrpo.megatron.model import build_chunks, named_tensors
+from megagrpo.megatron.model import build_chunks, named_tensors, unwrapped
+from megagrpo.megatron.sft_rank import SftRank
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
-from megagrpo.weights.files.export import begin_export, finish_export, write_part
-from megagrpo.weights.plan import make_plan
+from megagrpo.weights.files.export import begin_export
 from tests.distributed.conftest import Tiny
 from tests.distributed.layouts import ROWS
 from tests.distributed.parity_ranks import RankLogits, load_model, logits_of_chunks
+from tests.distributed.step_case import conversations, make_sft_recipe
+from tests.distributed.step_ranks import export, on_ranks, sft_steps
 from tests.distributed.test_parity_logits import MICROBATCHES, assemble, references
-from tests.distributed.tiny_training import TinyTraining
 from tests.rank_group import run_ranks
 from tests.safetensors_files import assert_same_files
 from tests.tiny_models import TINY_FAMILIES, WITH_EXPERTS
@@ -71,25 +73,19 @@ def test_what_megatron_saved_is_converted_bit_by_bit(name: str, tiny: Tiny, tmp_
         assert_same_files(model, tmp_path / f"{model.name}.hf")
 
 
-def test_a_training_checkpoint_is_converted_as_the_run_would_export_it(tiny: Tiny, tmp_path: Path) -> None:
-    families, layout = ["qwen2_tied", "deepseek_v3"], ParallelLayout(tensor=2, expert_tensor=2)
-    stores = {family: CheckpointStore(tmp_path / family, keep_last=1) for family in families}
-    saving = {family: store.begin(4) for family, store in stores.items()}
-    files = run_ranks(2, save_training, [(tiny(family), saving[family]) for family in families], layout)
-    cases = []
-    for index, family in enumerate(families):
-        recipe = {"model": {"path": str(tiny(family))}}
-        state = TrainerState(4, weight_version=5, data_cursor={}, recipe=recipe)
-        saved = stores[family].commit(state, [file for of_rank in files for file in of_rank[index]])
-        cases.append((tiny(family), saved.rank_directory, tmp_path / f"{family}.exported"))
-    run_ranks(1, export_training, cases)
-    for family in families:
-        exported = tmp_path / f"{family}.exported"
-        to_hugging_face(tmp_path / family, tmp_path / f"{family}.hf")
-        to_megatron(tmp_path / family / "step_000004", tmp_path / f"{family}.megatron")
-        assert_same_files(exported, tmp_path / f"{family}.hf")
-        assert not verify(exported, tmp_path / f"{family}.megatron").differences
-        assert verify(exported, tiny(family)).differences
+@pytest.mark.parametrize("family", ["qwen2_tied", "deepseek_v3"])
+def test_a_training_checkpoint_is_converted_as_the_run_would_export_it(family: str, tiny: Tiny, tmp_path: Path) -> None:
+    model, run, exported = tiny(family), tmp_path / "run", tmp_path / "exported"
+    store = CheckpointStore(run, keep_last=1)
+    recipe = make_sft_recipe(ParallelLayout(tensor=2, expert_tensor=2))
+    files = on_ranks(save_and_export, recipe, conversations(model), store.begin(4), model, exported)
+    state = TrainerState(4, weight_version=5, data_cursor={}, recipe={"model": {"path": str(model)}})
+    store.commit(state, [file for of_rank in files for file in of_rank])
+    to_hugging_face(run, tmp_path / "hf")
+    to_megatron(run / "step_000004", tmp_path / "megatron")
+    assert_same_files(exported, tmp_path / "hf")
+    assert not verify(exported, tmp_path / "megatron").differences
+    assert verify(exported, model).differences
 
 
 # --- on ranks ---------------------------------------------------------------------------------------------------------
@@ -109,35 +105,21 @@ def save_torch_dist(cases: list[tuple[Path, Path]], layout: ParallelLayout, dtyp
     """Loads each model and saves it as Megatron-LM does, into the given directory."""
     process.start_parallel(layout, seed=1)
     for directory, iteration in cases:
-        chunks, _ = load_model(directory, layout, getattr(torch, dtype))
+        chunks = [unwrapped(chunk) for chunk in load_model(directory, layout, dtype).chunks]
         if torch.distributed.get_rank() == 0:
             iteration.mkdir(parents=True)
         torch.distributed.barrier()
         dist_checkpointing.save(sharded(chunks) | {"iteration": 7}, str(iteration))
 
 
-def save_training(cases: list[tuple[Path, Path]], layout: ParallelLayout) -> list[tuple[SavedFile, ...]]:
-    """Trains each model for a step, and saves the training state into the given directory."""
-    files = []
-    for directory, saved in cases:
-        training = TinyTraining(directory, layout)
-        training.steps(1)
-        files.append(state.save(training.state, saved))
-        process.stop_parallel()
+def save_and_export(
+    rank: SftRank, batch: RankBatch, _: None, saving: Path, model: Path, exported: Path
+) -> tuple[SavedFile, ...]:
+    """Trains for a step, saves the training state, and exports the weights to a Hugging Face directory."""
+    sft_steps(rank, batch, 1)
+    files = rank.save(saving)
+    export(rank, lambda: begin_export(exported, model, rank.policy.architecture, "float32"))
     return files
-
-
-def export_training(cases: list[tuple[Path, Path, Path]]) -> None:
-    """Loads each saved training state, and exports its weights to a Hugging Face directory."""
-    for directory, saved, exported in cases:
-        training = TinyTraining(directory, weights=False)
-        state.load(training.state, saved)
-        weights = named_tensors(training.wrapped)
-        if torch.distributed.get_rank() == 0:
-            begun = begin_export(exported, directory, training.architecture, "float32")
-            write_part(begun, make_plan([training.state.manifest], begun.files), 0, weights)
-            finish_export(begun)
-        process.stop_parallel()
 
 
 def loaded(directory: Path, iteration: Path, layout: ParallelLayout) -> list[torch.nn.Module]:

@@ -3,8 +3,9 @@ left alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +18,45 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence
 from megagrpo.checkpoint.store import describe
+from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.critic import CriticSums
 from megagrpo.megatron.model import named_tensors
-from megagrpo.megatron.state import parameters_of, shards_of
+from megagrpo.megatron.rank import TrainRank
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import critic_of
-from tests.distributed.grpo_case import (
+from tests.distributed.conftest import CaseOf
+from tests.distributed.layouts import ROWS
+from tests.distributed.step_case import (
     LONGEST,
     LR,
-    PROMPTS,
-    RESPONSES,
-    assemble,
-    clip_and_step,
-    in_checkpoint,
-    make_batches,
+    Case,
+    StepResult,
+    assert_same_step,
+    by_token,
     make_recipe,
+    torch_step,
 )
-from tests.distributed.grpo_ranks import Parts, boxes, on_ranks
-from tests.distributed.layouts import ROWS
-from tests.rank_group import RankGroupError
-from tests.tiny_models import make_model, randomize
+from tests.distributed.step_ranks import (
+    RankStep,
+    gather,
+    of_all_tokens,
+    on_ranks,
+    states_of,
+    take_step,
+    the_one,
+)
+from tests.tiny_models import randomize
 
 CLIP = 0.3
+TENSOR = ParallelLayout(tensor=2)
 
 
-def recipe_of(layout: ParallelLayout, **train: Any) -> Recipe:
+def recipe_of(layout: ParallelLayout, dtype: str = "float32", **train: Any) -> Recipe:
     algorithm = {"advantage": {"name": "gae"}, "critic": {"value_clip": CLIP}, "kl": {"coefficient": 0.0}}
-    return make_recipe(layout, algorithm=algorithm, train={"distributed_optimizer": False} | train)
-
-
-def make_critic(policy: Path, directory: Path) -> Path:
-    """A model of the policy's config with a value head that is not zero."""
-    config = transformers.AutoConfig.from_pretrained(policy, num_labels=1)
-    model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    randomize(model, seed=5)
-    model.save_pretrained(directory)
-    return directory
+    train = {"distributed_optimizer": False} | train
+    return make_recipe(layout, algorithm=algorithm, train=train, model={"path": "unused", "dtype": dtype})
 
 
 def moved(rows: Any, index: Any) -> Any:
@@ -64,49 +66,38 @@ def moved(rows: Any, index: Any) -> Any:
 
 @dataclass(frozen=True)
 class Step:
-    """By name of the checkpoint tensor: gradients before clipping, weights before and after the optimizer's step."""
-
-    values: list[np.ndarray]
+    values: np.ndarray  # [response tokens], before the step
     metrics: dict[str, float]
-    gradients: dict[str, np.ndarray]
-    before: dict[str, np.ndarray]
-    after: dict[str, np.ndarray]
-
-    def change(self) -> np.ndarray:
-        return np.concatenate([(self.after[name] - self.before[name]).ravel() for name in sorted(self.after)])
+    result: StepResult
 
 
 @dataclass(frozen=True)
 class Family:
-    policy: Path
+    case: Case  # with returns in place of advantages
     critic: Path
-    sequences: list[TrainSequence]
-    returns: Ragged
     in_torch: Step
 
 
-def make_family(name: str, parent: Path) -> Family:
-    policy = make_model(name, parent / name)
-    critic = make_critic(policy, parent / f"{name}_critic")
-    random = np.random.default_rng(3)
-    sequences = []
-    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
-        tokens = random.integers(0, 131, prompt + response)
-        mask = np.arange(len(tokens)) >= prompt
-        sequences.append(TrainSequence(tokens, mask, np.zeros(len(tokens), np.float32), row))
-    offsets = np.concatenate([[0], np.cumsum(RESPONSES)])
-    returns = Ragged(random.normal(0.3, 0.8, offsets[-1]).astype(np.float32), offsets)
-    return Family(policy, critic, sequences, returns, torch_step(critic, sequences, returns))
+@pytest.fixture(scope="module")
+def family_of(case_of: CaseOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """A policy's batch, and a critic of its config with a value head that is not zero."""
+
+    @cache
+    def made(name: str) -> Family:
+        case = replace(case_of(name), advantages=by_token(seed=3, mean=0.3, spread=0.8))
+        config = transformers.AutoConfig.from_pretrained(case.directory, num_labels=1)
+        model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        randomize(model, seed=5)
+        critic = tmp_path_factory.mktemp("critic")
+        model.save_pretrained(critic)
+        return Family(case, critic, in_torch(critic, case))
+
+    return made
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> Family:
-    return make_family("qwen2_tied", tmp_path_factory.mktemp("dense"))
-
-
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory) -> Family:
-    return make_family("qwen3_moe", tmp_path_factory.mktemp("experts"))
+def dense(family_of: Callable[[str], Family]) -> Family:
+    return family_of("qwen2_tied")
 
 
 # --- in plain torch ---------------------------------------------------------------------------------------------------
@@ -124,57 +115,29 @@ def values_of(model: torch.nn.Module, sequence: TrainSequence) -> torch.Tensor:
     return (hidden @ model.score.weight[0])[torch.from_numpy(sequence.loss_mask).nonzero()[:, 0] - 1]
 
 
-def torch_step(directory: Path, sequences: Sequence[TrainSequence], returns: Ragged) -> Step:
-    """One sequence at a time, autograd, AdamW; in float64, with none of ours."""
+def in_torch(directory: Path, case: Case) -> Step:
+    """One sequence at a time, in float64, with none of ours."""
     model = load_critic(directory)
-    values = [values_of(model, sequence) for sequence in sequences]
-    losses, clipped, squares = [], [], []
-    for row, value in enumerate(values):
-        target = torch.from_numpy(returns.row(row)).double()
-        old = value.detach() + moved(row, torch.arange(len(value)))
-        near = value.clamp(old - CLIP, old + CLIP)
-        losses.append(0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2))
-        clipped.append(((near - target) ** 2 > (value - target) ** 2).double())
-        squares.append(torch.stack([old, target, target - old]))
-    loss = torch.cat(losses).mean()
-    loss.backward()
-    parameters = dict(model.named_parameters())
-    to_checkpoint = in_checkpoint(critic_of(read_architecture(directory)))
-    gradients = to_checkpoint({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
-    before = to_checkpoint({name: p.detach().clone() for name, p in parameters.items()})
-    norm = clip_and_step(list(parameters.values()), recipe_of(ParallelLayout()).train.optimizer)
-    old, target, residual = torch.cat(squares, dim=1)
+    values = [values_of(model, sequence) for sequence in case.sequences]
+    value = torch.cat(values)
+    target = torch.from_numpy(case.advantages.values).double()
+    old = value.detach() + torch.cat([moved(row, torch.arange(len(each))) for row, each in enumerate(values)])
+    near = value.clamp(old - CLIP, old + CLIP)
+    loss = 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2).mean()
+    clipped = (near - target) ** 2 > (value - target) ** 2
+    result = torch_step(model, loss, critic_of(read_architecture(directory)), recipe_of(TENSOR).train.optimizer)
     metrics = {
-        "loss": loss.item(),
-        "clip_fraction": torch.cat(clipped).mean().item(),
+        "loss": result.loss,
+        "clip_fraction": clipped.double().mean().item(),
         "value_mean": old.mean().item(),
         "return_mean": target.mean().item(),
-        "explained_variance": 1 - (residual.var(correction=0) / target.var(correction=0)).item(),
-        "grad_norm": norm,
+        "explained_variance": 1 - ((target - old).var(correction=0) / target.var(correction=0)).item(),
+        "grad_norm": result.grad_norm,
     }
-    after = to_checkpoint({name: p.detach().clone() for name, p in parameters.items()})
-    return Step([value.detach().numpy() for value in values], metrics, gradients, before, after)
+    return Step(value.detach().numpy(), metrics, result)
 
 
 # --- on ranks ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RankStep:
-    values: Any
-    metrics: Any
-    gradients: Parts
-    before: Parts
-    after: Parts
-    policy_untouched: bool
-    critic_untouched: bool
-    base_untouched: bool
-
-
-def move_old_values(rank: Any) -> None:
-    pairs = zip(rank.passes.values, rank.batch.responses, strict=True)
-    values = tuple(values + moved(response.rows, response.index).float() for values, response in pairs)
-    rank.passes = replace(rank.passes, values=values)
 
 
 def copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -182,67 +145,42 @@ def copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(some[name], others[name]) for name in some)
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
-def step(rank: Any, directory: str, batches: Sequence[RankBatch], returns: Ragged) -> RankStep:
-    """Values, gradients and the update of the critic; then an update of the policy."""
+def step(rank: TrainRank, batch: RankBatch, returns: Ragged, directory: Path) -> tuple[Any, RankStep]:
+    """Values, gradients and the update of the critic; then an update of the policy. Neither changes the other."""
     rank.add_critic(directory)
     model = rank.critic.model
-    rank.load_batch(batches[rank.where.data])
+    rank.load_batch(batch)
     rank.compute_values()
     values = rank.token_values()
-    move_old_values(rank)
-    before, policy = boxes(model, model.tensors()), copies(rank.tensors())
-    base = copies(named_tensors(rank.policy.chunks))
-    targets, sums = rank.of_tokens(returns), CriticSums(rank.device)
-    rank.critic.compute_gradients(rank.batch.minibatches[0], rank.passes.values, targets, sums)
-    gradients = boxes(model, {name: p.main_grad for name, p in parameters_of(model.chunks).items()})
-    metrics = rank.update_critic(returns, LR)
-    after, critic = boxes(model, model.tensors()), copies(model.tensors())
-    policy_untouched = same(policy, rank.tensors())
+    pairs = zip(rank.passes.values, rank.batch.responses, strict=True)
+    old_values = tuple(values + moved(response.rows, response.index).float() for values, response in pairs)
+    rank.passes = replace(rank.passes, values=old_values)
+    policy, base = copies(rank.tensors()), copies(named_tensors(rank.policy.chunks))
+    found = take_step(
+        model,
+        lambda: rank.critic.compute_gradients(
+            rank.batch.minibatches[0], old_values, rank.of_tokens(returns), CriticSums(rank.device)
+        ),
+        lambda: rank.update_critic(returns, LR),
+    )
+    critic = copies(model.tensors())
+    assert same(policy, rank.tensors())
     rank.update(returns, LR, 0.0, step=1)
     assert not same(policy, rank.tensors())
-    critic_untouched, base_untouched = same(critic, model.tensors()), same(base, named_tensors(rank.policy.chunks))
-    return RankStep(values, metrics, gradients, before, after, policy_untouched, critic_untouched, base_untouched)
+    assert same(critic, model.tensors())
+    assert same(base, named_tensors(rank.policy.chunks)) == (rank.recipe.train.lora is not None)
+    return values, found
 
 
-def run(family: Family, layout: ParallelLayout, **train: Any) -> Step:
-    recipe = recipe_of(layout, **train)
-    batches = make_batches(recipe, family.sequences)
-    steps = on_ranks(step, recipe, family.policy, str(family.critic), batches, family.returns)
-    assert all(one.policy_untouched and one.critic_untouched for one in steps)
-    assert all(one.base_untouched == (recipe.train.lora is not None) for one in steps)
-    (metrics,) = [one.metrics for one in steps if one.metrics is not None]
-    return Step(
-        values=values_by_row([one.values for one in steps]),
-        metrics=asdict(metrics),
-        gradients=assemble([one.gradients for one in steps]),
-        before=assemble([one.before for one in steps]),
-        after=assemble([one.after for one in steps]),
-    )
-
-
-def values_by_row(found: Sequence[Any]) -> list[np.ndarray]:
-    """Every token comes from exactly one rank."""
-    values = [np.full(tokens, np.nan) for tokens in RESPONSES]
-    parts = [part for part in found if part is not None]
-    assert sum(len(part.values) for part in parts) == sum(RESPONSES)
-    for part in parts:
-        for row, index, value in zip(part.rows, part.index, part.values, strict=True):
-            values[row][index] = value
-    return values
-
-
-def assert_same_step(got: Step, wanted: Step) -> None:
-    for found, value in zip(got.values, wanted.values, strict=True):
-        np.testing.assert_allclose(found, value, atol=2e-6)
-    assert got.metrics == pytest.approx(wanted.metrics, rel=1e-5, abs=1e-6)
-    assert wanted.gradients.keys() <= got.gradients.keys()
-    for name, gradient in got.gradients.items():
-        expected = wanted.gradients.get(name, np.zeros_like(gradient))
-        np.testing.assert_allclose(gradient, expected, atol=2e-5 * max(np.abs(expected).max(), 1e-3), err_msg=name)
-    assert np.linalg.norm(got.change() - wanted.change()) <= 1e-3 * np.linalg.norm(wanted.change())
+def check(family: Family, layout: ParallelLayout, **train: Any) -> None:
+    values, steps = zip(*on_ranks(step, recipe_of(layout, **train), family.case, family.critic), strict=True)
+    wanted = family.in_torch
+    np.testing.assert_allclose(of_all_tokens(values), wanted.values, atol=2e-6)
+    assert asdict(the_one(one.metrics for one in steps)) == pytest.approx(wanted.metrics, rel=1e-5, abs=1e-6)
+    assert_same_step(gather(steps), wanted.result)
 
 
 def test_the_case_clips_on_both_sides(dense):
@@ -251,81 +189,66 @@ def test_the_case_clips_on_both_sides(dense):
     assert dense.in_torch.metrics["grad_norm"] > 0.5  # and the gradient is clipped
 
 
-@pytest.mark.parametrize("name", ["one rank", "tensor", "context, data", "three stages"])
-def test_every_layout_takes_the_step_of_transformers_and_autograd(name, dense):
-    assert_same_step(run(dense, ROWS[name].layout), dense.in_torch)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen2_tied", "one rank"),
+        ("qwen2_tied", "tensor"),
+        ("qwen2_tied", "context, data"),
+        ("qwen2_tied", "three stages"),
+        ("qwen3_moe", "all"),
+    ],
+)
+def test_every_layout_takes_the_step_of_transformers_and_autograd(family, name, family_of):
+    check(family_of(family), ROWS[name].layout)
 
 
-def test_so_does_a_layout_of_every_cut_of_experts(experts):
-    assert_same_step(run(experts, ROWS["all"].layout), experts.in_torch)
-
-
-def test_values_do_not_depend_on_how_many_microbatches_pass_at_once(dense):
-    assert_same_step(run(dense, ParallelLayout(tensor=2), logprob_tokens_per_microbatch=4 * LONGEST), dense.in_torch)
-
-
-def test_beside_a_policy_with_adapters_all_weights_of_the_critic_are_trained(dense):
-    assert_same_step(run(dense, ParallelLayout(tensor=2), lora={"rank": 2, "alpha": 4}), dense.in_torch)
+def test_several_microbatches_may_pass_at_once_beside_a_policy_with_adapters(dense):
+    """All weights of the critic are trained."""
+    check(dense, TENSOR, logprob_tokens_per_microbatch=4 * LONGEST, lora={"rank": 2, "alpha": 4})
 
 
 # --- a new head, several steps, memory --------------------------------------------------------------------------------
 
 
-def several_steps(rank: Any, directory: str, batches: Sequence[RankBatch], returns: Ragged) -> Any:
+def several_steps(rank: TrainRank, batch: RankBatch, returns: Ragged, directory: Path) -> Any:
     """Steps of several optimizer steps each; the critic is in host memory between them."""
     rank.add_critic(directory)
     found = []
     for _ in range(6):
+        rank.load_batch(batch)
         rank.release(["critic", "optimizer"])
-        held = sum(tensor.untyped_storage().nbytes() for tensor in rank.critic.model.tensors().values())
+        weights = named_tensors(rank.critic.model.chunks).values()
+        assert not any(tensor.untyped_storage().nbytes() for tensor in weights)
+        with pytest.raises(RankError, match="parameters released"):
+            rank.compute_values()
         rank.restore(["critic", "optimizer"])
-        rank.load_batch(batches[rank.where.data])
         rank.compute_values()
-        found.append((held, rank.token_values(), rank.update_critic(returns, LR / 3)))
+        found.append((rank.token_values(), rank.update_critic(returns, LR / 3)))
     return found
 
 
 def test_a_new_head_starts_from_zeros_and_learns_the_returns(dense):
-    recipe = make_recipe(
-        ParallelLayout(tensor=2),
-        algorithm={"critic": {}, "advantage": {"name": "gae"}, "minibatches": 2, "epochs": 2, "kl": {"coefficient": 0}},
-    )
-    batches = make_batches(recipe, dense.sequences)
-    (steps, _) = on_ranks(several_steps, recipe, dense.policy, str(dense.policy), batches, dense.returns)
-    assert all(held == 0 for held, _, _ in steps)
-    assert not np.concatenate(values_by_row([steps[0][1]])).any()
-    metrics = [metrics for _, _, metrics in steps]
+    algorithm = {"critic": {}, "advantage": {"name": "gae"}, "kl": {"coefficient": 0}, "minibatches": 2, "epochs": 2}
+    results = on_ranks(several_steps, make_recipe(TENSOR, algorithm=algorithm), dense.case, dense.case.directory)
+    values, metrics = zip(*results[0], strict=True)
+    assert not of_all_tokens([values[0]]).any()
     assert metrics[0].value_mean == metrics[0].explained_variance == 0.0
     assert metrics[-1].loss < 0.7 * metrics[0].loss
     assert metrics[-1].explained_variance > 0.3
-
-
-def update_while_released(rank: Any, directory: str, batches: Sequence[RankBatch], returns: Ragged) -> None:
-    rank.add_critic(directory)
-    rank.load_batch(batches[0])
-    rank.release(["critic"])
-    rank.compute_values()
-
-
-def test_use_while_released_is_refused(dense):
-    recipe = recipe_of(ParallelLayout())
-    batches = make_batches(recipe, dense.sequences)
-    with pytest.raises(RankGroupError, match="parameters released"):
-        on_ranks(update_while_released, recipe, dense.policy, str(dense.critic), batches, dense.returns)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def save_and_continue(
-    rank: Any, directory: str, batches: Sequence[RankBatch], returns: Ragged, saved: Path, load: bool
+    rank: TrainRank, batch: RankBatch, returns: Ragged, directory: Path, saved: Path, load: bool
 ) -> Any:
     """A step, a save and a step; or a load and a step. What was saved, and metrics and state after the last step."""
     rank.add_critic(directory)
-    files = ()
 
     def one_step() -> Any:
-        rank.load_batch(batches[rank.where.data])
+        rank.load_batch(batch)
         rank.compute_values()
         metrics = rank.update_critic(returns, LR / 3)
         rank.update(returns, LR / 10, 0.0, step=1)
@@ -333,54 +256,36 @@ def save_and_continue(
 
     if load:
         rank.load(saved)
+        files = ()
     else:
         one_step()
         files = rank.save(saved)
-    metrics = one_step()
-    state = {}
-    for whose, model in (("policy", rank.policy), ("critic", rank.critic.model)):
-        shards = shards_of(model.optimizer)
-        for name, parameter in parameters_of(model.chunks).items():
-            state[f"{whose} {name}"] = parameter.detach().clone()
-            if parameter in shards:
-                state |= {f"{whose} {kind} {name}": t.clone() for kind, t in shards[parameter].tensors.items()}
-    return files, metrics, state
+    return files, one_step(), states_of(rank.policy), states_of(rank.critic.model)
 
 
 def test_a_critic_continues_from_a_checkpoint_in_the_same_layout_and_in_another(dense, tmp_path):
-    def train(layout: ParallelLayout, load: bool, **train: Any) -> list[Any]:
-        recipe = recipe_of(layout, **train)
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
-        batches = make_batches(recipe, dense.sequences)
-        start = str(dense.policy if load else dense.critic)  # other weights, which the checkpoint replaces
-        return on_ranks(save_and_continue, recipe, dense.policy, start, batches, dense.returns, tmp_path, load)
+    def train(layout: ParallelLayout, load: bool, **train: Any) -> tuple[Any, ...]:
+        start = dense.case.directory if load else dense.critic  # other weights, which the checkpoint replaces
+        recipe = recipe_of(layout, "bfloat16", **train)
+        return tuple(zip(*on_ranks(save_and_continue, recipe, dense.case, start, tmp_path, load), strict=True))
 
     layout = ParallelLayout(tensor=2, data=2)
-    whole = train(layout, False, distributed_optimizer=True)
-    continued = train(layout, True, distributed_optimizer=True)
-    for (_, metrics, state), (_, wanted_metrics, wanted) in zip(continued, whole, strict=True):
-        assert metrics == wanted_metrics
-        assert state.keys() == wanted.keys()
-        assert same(state, wanted)
-    elsewhere = train(ParallelLayout(pipeline=2), True)
-    (wanted_metrics,) = [metrics for _, metrics, _ in whole if metrics]
-    (metrics,) = [metrics for _, metrics, _ in elsewhere if metrics]
-    assert asdict(metrics) == pytest.approx(asdict(wanted_metrics), rel=0.05, abs=0.01)
+    written, wanted, *wanted_states = train(layout, False, distributed_optimizer=True)
+    _, metrics, *found_states = train(layout, True, distributed_optimizer=True)
+    assert metrics == wanted
+    for of_model, wanted_of_model in zip(found_states, wanted_states, strict=True):
+        assert all(map(same, of_model, wanted_of_model))
+    _, elsewhere, *_ = train(ParallelLayout(pipeline=2), True)
+    assert asdict(the_one(elsewhere)) == pytest.approx(asdict(the_one(wanted)), rel=0.05, abs=0.01)
 
-    files = [file for saved, _, _ in whole for file in saved]
+    files = [file for of_rank in written for file in of_rank]
     assert sorted(file.path for file in files) == sorted(
         path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()
     )
     assert all(describe(tmp_path, tmp_path / file.path) == file for file in files)
-    assert readable(tmp_path / "critic", dense, tmp_path / "critic.pt") == pytest.approx(
-        wanted_metrics.value_mean, abs=0.01
-    )
-
-
-def readable(saved: Path, family: Family, file: Path) -> float:
-    """The mean value that plain transformers computes with the saved weights."""
-    dcp_to_torch_save(saved, file)
-    weights = torch.load(file, weights_only=False)
-    model = load_critic(family.critic)
+    dcp_to_torch_save(tmp_path / "critic", tmp_path / "critic.pt")
+    weights = torch.load(tmp_path / "critic.pt", weights_only=False)
+    model = load_critic(dense.critic)
     model.load_state_dict({name: weights[f"param.{name}"].double() for name in model.state_dict()})
-    return torch.cat([values_of(model, sequence).detach() for sequence in family.sequences]).mean().item()
+    values = torch.cat([values_of(model, sequence).detach() for sequence in dense.case.sequences])
+    assert values.mean().item() == pytest.approx(the_one(wanted).value_mean, abs=0.01)

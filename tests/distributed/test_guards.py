@@ -13,11 +13,11 @@ from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron import model, process
+from megagrpo.megatron import process
 from megagrpo.megatron.config import option_problems
 from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
 from tests.distributed.conftest import Tiny
-from tests.distributed.parity_ranks import load_model, logits_of, rank_microbatches, run_schedule
+from tests.distributed.parity_ranks import load_model, logits_of, rank_microbatches
 from tests.rank_group import run_ranks
 from tests.tiny_models import DIMENSIONS
 
@@ -25,15 +25,11 @@ VOCAB = DIMENSIONS["vocab_size"]
 MICROBATCHES = [[np.random.default_rng(seed).integers(0, VOCAB, 24).tolist()] for seed in range(4)]
 
 
-@pytest.fixture(scope="module")
-def directory(tiny: Tiny) -> Path:
-    return tiny("qwen2")
-
-
 # --- interleaved pipeline stages --------------------------------------------------------------------------------------
 
 
-def test_interleaved_stages_need_overlapped_communication(directory: Path) -> None:
+def test_interleaved_stages_need_overlapped_communication(tiny: Tiny) -> None:
+    directory = tiny("qwen2")
     layout = ParallelLayout(pipeline=2, virtual_pipeline=2)
     (right,) = run_ranks(1, gradient_norms, directory, ParallelLayout(), {})
     ours = run_ranks(2, gradient_norms, directory, layout, {})
@@ -48,21 +44,13 @@ def test_interleaved_stages_need_overlapped_communication(directory: Path) -> No
 
 def gradient_norms(directory: Path, layout: ParallelLayout, changes: dict[str, Any]) -> float:
     process.start_parallel(layout, seed=1)
-    chunks, _ = load_model(directory, layout, torch.float32)
+    model = load_model(directory, layout)
     for name, value in changes.items():
-        setattr(chunks[0].config, name, value)
-
-    def forward_step(batches: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        packed = next(batches)
-
-        def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-            return logits_of(chunk, hidden).sin().sum(), torch.tensor(1, dtype=torch.int), {}
-
-        return model.output_of(chunk, packed), loss
-
-    packed = rank_microbatches(layout, MICROBATCHES)
-    run_schedule(chunks, forward_step, packed, forward_only=False, tokens=packed[0].tokens.shape[1])
-    return float(sum(p.grad.square().sum() for chunk in chunks for p in chunk.parameters()) ** 0.5)
+        setattr(model.chunks[0].config, name, value)
+    model.compute_gradients(
+        rank_microbatches(layout, MICROBATCHES), lambda _, hidden: logits_of(model.chunks[-1], hidden).sin().sum()
+    )
+    return float(sum(p.main_grad.square().sum() for chunk in model.chunks for p in chunk.parameters()) ** 0.5)
 
 
 # --- Megatron's cross-entropies ---------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,24 +14,23 @@ import pytest
 import torch
 
 from megagrpo.batching.rank_batches import RankBatch
+from megagrpo.megatron.rank import TrainRank
 from megagrpo.trainer.step import group_of_row, train_sequences
 from megagrpo.trainer.step_metrics import mismatch_record
 from megagrpo.types import Group, Prompt, Sample
-from tests.distributed import grpo_ranks
-from tests.distributed.grpo_case import (
-    LR,
+from tests.distributed.conftest import Tiny
+from tests.distributed.layouts import ROWS
+from tests.distributed.step_case import (
     PROMPTS,
     RESPONSES,
+    VOCAB,
+    Case,
     load_reference,
-    make_batches,
     make_recipe,
     response_logprobs,
 )
-from tests.distributed.grpo_ranks import on_ranks
-from tests.distributed.layouts import ROWS
-from tests.tiny_models import make_model
+from tests.distributed.step_ranks import on_ranks, the_one, update
 
-TEMPERATURE = 0.8
 SAMPLES = 3
 SKIPPED = 1
 # (row, position in the response): by how much the engine's logprob is too low; elsewhere it is noise of 0.1.
@@ -43,26 +41,23 @@ SEVERAL = ONE | {"minibatches": 3, "epochs": 2}
 
 @dataclass(frozen=True)
 class Step:
-    directory: Path
+    case: Case  # of the groups that are trained on
     groups: list[Group]
-    rows: np.ndarray  # bool [rows], those that are trained on
     difference: np.ndarray  # float64, train - rollout logprob of every trained token, by transformers
     train_logprob: dict[tuple[int, int], float]  # by transformers, of the planted tokens
 
 
 @pytest.fixture(scope="module")
-def step(tmp_path_factory) -> Step:
-    directory = make_model("qwen3", tmp_path_factory.mktemp("mismatch") / "qwen3")
-    model = load_reference(directory)
-    random = np.random.default_rng(0)
+def step(tiny: Tiny) -> Step:
+    model, random = load_reference(tiny("qwen3")), np.random.default_rng(0)
     groups, differences, planted = [], [], {}
     for group in range(len(RESPONSES) // SAMPLES):
-        prompt = random.integers(0, model.config.vocab_size, PROMPTS[group])
+        prompt = random.integers(0, VOCAB, PROMPTS[group])
         samples = []
         for row in range(group * SAMPLES, (group + 1) * SAMPLES):
-            response = random.integers(0, model.config.vocab_size, RESPONSES[row])
+            response = random.integers(0, VOCAB, RESPONSES[row])
             with torch.no_grad():
-                logprobs, _ = response_logprobs(model, np.concatenate([prompt, response]), TEMPERATURE)
+                logprobs, _ = response_logprobs(model, np.concatenate([prompt, response]))
             train = logprobs.numpy()[len(prompt) - 1 :]
             rollout = (train + random.normal(0, 0.1, len(train))).astype(np.float32)
             for (at, position), lower in PLANTED.items():
@@ -75,15 +70,17 @@ def step(tmp_path_factory) -> Step:
             samples.append(Sample(f"p{group}", row % SAMPLES, response.astype(np.int32), rollout, versions, "stop", ""))
         groups.append(Group(Prompt(f"p{group}", tuple(prompt.tolist()), "random", ""), tuple(samples)))
     rows = group_of_row(groups) != SKIPPED
-    return Step(directory, groups, rows, np.concatenate(differences), planted)
+    advantages = random.normal(0, 1, len(rows)).astype(np.float32)
+    case = Case(tiny("qwen3"), train_sequences(groups, rows), advantages)
+    return Step(case, groups, np.concatenate(differences), planted)
 
 
-def update(rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray, old: bool) -> Any:
-    rank.load_batch(batches[rank.where.data])
+def mismatch(rank: TrainRank, batch: RankBatch, advantages: np.ndarray, old: bool) -> Any:
+    rank.load_batch(batch)
     if old:
         rank.compute_old_logprobs()
-    metrics = grpo_ranks.update(rank, advantages, LR)
-    return None if metrics is None else metrics.mismatch
+    metrics = update(rank, advantages)
+    return metrics and metrics.mismatch
 
 
 def letters(tokens: Sequence[int]) -> str:
@@ -102,12 +99,8 @@ def letters(tokens: Sequence[int]) -> str:
     ids=lambda value: "several updates" if value is SEVERAL else "one update" if value is ONE else value,
 )
 def test_every_layout_finds_what_transformers_finds(step, name, algorithm):
-    layout = ROWS[name].of("qwen3")
-    recipe = make_recipe(layout, algorithm=algorithm)
-    batches = make_batches(recipe, train_sequences(step.groups, step.rows))
-    advantages = np.random.default_rng(0).normal(0, 1, len(step.rows)).astype(np.float32)
-    results = on_ranks(update, recipe, step.directory, batches, advantages, algorithm is SEVERAL)
-    (found,) = [result for result in results if result is not None]
+    recipe = make_recipe(ROWS[name].of("qwen3"), algorithm=algorithm)
+    found = the_one(on_ranks(mismatch, recipe, step.case, algorithm is SEVERAL))
 
     d = step.difference
     weights = np.exp(d)

@@ -2,75 +2,70 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import RankError
 from megagrpo.megatron.model import named_tensors
-from megagrpo.megatron.offload import Offload
+from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.state import shards_of
-from tests.distributed.conftest import Tiny
-from tests.distributed.layouts import ROWS, Row
-from tests.distributed.tiny_training import TinyTraining
-from tests.rank_group import run_ranks
+from tests.distributed.conftest import CaseOf
+from tests.distributed.layouts import ROWS
+from tests.distributed.step_case import make_recipe
+from tests.distributed.step_ranks import load_and_pass, on_ranks, states_of, update
 
 PARTS = ("parameters", "gradients", "optimizer", "reference")
 
 
-def train(model: Path, row: Row, release: bool) -> dict[str, Any]:
-    """Three steps, with everything released and restored before and after each of them if asked."""
-    training = TinyTraining(model, row.layout, row.distributed_optimizer, row.dtype)
-    reference = [tensor.clone() for tensor in named_tensors(training.wrapped).values()]
-    offload = Offload(training.wrapped, training.optimizer, reference)
-    steps, held = [], []
+def three_steps(rank: TrainRank, batch: RankBatch, advantages: Any, release: bool) -> tuple[Any, ...]:
+    """Metrics, states and reference, with everything released and restored before each step if asked."""
+    policy, metrics = rank.policy, []
     for _ in range(3):
         if release:
-            offload.release(PARTS)
-            everything = [*named_tensors(training.wrapped).values(), *reference]
-            for chunk in training.wrapped:
+            everything = [*named_tensors(policy.chunks).values(), *rank.reference.tensors]
+            for chunk in policy.chunks:
                 everything += [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-            for shard in shards_of(training.optimizer).values() if steps else ():
+            for shard in shards_of(policy.optimizer).values():
                 everything += shard.tensors.values()
-            held.append(sum(tensor.untyped_storage().nbytes() for tensor in everything))
-            offload.restore(("reference", "parameters", "optimizer", "gradients"))
-        steps.append(training.step())
-    return {"steps": steps, "held": held, "tensors": training.tensors(), "reference": reference}
+            rank.release(PARTS)
+            assert not any(tensor.untyped_storage().nbytes() for tensor in everything)
+            rank.restore(("reference", "parameters", "optimizer", "gradients"))
+        load_and_pass(rank, batch)
+        metrics.append(update(rank, advantages))
+    return metrics, states_of(policy), dict(enumerate(rank.reference.tensors))
 
 
 @pytest.mark.parametrize("name", ["tensor", "three stages", "expert, data", "expert over tensor"])
-def test_released_memory_is_gone_and_the_numbers_stay_bit_for_bit(name: str, tiny: Tiny) -> None:
+def test_released_memory_is_gone_and_the_numbers_stay_bit_for_bit(name: str, case_of: CaseOf) -> None:
     row = ROWS[name]
+    case = case_of(row.family)
+    train = {"distributed_optimizer": row.distributed_optimizer}
+    recipe = make_recipe(row.layout, model={"path": "unused", "dtype": row.dtype}, train=train)
     without, released = (
-        run_ranks(row.layout.ranks, train, tiny(row.family, **row.changes), row, release) for release in (False, True)
+        on_ranks(three_steps, recipe, replace(case, sequences=case.sequences[:4]), release) for release in (False, True)
     )
-    for rank in range(row.layout.ranks):
-        assert released[rank]["held"] == [0, 0, 0]
-        assert released[rank]["steps"] == without[rank]["steps"]
-        assert released[rank]["tensors"].keys() == without[rank]["tensors"].keys()
-        for name, tensor in released[rank]["tensors"].items():
-            assert torch.equal(tensor, without[rank]["tensors"][name]), name
-        assert all(map(torch.equal, released[rank]["reference"], without[rank]["reference"]))
+    for (metrics, *tensors), (wanted_metrics, *wanted) in zip(released, without, strict=True):
+        assert metrics == wanted_metrics
+        for found, wanted_tensors in zip(tensors, wanted, strict=True):
+            assert found.keys() == wanted_tensors.keys()
+            for name, tensor in found.items():
+                assert torch.equal(tensor, wanted_tensors[name]), name
 
 
-def use_while_released(model: Path) -> tuple[str, list[str]]:
-    training = TinyTraining(model)
-    offload = Offload(training.wrapped, training.optimizer)
-    offload.release(["gradients", "optimizer"])
-    offload.release(["optimizer"])
-    offload.restore(["parameters", "gradients"])
-    offload.require(["parameters", "gradients"])
-    try:
-        offload.require(PARTS)
-    except RankError as error:
-        return str(error), sorted(offload._released)
-    return "", []
+def update_while_released(rank: TrainRank, batch: RankBatch, advantages: Any) -> None:
+    load_and_pass(rank, batch)
+    rank.release(["gradients", "optimizer"])
+    rank.release(["optimizer"])
+    with pytest.raises(RankError, match="gradients, optimizer released"):
+        update(rank, advantages)
+    rank.restore(["parameters", "gradients"])
+    with pytest.raises(RankError, match="given: optimizer released"):
+        update(rank, advantages)
 
 
-def test_use_of_a_released_part_is_refused_by_name(tiny: Tiny) -> None:
-    message, released = run_ranks(1, use_while_released, tiny("qwen2_tied"))[0]
-    assert "optimizer released" in message
-    assert "gradients" not in message
-    assert released == ["optimizer"]
+def test_use_of_a_released_part_is_refused_by_name(case_of: CaseOf) -> None:
+    on_ranks(update_while_released, make_recipe(ROWS["one rank"].layout), case_of("qwen2_tied"))

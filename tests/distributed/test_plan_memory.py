@@ -15,8 +15,8 @@ from megagrpo.plan.memory import model_parts
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from tests.distributed import memory_ranks
-from tests.distributed.grpo_case import make_recipe
 from tests.distributed.layouts import ROWS
+from tests.distributed.step_case import make_recipe
 from tests.rank_group import run_ranks
 from tests.tiny_models import TINY_FAMILIES, make_model
 

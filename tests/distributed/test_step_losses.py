@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron.state import parameters_of
+from megagrpo.megatron.rank import TrainRank
 from megagrpo.recipe.schema import Recipe
-from tests.distributed.grpo_case import Case, assemble, load_reference, make_batches, make_case, make_recipe
-from tests.distributed.grpo_ranks import Parts, boxes, compute_gradients, on_ranks, take_old_and_reference_from_rollout
+from tests.distributed.conftest import CaseOf
 from tests.distributed.layouts import ROWS
-from tests.tiny_models import make_model
+from tests.distributed.step_case import LONGEST, Case, assemble, by_token, make_recipe
+from tests.distributed.step_ranks import (
+    Parts,
+    compute_gradients,
+    gradients_of,
+    on_ranks,
+    take_old_and_reference_from_rollout,
+)
 
 TOKEN = {"level": "token", "statistic": "ratio", "low": 0.8, "high": 1.25}
 SEQUENCE = {"level": "sequence", "statistic": "k3", "over": "mean", "high": 0.04}
@@ -40,14 +44,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def gradients_of_variants(
-    rank: Any, batches: Sequence[RankBatch], advantages: np.ndarray | Ragged, recipes: dict[str, Recipe]
+def steps_of_variants(
+    rank: TrainRank, batch: RankBatch, advantages: Any, recipes: dict[str, Recipe]
 ) -> dict[str, tuple[float, Parts, int]]:
     """By variant: this rank's part of the loss, its gradients, and of its response tokens those with a weight."""
     found = {}
     for name, recipe in recipes.items():
         rank.recipe = recipe
-        rank.load_batch(batches[rank.where.data])
+        rank.load_batch(batch)
         take_old_and_reference_from_rollout(rank)
         responses = rank.batch.minibatches[0].responses
         for i, response in enumerate(responses):
@@ -55,71 +59,54 @@ def gradients_of_variants(
             noise = 0.3 * ((response.rows * 7 + response.places * 13) % 11 - 5) / 5
             responses[i] = replace(response, rollout_logprobs=response.rollout_logprobs + noise)
         update = compute_gradients(rank, advantages, step=3)
-        gradients = {name: p.main_grad for name, p in parameters_of(rank.policy.chunks).items()}
         ((_, weights),) = update.minibatches
         loss = update.metrics._loss.item() if rank.where.tensor == 0 else 0.0
         weighed = sum(int((w > 0).sum()) for w in weights.weights) if rank.where.tensor == 0 else 0
-        found[name] = (loss, boxes(rank, gradients), weighed)
+        found[name] = (loss, gradients_of(rank.policy), weighed)
     return found
 
 
 def in_layout(
-    layout: ParallelLayout, model: tuple[Path, Case], advantages: np.ndarray | Ragged, tokens: int = 64
+    layout: ParallelLayout, case: Case, tokens: int = LONGEST
 ) -> dict[str, tuple[float, dict[str, np.ndarray], int]]:
     """Loss, gradients by checkpoint tensor, and weighed tokens of each variant."""
-    directory, case = model
     plain = {"entropy_coefficient": 0.0, "kl": {"coefficient": 0.1}, "loss": {}, "aggregation": "token_mean"}
-    # The distributed optimizer would leave each data rank with its part of the gradients.
-    train = {**make_recipe(layout).train.model_dump(), "distributed_optimizer": False, "tokens_per_microbatch": tokens}
+    train = {"distributed_optimizer": False, "tokens_per_microbatch": tokens}
     recipes = {name: make_recipe(layout, algorithm=plain | v, train=train) for name, v in VARIANTS.items()}
-    first = next(iter(recipes.values()))
-    batches = make_batches(first, case.sequences)
-    results = on_ranks(gradients_of_variants, first, directory, batches, advantages, recipes)
-    return {
-        name: (
-            sum(result[name][0] for result in results),
-            assemble([result[name][1] for result in results]),
-            sum(result[name][2] for result in results),
-        )
-        for name in VARIANTS
-    }
+    results = on_ranks(steps_of_variants, recipes["ppo_clip"], case, recipes)
+    found = {}
+    for name in VARIANTS:
+        losses, parts, weighed = zip(*(result[name] for result in results), strict=True)
+        found[name] = sum(losses), assemble(parts), sum(weighed)
+    return found
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> tuple[Path, Case]:
-    directory = make_model("qwen3", tmp_path_factory.mktemp("losses") / "qwen3")
-    return directory, make_case(load_reference(directory), temperature=0.8)
-
-
-@pytest.fixture(scope="module")
-def by_token(model) -> Ragged:
+def case(case_of: CaseOf) -> Case:
     """Each token its own advantage."""
-    lengths = np.array([int(s.loss_mask.sum()) for s in model[1].sequences])
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return Ragged(np.random.default_rng(2).normal(size=offsets[-1]), offsets)
+    return replace(case_of("qwen3"), advantages=by_token(seed=2))
 
 
 @pytest.fixture(scope="module")
-def alone(model, by_token):
-    return in_layout(ParallelLayout(), model, by_token)
+def alone(case: Case) -> dict[str, Any]:
+    return in_layout(ParallelLayout(), case)
 
 
 @pytest.mark.parametrize("name", ["tensor", "context, data", "unequal, context, expert"])
-def test_every_loss_is_the_same_in_every_layout(name, model, by_token, alone):
-    same(in_layout(ROWS[name].of("qwen3"), model, by_token), alone)
+def test_every_loss_is_the_same_in_every_layout(name, case, alone):
+    same(in_layout(ROWS[name].of("qwen3"), case), alone)
 
 
-def test_every_loss_is_the_same_however_it_is_packed(model, by_token, alone):
-    same(in_layout(ParallelLayout(), model, by_token, tokens=200), alone)
+def test_every_loss_is_the_same_however_it_is_packed(case, alone):
+    same(in_layout(ParallelLayout(), case, tokens=200), alone)
 
 
-def test_variants_differ_and_leave_out_what_they_should(alone, by_token):
-    tokens = len(by_token.values)
+def test_variants_differ_and_leave_out_what_they_should(case, alone):
     losses = [round(loss, 6) for loss, _, _ in alone.values()]
     assert len(set(losses)) >= len(losses) - 1, losses
     for name, (_, gradients, weighed) in alone.items():
         assert max(np.abs(g).max() for g in gradients.values()) > 0, name
-        assert (weighed < tokens) == (name in ("rejections", "veto")), name
+        assert (weighed < case.tokens) == (name in ("rejections", "veto")), name
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:

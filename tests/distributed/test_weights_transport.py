@@ -2,61 +2,58 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megagrpo.errors import MegagrpoError, Problem
-from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.weights.digest import digests, expected_digests
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron import process
+from megagrpo.weights.digest import digests, expected_digests, sent_digests
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.plan import make_plan
-from megagrpo.weights.sides import sglang
-from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
+from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.transport.buckets import BucketReceiver, BucketSender, Peer, Transport, destination_peer
 from megagrpo.weights.transport.choice import Channel, TransportName, open_receiver, open_sender
-from megagrpo.weights.transport.rendezvous import RendezvousHost
-from megagrpo.weights.transport.shared_memory import DIRECTORY, remove_left_over
+from megagrpo.weights.transport.process_group import ProcessGroup
+from megagrpo.weights.transport.rendezvous import Rendezvous, RendezvousHost
+from megagrpo.weights.transport.shared_memory import DIRECTORY, SharedMemory, remove_left_over
 from megagrpo.weights.views import fill_padding
-from tests.distributed import weight_ranks
+from tests.distributed.conftest import Tiny
+from tests.distributed.layouts import ROWS
+from tests.distributed.parity_ranks import load_model
 from tests.rank_group import CALL_SECONDS, RankGroupError, run_ranks
-from tests.tiny_models import make_model
 from tests.weight_streams import Case, at_once, empty
-from tests.weights_oracle import architecture, random_checkpoint
+from tests.weights_oracle import Tensors, architecture, random_checkpoint
 
 TRANSPORTS = [TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP]
 BUCKET_BYTES = 20_000
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "engines", "tensor", "expert"),
+    ("family", "name", "engines", "tensor", "expert"),
     [
-        ("qwen2", ParallelLayout(tensor=2), 1, 2, 1),
-        ("qwen2_tied", ParallelLayout(pipeline=2), 2, 1, 1),
-        ("qwen3", ParallelLayout(tensor=2, pipeline=2), 1, 2, 1),
-        ("qwen3_moe", ParallelLayout(tensor=2, expert=2), 1, 2, 2),
-        ("qwen3_moe", ParallelLayout(data=2, expert=2), 1, 2, 1),
-        ("llama", ParallelLayout(data=2), 1, 1, 1),
+        ("qwen2", "tensor", 1, 2, 1),
+        ("qwen2_tied", "three stages", 2, 1, 1),
+        ("qwen3", "tensor, unequal", 1, 2, 1),
+        ("qwen3_moe", "expert over tensor", 1, 2, 2),
+        ("qwen3_moe", "expert, data", 1, 2, 1),
+        ("llama", "unequal, data", 1, 1, 1),
     ],
-    ids=["tensor2", "pipeline2_tied", "2x2", "tensor2_expert2", "data2_expert2", "data2"],
 )
 def test_megatron_ranks_fill_engine_ranks_by_each_transport(
-    family: str, layout: ParallelLayout, engines: int, tensor: int, expert: int, tmp_path: Path
+    family: str, name: str, engines: int, tensor: int, expert: int, tiny: Tiny
 ) -> None:
-    directory = make_model(family, tmp_path)
-    arch = read_architecture(directory)
-    sources = [LOCAL_SPEC.manifest(arch, layout, where, "float32") for where in rank_grid(layout)]
-    sizes = SimpleNamespace(tensor=tensor, expert=expert)
-    destinations = [
-        sglang.manifest(arch, sizes, rank, "float32", "cpu", engine)
-        for engine in range(engines)
-        for rank in range(tensor)
-    ]
-    plan = make_plan(sources, destinations)
+    directory, layout = tiny(family), ROWS[name].of(family)
+    plan = Case(read_architecture(directory), layout, tensor, engines, expert, one_node=False).plan()
+    destinations = plan.destinations
     host = RendezvousHost("127.0.0.1", CALL_SECONDS)
     arrived = [empty(manifest) for manifest in destinations]
     driver = host.rendezvous.join("driver")
@@ -88,9 +85,7 @@ def test_megatron_ranks_fill_engine_ranks_by_each_transport(
 
     receiving = threading.Thread(target=receive, daemon=True)
     receiving.start()
-    sent = run_ranks(
-        layout.ranks, weight_ranks.send_model, directory, layout, plan, host.rendezvous, TRANSPORTS, BUCKET_BYTES
-    )
+    sent = run_ranks(layout.ranks, send_model, directory, layout, plan, host.rendezvous)
     receiving.join(CALL_SECONDS)
     assert [str(error) for error in errors if error is not None] == []
     assert len(errors) == 2 * len(arrived)
@@ -114,13 +109,11 @@ def test_a_sender_that_is_killed_ends_all_with_its_name(transport: TransportName
     receiving = threading.Thread(target=lambda: ended.extend(at_once([lambda: receiver.receive(0)])), daemon=True)
     receiving.start()
     with pytest.raises(RankGroupError, match="died without a traceback"):
-        run_ranks(2, weight_ranks.send_and_die, plan, host.rendezvous, transport, held, 1500)
+        run_ranks(2, send_and_die, plan, host.rendezvous, transport, held, 1500)
     host.abort([Problem("train rank 1 was killed")])
     receiving.join(CALL_SECONDS / 2)  # long before the deadline
     (error,) = ended
-    if (
-        transport is TransportName.PROCESS_GROUP
-    ):  # it was waiting for bytes of a bucket whose sender closed the connection
+    if transport is TransportName.PROCESS_GROUP:  # it waited for bytes of a bucket whose sender closed the connection
         assert "bucket 3 of " in str(error)
         assert "from train rank 1 to engine 0 rank 0" in str(error)
     else:
@@ -153,8 +146,98 @@ def sent_to_one_that_stops(transport: TransportName, seconds: float) -> str:
     sending = threading.Thread(target=lambda: ended.extend(at_once([lambda: sender.send(0, held[0])])), daemon=True)
     sending.start()
     with pytest.raises(RankGroupError):
-        run_ranks(1, weight_ranks.receive_and_stop, plan, host.rendezvous, transport, 1500, timeout=seconds + 1.0)
+        run_ranks(1, receive_and_stop, plan, host.rendezvous, transport, 1500, timeout=seconds + 1.0)
     sending.join(CALL_SECONDS)
     sender.close()
     (error,) = ended
     return str(error)
+
+
+# --- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+def send_model(
+    directory: Path, layout: ParallelLayout, plan: WeightPlan, rendezvous: Rendezvous
+) -> dict[int, dict[str, int]]:
+    """Sends the model once by each transport, as version 0, 1, ..., each doubled. The digests of the last."""
+    source = torch.distributed.get_rank()
+    process.start_parallel(layout, seed=1)
+    tensors = load_model(directory, layout).tensors()
+    member = rendezvous.join(f"rank {source}")
+    for version, transport in enumerate(TRANSPORTS):
+        member.wait(lambda key=f"go {version}": member.read(key), lambda: Problem("the test does not go on"))
+        for tensor in tensors.values():
+            tensor.mul_(2)
+        sender = open_sender(Channel(transport, rendezvous, BUCKET_BYTES), plan, source)
+        sender.send(version, tensors)
+        sender.close()
+    return sent_digests(plan, source, tensors)
+
+
+def send_and_die(
+    plan: WeightPlan, rendezvous: Rendezvous, name: TransportName, held: list[Tensors], bucket_bytes: int
+) -> None:
+    """Rank 1 is killed with its third bucket; in a process group once it was announced, before any byte has left."""
+    source = torch.distributed.get_rank()
+    transport = _transport(name, source, rendezvous)
+    if source == 1:
+        transport = Dying(transport, bucket=2)
+    BucketSender(plan, source, rendezvous, bucket_bytes, transport).send(0, held[source])
+
+
+def receive_and_stop(plan: WeightPlan, rendezvous: Rendezvous, name: TransportName, bucket_bytes: int) -> None:
+    """Stops, as if it hung, when its first bucket arrives."""
+    transport = Stopping(_transport(name, destination_peer(plan, 0), rendezvous))
+    BucketReceiver(plan, 0, empty(plan.destinations[0]), rendezvous, bucket_bytes, transport).receive(0)
+
+
+def _transport(name: TransportName, peer: Peer, rendezvous: Rendezvous) -> Any:
+    match name:
+        case TransportName.SHARED_MEMORY:
+            return SharedMemory(rendezvous.run)
+        case TransportName.PROCESS_GROUP:
+            return ProcessGroup(peer, on_host=True)
+    raise ValueError(f"{name} has no case here")
+
+
+class Dying:
+    """A transport whose process is killed at a bucket."""
+
+    def __init__(self, transport: Transport, bucket: int) -> None:
+        self._transport, self._before = transport, bucket
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def send(self, index: int, bucket_bytes: int, receiver: Peer) -> Any:
+        if self._before > 0:
+            self._before -= 1
+            return self._transport.send(index, bucket_bytes, receiver)
+        if isinstance(self._transport, SharedMemory):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._before = -1
+        return index
+
+    def slot(self, index: int) -> torch.Tensor:
+        if self._before < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._transport.slot(index)
+
+    def sent(self, index: int, label: str) -> None:
+        if self._before < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._transport.sent(index, label)
+
+
+class Stopping:
+    """A transport whose process is stopped when the first bucket arrives."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def receive(self, sender: Peer, bucket_bytes: int, ticket: Any, label: str) -> Callable[[], torch.Tensor]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return self._transport.receive(sender, bucket_bytes, ticket, label)

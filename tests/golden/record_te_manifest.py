@@ -6,6 +6,9 @@ Building transformer-engine needs a GPU, so classes that only allocate parameter
 names and shapes of transformer_engine.pytorch 2.8 (weight, bias, layer_norm_weight, weight{i}). All else is
 megatron-core's own code in a model as megagrpo builds it: which module is used where, prefixes, sizes per rank, and the
 sharding, read from sharded_state_dict(). Ranks are recorded one after another over torch's fake process group.
+
+The file's own cases are recorded again. A new one is a name, a kind and an architecture of tests/weights_oracle.py, and
+a layout.
 """
 
 from __future__ import annotations
@@ -194,23 +197,6 @@ def record_rank(model: Any) -> dict[str, Any]:
     return held
 
 
-CASES: list[dict[str, Any]] = [
-    {"name": name, "kind": kind, "architecture": {"vocab": 32, "layers": 2, **changes}, "layout": layout}
-    for name, kind, changes, layout in (
-        ("qwen2, tensor 2 x pipeline 2", "dense", {}, {"tensor": 2, "pipeline": 2}),
-        ("qwen2 tied, pipeline 2", "dense", {"tied_embeddings": True}, {"pipeline": 2}),
-        ("qwen2 tied, tensor 4 (more than query groups)", "dense", {"tied_embeddings": True}, {"tensor": 4}),
-        ("qwen3, tensor 2", "dense", {"family": "qwen3", "qkv_bias": False, "qk_norm": True}, {"tensor": 2}),
-        ("qwen3_moe, expert 2", "experts", {}, {"data": 2, "expert": 2}),
-        ("qwen3_moe, expert 2 x expert_tensor 2", "experts", {},
-         {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}),
-        ("mixtral, tensor 2", "experts", {"family": "mixtral", "qk_norm": False}, {"tensor": 2, "expert_tensor": 2}),
-        ("deepseek_v3, tensor 2", "latent", {"layers": 4}, {"tensor": 2, "expert_tensor": 2}),
-        ("deepseek_v3, pipeline 2 x expert 2", "latent", {"layers": 4}, {"pipeline": 2, "data": 2, "expert": 2}),
-    )
-]  # fmt: skip
-
-
 def one_parameter_per_line(content: dict[str, Any]) -> str:
     text = json.dumps(content)
     for begin in ('{"name"', '{"chunk0'):
@@ -225,13 +211,9 @@ def main() -> None:
 
     import megagrpo.megatron  # noqa: F401  (its shim must run before Megatron's modules)
 
-    note = "Made by record_te_manifest.py, which says how; transformer_engine itself is stood in for, Megatron is not."
-    content = {
-        "note": note,
-        "megatron_core": megatron.core.__version__,
-        "transformer_engine": f"{TE_VERSION} (stood in for)",
-        "cases": [case | {"ranks": record(case)} for case in CASES],
-    }
+    content = json.loads(TARGET.read_text())
+    content |= {"megatron_core": megatron.core.__version__, "transformer_engine": f"{TE_VERSION} (stood in for)"}
+    content["cases"] = [case | {"ranks": record(case)} for case in content["cases"]]
     TARGET.write_text(one_parameter_per_line(content))
 
 

@@ -1,8 +1,8 @@
-"""One GRPO step worth comparing: a batch, its settings, and what transformers and torch alone make of it."""
+"""One step worth comparing: recipes, a batch, and what transformers and torch alone make of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,23 @@ import numpy as np
 import torch
 import transformers
 
-from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
+from megagrpo.algorithm.ragged import Ragged
+from megagrpo.batching.rank_batches import TrainSequence
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.recipe.schema import OptimizerConfig, Recipe
+from megagrpo.recipe.schema import OptimizerConfig, Recipe, SftRecipe
+from megagrpo.weights.boxes import Box
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides import transformers as transformers_side
 from megagrpo.weights.views import box_view
+from tests.tiny_models import DIMENSIONS
 
 RESPONSES = [1, 2, 7, 30, 1, 12, 5, 58, 20, 3, 9, 16]
 PROMPTS = [1, 6, 3, 6, 2, 4, 6, 6, 5, 1, 3, 2]
 LONGEST = 64
 LR = 1e-2
+TEMPERATURE = 0.8
+VOCAB = DIMENSIONS["vocab_size"]
 
 
 def make_recipe(layout: ParallelLayout, **changes: dict[str, Any]) -> Recipe:
@@ -30,7 +35,7 @@ def make_recipe(layout: ParallelLayout, **changes: dict[str, Any]) -> Recipe:
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": "unused", "dtype": "float32"},
         "data": {"train": [{"path": "unused"}]},
-        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 3, "temperature": 0.8},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 3, "temperature": TEMPERATURE},
         "reward": {"functions": [{"function": "gsm8k"}]},
         "algorithm": {
             "loss": {"clip_high": 0.3},
@@ -38,39 +43,43 @@ def make_recipe(layout: ParallelLayout, **changes: dict[str, Any]) -> Recipe:
             "entropy_coefficient": 0.02,
             "aggregation": "seq_mean_token_mean",
         },
-        "train": {
-            "layout": vars(layout) | {"expert_tensor": layout.expert_tensor if layout.expert > 1 else layout.tensor},
-            "total_steps": 10,
-            "tokens_per_microbatch": LONGEST,
-            "optimizer": {"lr": LR, "weight_decay": 0.1, "clip_grad": 0.5},
-        },
+        "train": _train(layout) | {"optimizer": {"lr": LR, "weight_decay": 0.1, "clip_grad": 0.5}},
     }
     for name, change in changes.items():
         sections[name] = sections.get(name, {}) | change
     return Recipe.model_validate({"name": "step", **sections})
 
 
-def make_batches(recipe: Recipe, sequences: Sequence[TrainSequence]) -> list[RankBatch]:
-    return make_rank_batches(
-        sequences,
-        layout=recipe.train.layout.parallel(),
-        minibatches=recipe.algorithm.minibatches,
-        tokens_per_microbatch=recipe.train.tokens_per_microbatch,
-        seed=1,
+def make_sft_recipe(layout: ParallelLayout, dtype: str = "float32", **train: Any) -> SftRecipe:
+    """`train` replaces fields of that section."""
+    return SftRecipe.model_validate(
+        {
+            "kind": "sft",
+            "name": "step",
+            "model": {"path": "unused", "dtype": dtype},
+            "data": {"train": [{"path": "unused"}], "examples_per_step": 4},
+            "train": _train(layout) | {"optimizer": {"lr": LR, "clip_grad": 0.5}} | train,
+        }
     )
 
 
-def reference_of(rollout_logprobs: Any) -> Any:
-    """Reference logprobs that make the KL term matter, from the only per-token numbers that a batch carries."""
-    return 0.9 * rollout_logprobs - 0.05
+def _train(layout: ParallelLayout) -> dict[str, Any]:
+    sizes = vars(layout) | {"expert_tensor": layout.expert_tensor if layout.expert > 1 else layout.tensor}
+    return {"layout": sizes, "total_steps": 10, "tokens_per_microbatch": LONGEST}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences whose rollout logprobs, taken as old logprobs, are off by enough to be clipped on both sides."""
+    """A model and a step's sequences. Advantages, or a critic's returns, are by row or by response token."""
 
-    sequences: list[TrainSequence]
-    advantages: np.ndarray  # float32 [rows]
+    directory: Path
+    sequences: Sequence[TrainSequence]
+    advantages: np.ndarray | Ragged | None = None  # float32 [rows] or [response tokens]
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens."""
+        return sum(int(sequence.loss_mask.sum()) for sequence in self.sequences)
 
 
 def load_reference(directory: Path) -> torch.nn.Module:
@@ -79,27 +88,50 @@ def load_reference(directory: Path) -> torch.nn.Module:
     )
 
 
-def make_case(model: torch.nn.Module, temperature: float) -> Case:
-    random = np.random.default_rng(0)
+def make_case(directory: Path) -> Case:
+    """Sequences whose rollout logprobs, taken as old logprobs, are off by enough to be clipped on both sides."""
+    model, random = load_reference(directory), np.random.default_rng(0)
     sequences = []
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
-        tokens = random.integers(0, model.config.vocab_size, prompt + response)
+        tokens = random.integers(0, VOCAB, prompt + response)
         mask = np.arange(len(tokens)) >= prompt
         with torch.no_grad():
-            logprobs = response_logprobs(model, tokens, temperature)[0].numpy()
+            logprobs = response_logprobs(model, tokens)[0].numpy()
         noise = random.normal(0, 0.25, len(tokens)).astype(np.float32)
         rollout = np.where(mask, np.concatenate([[0], logprobs]) + noise, 0).astype(np.float32)
         sequences.append(TrainSequence(tokens, mask, rollout, row=row))
-    return Case(sequences, random.normal(0, 1, len(sequences)).astype(np.float32))
+    return Case(directory, sequences, random.normal(0, 1, len(sequences)).astype(np.float32))
 
 
-def response_logprobs(
-    model: torch.nn.Module, tokens: np.ndarray, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def conversations(directory: Path, lengths: Sequence[int] = (9, 17, 5, 12)) -> Case:
+    """For fine-tuning: of one or two turns, so that the assistant's tokens are in one or two runs."""
+    random = np.random.default_rng(0)
+    sequences = []
+    for row, length in enumerate(lengths):
+        mask = np.zeros(length, bool)
+        mask[1 : 1 + length // 4] = row % 2
+        mask[length // 2 :] = True
+        no_engine = np.zeros(length, np.float32)
+        sequences.append(TrainSequence(random.integers(0, VOCAB, length), mask, no_engine, row=row))
+    return Case(directory, sequences)
+
+
+def by_token(seed: int, mean: float = 0.0, spread: float = 1.0) -> Ragged:
+    """A number for each response token."""
+    offsets = np.concatenate([[0], np.cumsum(RESPONSES)])
+    return Ragged(np.random.default_rng(seed).normal(mean, spread, offsets[-1]).astype(np.float32), offsets)
+
+
+def response_logprobs(model: torch.nn.Module, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprob of each token but the first, and the entropy of its distribution: [tokens - 1] each."""
     ids = torch.from_numpy(tokens)
-    log_p = torch.log_softmax(model(ids[None]).logits[0, :-1] / temperature, -1)
+    log_p = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, -1)
     return log_p.gather(1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def reference_of(rollout_logprobs: Any) -> Any:
+    """Reference logprobs that make the KL term matter, from the only per-token numbers that a batch carries."""
+    return 0.9 * rollout_logprobs - 0.05
 
 
 @dataclass(frozen=True)
@@ -116,15 +148,41 @@ class StepResult:
         return np.concatenate([(self.after[name] - self.before[name]).ravel() for name in sorted(self.after)])
 
 
-def transformers_step(directory: Path, model: torch.nn.Module, case: Case, recipe: Recipe) -> StepResult:
+# Between a rank and plain torch, or two layouts.
+LIMITS = {"loss": 1e-6, "gradient": 1e-5, "grad norm": 1e-5, "change": 1e-3}
+
+
+def differences(got: StepResult, wanted: StepResult) -> dict[str, float]:
+    """The largest gradient difference is relative to its tensor's maximum; norm and change are relative too."""
+    assert got.gradients.keys() == wanted.gradients.keys()
+    return {
+        "loss": abs(got.loss - wanted.loss),
+        "gradient": max(
+            (
+                np.abs(got.gradients[name] - wanted.gradients[name]).max() / np.abs(wanted.gradients[name]).max()
+                for name in wanted.gradients
+            ),
+            default=0.0,
+        ),
+        "grad norm": abs(got.grad_norm / wanted.grad_norm - 1),
+        "change": np.linalg.norm(got.change() - wanted.change()) / np.linalg.norm(wanted.change()),
+    }
+
+
+def assert_same_step(got: StepResult, wanted: StepResult) -> None:
+    found = differences(got, wanted)
+    assert all(found[name] <= limit for name, limit in LIMITS.items()), found
+
+
+def grpo_step(case: Case, recipe: Recipe, model: torch.nn.Module) -> StepResult:
     """The step in plain torch: one sequence at a time, autograd, AdamW. Written from the formulas, with none of ours.
 
     `model` is in float64 and is changed.
     """
-    algorithm, settings = recipe.algorithm, recipe.train.optimizer
+    algorithm = recipe.algorithm
     per_sequence = []
     for sequence in case.sequences:
-        logprobs, entropy = response_logprobs(model, sequence.tokens, recipe.rollout.temperature)
+        logprobs, entropy = response_logprobs(model, sequence.tokens)
         mask = torch.from_numpy(sequence.loss_mask[1:])
         old = torch.from_numpy(sequence.rollout_logprobs[1:]).double()
         advantage = float(case.advantages[sequence.row])
@@ -139,16 +197,24 @@ def transformers_step(directory: Path, model: torch.nn.Module, case: Case, recip
     loss = torch.cat(per_sequence).mean()
     if algorithm.aggregation.name == "seq_mean_token_mean":
         loss = torch.stack([losses.mean() for losses in per_sequence]).mean()
+    return torch_step(model, loss, read_architecture(case.directory), recipe.train.optimizer)
+
+
+def torch_step(
+    model: torch.nn.Module, loss: torch.Tensor, architecture: Architecture, settings: OptimizerConfig
+) -> StepResult:
+    """The loss's gradients by autograd and torch's own optimizer. `model` is changed."""
+    to_checkpoint, parameters = _in_checkpoint(architecture), dict(model.named_parameters())
+
+    def weights() -> dict[str, np.ndarray]:
+        return to_checkpoint({name: w.detach().clone() for name, w in (*parameters.items(), *model.named_buffers())})
+
     model.zero_grad()
     loss.backward()
-    parameters = dict(model.named_parameters())
-    to_checkpoint = in_checkpoint(read_architecture(directory))
     gradients = to_checkpoint({name: p.grad.clone() for name, p in parameters.items()})
-    weights = parameters | dict(model.named_buffers())
-    before = to_checkpoint({name: weight.detach().clone() for name, weight in weights.items()})
+    before = weights()
     norm = clip_and_step(list(parameters.values()), settings)
-    after = to_checkpoint({name: weight.detach().clone() for name, weight in weights.items()})
-    return StepResult(loss.item(), norm, gradients, before, after)
+    return StepResult(loss.item(), norm, gradients, before, weights())
 
 
 def clip_and_step(parameters: list[torch.nn.Parameter], settings: OptimizerConfig) -> float:
@@ -162,7 +228,7 @@ def clip_and_step(parameters: list[torch.nn.Parameter], settings: OptimizerConfi
     return norm.item()
 
 
-def in_checkpoint(architecture: Architecture) -> Any:
+def _in_checkpoint(architecture: Architecture) -> Callable[[dict[str, torch.Tensor]], dict[str, np.ndarray]]:
     """Turns tensors by their names in transformers into arrays by their names in the checkpoint."""
     manifest = transformers_side.manifest(architecture, "float64")
 
@@ -173,9 +239,9 @@ def in_checkpoint(architecture: Architecture) -> Any:
     return convert
 
 
-def assemble(parts_of_ranks: Sequence[Sequence[tuple[Any, np.ndarray]]]) -> dict[str, np.ndarray]:
+def assemble(parts_of_ranks: Sequence[Sequence[tuple[Box, np.ndarray]]]) -> dict[str, np.ndarray]:
     """Whole tensors from boxes. Replicas of a box must be equal to the last bit, and nothing may be missing."""
-    boxes: dict[Any, np.ndarray] = {}
+    boxes: dict[Box, np.ndarray] = {}
     for parts in parts_of_ranks:
         for box, values in parts:
             if box in boxes:
