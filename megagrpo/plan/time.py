@@ -140,7 +140,7 @@ def training_phases(case: Case) -> dict[str, Seconds]:
     """The passes before the update, and the update, of the policy and of a critic on the same ranks. Nothing in
     `rollout` but the size of a step, in `cluster` or in `train.offload` changes them."""
     recipe, lengths = case.recipe, case.lengths
-    ranks = TrainingRanks(case.architecture, recipe.train, case.speeds, case.assumptions, case.item_bytes)
+    ranks = TrainingRanks(case)
     if isinstance(recipe, SftRecipe):
         return {"update": ranks.update_seconds(BatchSize.of(recipe.data.examples_per_step, lengths))}
     algorithm, rollout, share = recipe.algorithm, recipe.rollout, case.assumptions.signal_share
@@ -156,7 +156,8 @@ def training_phases(case: Case) -> dict[str, Seconds]:
     update = ranks.update_seconds(minibatch)
     if algorithm.critic is not None:
         whole = recipe.train.model_copy(update={"lora": None})  # adapters are never on a critic
-        critics = replace(ranks, arch=critic_of(case.critic or ranks.arch), train=whole)
+        model = critic_of(case.critic or case.architecture)
+        critics = TrainingRanks(replace(case, recipe=recipe.model_copy(update={"train": whole}), architecture=model))
         before |= _named("values", critics.forward_seconds(batch))
         update |= _named("critic", critics.update_seconds(minibatch))
     return {"logprobs": before, "update": {name: spent * times for name, spent in update.items()}}

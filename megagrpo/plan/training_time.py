@@ -14,9 +14,8 @@ from math import ceil
 
 from megagrpo.batching.rank_batches import MICROBATCHES_PER_STAGE
 from megagrpo.batching.work import head_work, layer_work
-from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan.assumptions import Assumptions, Lengths
-from megagrpo.plan.case import Machines
+from megagrpo.plan.assumptions import Lengths
+from megagrpo.plan.case import Case
 from megagrpo.plan.communication import (
     Exchanged,
     Groups,
@@ -139,13 +138,17 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class TrainingRanks:
-    """One model on the training ranks. `arch` has a value head if it is a critic, which has no adapters."""
+    """The case's model on the training ranks: the policy, or a critic, which has a value head and no adapters."""
 
-    arch: Architecture
-    train: TrainConfig
-    machines: Machines
-    assumptions: Assumptions
-    item_bytes: int
+    case: Case
+
+    @property
+    def arch(self) -> Architecture:
+        return self.case.architecture
+
+    @property
+    def train(self) -> TrainConfig:
+        return self.case.recipe.train
 
     def forward_seconds(self, batch: BatchSize) -> Seconds:
         """A pass without gradients."""
@@ -161,8 +164,8 @@ class TrainingRanks:
 
     def microbatches(self, batch: BatchSize) -> int:
         """On each data rank (batching/rank_batches.py): as many as hold the tokens, and enough to fill the pipeline."""
-        layout = self.layout
-        capacity = self.train.tokens_per_microbatch * layout.context * self.assumptions.packing
+        layout = self.case.layout
+        capacity = self.train.tokens_per_microbatch * layout.context * self.case.assumptions.packing
         needed = ceil(batch.tokens / layout.data / capacity)
         if layout.pipeline > 1:
             needed = max(needed, min(MICROBATCHES_PER_STAGE * layout.pipeline, int(batch.sequences / layout.data)))
@@ -170,33 +173,29 @@ class TrainingRanks:
         return max(1, ceil(needed / multiple)) * multiple
 
     @cached_property
-    def layout(self) -> ParallelLayout:
-        return self.train.layout.parallel()
-
-    @cached_property
     def _groups(self) -> Groups:
-        return Groups.of(self.layout, self.machines.gpus_per_node)
+        return Groups.of(self.case.layout, self.case.speeds.gpus_per_node)
 
     @cached_property
     def _links(self) -> Links:
-        return Links.of(self.machines, self.assumptions)
+        return Links.of(self.case.speeds, self.case.assumptions)
 
     @cached_property
     def _stages(self) -> dict[tuple[tuple[int, int], bool, bool], int]:
         """The first stage of each kind, by its layers of each kind and whether the embedding or the head is there."""
         found: dict[tuple[tuple[int, int], bool, bool], int] = {}
-        for index, stage in enumerate(stages(self.arch.layers, self.layout)):
+        for index, stage in enumerate(stages(self.arch.layers, self.case.layout)):
             found.setdefault((layer_counts(self.arch, stage.layers), stage.embedding, stage.head), index)
         return found
 
     def _pass_seconds(self, over: Products, ways: tuple[int, int], batch: BatchSize, micros: int) -> Seconds:
-        layout = self.layout
-        own = batch.share(self.assumptions.imbalance / layout.data)
-        passed = Exchanged(own.tokens, micros, self.item_bytes, *ways)
+        layout = self.case.layout
+        own = batch.share(self.case.assumptions.imbalance / layout.data)
+        passed = Exchanged(own.tokens, micros, self.case.item_bytes, *ways)
         whole = layer_counts(self.arch, range(self.arch.layers))
         kinds = [self._layer_seconds(sparse, over, own, passed) if whole[sparse] else {} for sparse in (False, True)]
         head = head_flops(self.arch, over, own.head_tokens) / (layout.tensor * layout.context)
-        head /= self.machines.gpu.flops * self.assumptions.matrix_efficiency
+        head /= self.case.speeds.gpu.flops * self.case.assumptions.matrix_efficiency
         seconds: Seconds = {}
         for counts, _, has_head in self._stages:
             of_stage: Seconds = {}
@@ -213,7 +212,7 @@ class TrainingRanks:
         return seconds
 
     def _layer_seconds(self, sparse: bool, over: Products, own: BatchSize, passed: Exchanged) -> Seconds:
-        assumed, peak, groups = self.assumptions, self.machines.gpu.flops, self._groups
+        assumed, peak, groups = self.case.assumptions, self.case.speeds.gpu.flops, self._groups
         ranks = groups.tensor.ranks * groups.context.ranks
         counts = (0, 1) if sparse else (1, 0)
         flops = layers_flops(self.arch, counts, over, own.tokens, own.squares, self.train.lora)
@@ -238,15 +237,15 @@ class TrainingRanks:
     @cached_property
     def _step_seconds(self) -> Seconds:
         """Gradients summed, Adam, and new weights back to all replicas."""
-        machines, assumed, groups, train = self.machines, self.assumptions, self._groups, self.train
+        machines, assumed, groups, train = self.case.speeds, self.case.assumptions, self._groups, self.train
         dense = routed = 0
         for stage in self._stages.values():
-            held = rank_parameters(self.arch, self.layout, stage, fused=True)
+            held = rank_parameters(self.arch, self.case.layout, stage, fused=True)
             if train.lora is not None:
-                held = adapter_parameters(self.arch, self.layout, stage, train.lora)
+                held = adapter_parameters(self.arch, self.case.layout, stage, train.lora)
             if held.total > dense + routed:
                 dense, routed = held.total - held.experts, held.experts
-        found = replica_seconds(dense, routed, train.distributed_optimizer, groups, self.item_bytes, self._links)
+        found = replica_seconds(dense, routed, train.distributed_optimizer, groups, self.case.item_bytes, self._links)
         seconds = {name: spent * (1 - assumed.overlap) for name, spent in found.items()}
         owned = float(dense + routed)
         if train.distributed_optimizer:

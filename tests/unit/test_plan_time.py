@@ -11,7 +11,7 @@ from megagrpo.plan.case import A_CPU, Case, Machines
 from megagrpo.plan.engine import EngineSpeed, rollout_seconds
 from megagrpo.plan.time import ON_DRIVER, prompts_of_rounds, step_time
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
-from megagrpo.recipe.schema import LayoutConfig, Recipe, TrainConfig
+from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.functions import INLINE
 from tests import plans
 from tests.plans import H100
@@ -110,8 +110,7 @@ def test_steps_are_about_as_long_as_published_ones(name):
 
 def test_training_alone_reaches_a_usual_share_of_the_peak():
     """Published for dense models with long microbatches on H100: 41 to 48 % (Megatron-LM), at most 60 % elsewhere."""
-    train = TrainConfig(layout={"tensor": 8, "pipeline": 4, "data": 2}, total_steps=1, tokens_per_microbatch=8192)
-    ranks = TrainingRanks(QWEN_32B, train, H100, Assumptions(), 2)
+    ranks = TrainingRanks(case(QWEN_32B, train={"layout": {"tensor": 8, "pipeline": 4, "data": 2}}))
     batch = BatchSize(512, 512 * 4096, 512 * 4096.0**2, 512 * 4096)
     flops = 6 * 32e9 * batch.tokens
     share = flops / (64 * H100.gpu.flops * sum(ranks.update_seconds(batch).values()))
@@ -141,9 +140,8 @@ def test_longer_responses_take_longer_and_more_replicas_no_longer(tensor, pipeli
 
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_the_bubble_is_what_a_pipeline_of_equal_stages_loses(virtual):
-    layout = {"pipeline": 4, "virtual_pipeline": virtual}
-    train = TrainConfig(layout=layout, total_steps=1, tokens_per_microbatch=4096)
-    ranks = TrainingRanks(LLAMA_8B, train, H100, Assumptions(packing=1.0), 2)
+    train = {"layout": {"pipeline": 4, "virtual_pipeline": virtual}, "tokens_per_microbatch": 4096}
+    ranks = TrainingRanks(case(assumed=Assumptions(packing=1.0), train=train))
     batch = BatchSize(256, 16 * 4096, 256 * 256.0**2, 0)
     assert ranks.microbatches(batch) == 16
     seconds = ranks.forward_seconds(batch)
@@ -153,15 +151,15 @@ def test_the_bubble_is_what_a_pipeline_of_equal_stages_loses(virtual):
 
 
 def test_few_sequences_are_still_enough_microbatches_to_fill_the_pipeline():
-    train = TrainConfig(layout={"pipeline": 4}, total_steps=1, tokens_per_microbatch=1 << 20)
-    ranks = TrainingRanks(LLAMA_8B, train, H100, Assumptions(), 2)
-    assert ranks.microbatches(BatchSize(100, 1e5, 1e8, 0)) == 8
-    assert ranks.microbatches(BatchSize(5, 5e3, 5e6, 0)) == 5
+    def microbatches(batch, **layout):
+        train = {"layout": {"pipeline": 4, **layout}, "tokens_per_microbatch": 1 << 20}
+        return TrainingRanks(case(train=train)).microbatches(batch)
+
+    few = BatchSize(5, 5e3, 5e6, 0)
+    assert microbatches(BatchSize(100, 1e5, 1e8, 0)) == 8
+    assert microbatches(few) == 5
     # The interleaved schedule takes rounds of as many as there are stages.
-    interleaved = replace(
-        ranks, train=train.model_copy(update={"layout": LayoutConfig(pipeline=4, virtual_pipeline=2)})
-    )
-    assert interleaved.microbatches(BatchSize(5, 5e3, 5e6, 0)) == 8
+    assert microbatches(few, virtual_pipeline=2) == 8
 
 
 def test_passes_without_gradients_may_take_more_tokens_at_once():
