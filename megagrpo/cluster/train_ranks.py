@@ -108,22 +108,17 @@ class TrainRanks:
         return bool(self._away)
 
     def release(self, keep: Collection[str] = ()) -> None:
-        """Moves the parts named in train.offload, except `keep`, to host memory until `restore`.
-
-        Engines on the same devices then have room.
+        """Moves the parts named in train.offload, except `keep`, to host memory, so that engines on the same devices
+        have room. `released` and `needed` bring them back.
         """
         self._release([part for part in self._offload if part not in keep])
-
-    def restore(self) -> None:
-        """Brings back whatever is in host memory."""
-        self._restore(list(self._away))
 
     @contextmanager
     def released(self) -> Iterator[None]:
         """Inside, the parts named in train.offload are in host memory; afterwards nothing is."""
         self.release()
         yield
-        self.restore()
+        self._restore(list(self._away))
 
     @contextmanager
     def needed(self, parts: Collection[str] | None = None) -> Iterator[None]:
@@ -135,7 +130,7 @@ class TrainRanks:
 
     def _release(self, parts: Sequence[str]) -> None:
         if parts:
-            self._away |= set(parts)  # before the wait: ranks go on when it is given up; `restore` undoes it
+            self._away |= set(parts)  # before the wait: ranks go on when it is given up; `_restore` undoes it
             self.wait("release", [actor.release.remote(parts) for actor in self.ranks])
 
     def _restore(self, parts: Sequence[str]) -> None:

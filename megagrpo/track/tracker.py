@@ -38,9 +38,21 @@ GIT_TIMEOUT_SECONDS = 10.0
 class Tracker:
     """A context: leaving it finishes all trackers, with a status that says whether an exception ended the run."""
 
-    def __init__(self, recipe: AnyRecipe, total_steps: int) -> None:
+    def __init__(
+        self,
+        recipe: AnyRecipe,
+        total_steps: int,
+        resumed_step: int = 0,
+        run_ids: Mapping[str, str] | None = None,
+        *,
+        unlogged: bool = False,
+    ) -> None:
+        """Writes recipe.yaml and environment.json to the run's directory and starts every tracker.
+
+        resumed_step: the last step that the run keeps (0 for a new run). run_ids: what `run_ids` was after that step.
+        unlogged: the metrics of that step are still to come.
+        """
         self._recipe = recipe
-        self._total_steps = total_steps
         self._console = make_console(recipe.track.console, sys.stdout)
         self._with_run: dict[str, SinkWithRun] = {}
         if recipe.track.mlflow:
@@ -50,22 +62,13 @@ class Tracker:
         own_files = [TensorBoardTracker()] if recipe.track.tensorboard else []
         # The console is last: it shows a step once all other trackers have it.
         self._sinks: list[Sink] = [JsonlMetrics(), *own_files, *self._with_run.values(), self._console]
-        self._rollouts: StepLines | None = None
-        self._mismatches: StepLines | None = None
         self._undocumented: set[str] = set()
-
-    def start(self, resumed_step: int = 0, run_ids: Mapping[str, str] | None = None, *, unlogged: bool = False) -> None:
-        """Writes recipe.yaml and environment.json to the run's directory and starts every tracker.
-
-        resumed_step: the last step that the run keeps (0 for a new run). run_ids: what `run_ids` was after that step.
-        unlogged: the metrics of that step are still to come.
-        """
-        directory = run_directory(self._recipe)
+        directory = run_directory(recipe)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "recipe.yaml").write_text(dump(self._recipe), encoding="utf-8")
+        (directory / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
         described = json.dumps(environment(), indent=2) + "\n"
         (directory / "environment.json").write_text(described, encoding="utf-8")
-        run = RunStart(self._recipe, directory, self._total_steps, resumed_step, run_ids or {}, unlogged)
+        run = RunStart(recipe, directory, total_steps, resumed_step, run_ids or {}, unlogged)
         self._rollouts = StepLines(directory / "rollouts.jsonl", resumed_step)
         self._mismatches = StepLines(directory / MISMATCH_FILE, resumed_step)
         for sink in self._sinks:
@@ -91,28 +94,12 @@ class Tracker:
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """Adds the step's first groups, as many as the recipe says, to rollouts.jsonl."""
-        if self._rollouts:
-            for group in groups[: self._recipe.track.rollouts_per_step]:
-                self._rollouts.append(rollout_line(step, group))
+        for group in groups[: self._recipe.track.rollouts_per_step]:
+            self._rollouts.append(rollout_line(step, group))
 
     def mismatch(self, record: MismatchRecord) -> None:
         """Adds the step's figures and worst tokens to mismatch.jsonl."""
-        if self._mismatches:
-            self._mismatches.append(asdict(record))
-
-    def finish(self, status: Status) -> None:
-        """Ends every tracker and prints where everything is. Does nothing before `start`, or a second time."""
-        if self._rollouts is None or self._mismatches is None:
-            return
-        self._rollouts.close()
-        self._mismatches.close()
-        self._rollouts = self._mismatches = None
-        for sink in self._sinks:
-            sink.finish(status)
-        self.say(f"run directory: {run_directory(self._recipe)}")
-        self.say("to resume it, or to train longer: the same command continues from the newest checkpoint")
-        if self._recipe.track.mlflow:
-            self.say(f"metrics in MLflow: mlflow ui --backend-store-uri {tracking_uri(self._recipe)}")
+        self._mismatches.append(asdict(record))
 
     def __enter__(self) -> Tracker:
         return self
@@ -120,10 +107,18 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.finish("finished")
-        else:
-            self.finish("failed" if issubclass(kind, Exception) else "interrupted")
+        """Ends every tracker and prints where everything is."""
+        status: Status = "finished"
+        if kind is not None:
+            status = "failed" if issubclass(kind, Exception) else "interrupted"
+        self._rollouts.close()
+        self._mismatches.close()
+        for sink in self._sinks:
+            sink.finish(status)
+        self.say(f"run directory: {run_directory(self._recipe)}")
+        self.say("to resume it, or to train longer: the same command continues from the newest checkpoint")
+        if self._recipe.track.mlflow:
+            self.say(f"metrics in MLflow: mlflow ui --backend-store-uri {tracking_uri(self._recipe)}")
 
 
 def environment() -> dict[str, Any]:

@@ -113,21 +113,11 @@ def run_to_end(
     the reserved devices and leaves their ends to the stack. Raises MegagrpoError; RunStopped if the process was sent
     SIGTERM or SIGUSR1, once everything is saved.
     """
-    saving = checked.recipe.checkpoint
-    directory = checkpoint_directory(checked.recipe).absolute()  # ranks may have other working directories
-    store = CheckpointStore(directory, keep_last=saving.keep_last, keep_best=saving.keep_best)
-    return until_stopped(lambda stopping: _run(checked, store, stopping, read, start), store.newest)
-
-
-def _run(
-    checked: Preflight[Kind],
-    store: CheckpointStore,
-    stopping: Stopping,
-    read: Callable[[Sequence[DataFileConfig], PreTrainedTokenizerBase, Any, int], Mixture[AnyItem]],
-    start: Callable[[Setup[Kind, AnyItem], Runtime, ExitStack], Training],
-) -> int:
     recipe = checked.recipe
-    with ExitStack() as closing:
+    directory = checkpoint_directory(recipe).absolute()  # ranks may have other working directories
+    kept = recipe.checkpoint
+    store = CheckpointStore(directory, keep_last=kept.keep_last, keep_best=kept.keep_best)
+    with until_stopped(store.newest) as stopping, ExitStack() as closing:
         closing.enter_context(only_process_of(run_directory(recipe)))
         resumed = checkpoint_to_resume(store, recipe)
         tokenizer = load_chat_tokenizer(checked.tokenizer_directory, recipe.model.chat_template)
@@ -140,9 +130,8 @@ def _run(
         progress = first_progress(recipe, cursor, resumed.state if resumed else None)
         steps = total_steps(recipe, len(cursor))
 
-        tracker = closing.enter_context(Tracker(recipe, steps))
-        runs = resumed.state.tracker_runs if resumed else None
-        tracker.start(progress.step, runs, unlogged=progress.unlogged is not None)
+        runs, unlogged = resumed.state.tracker_runs if resumed else None, progress.unlogged is not None
+        tracker = closing.enter_context(Tracker(recipe, steps, progress.step, runs, unlogged=unlogged))
         noun = "prompts" if isinstance(recipe, Recipe) else "examples"
         for file in (*data.files, *evaluated.files):
             overlong = f", {file.overlong} over-long" if file.overlong else ""

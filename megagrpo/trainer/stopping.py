@@ -7,8 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
 from megagrpo.errors import Problem, RunStopped
 
@@ -22,14 +21,13 @@ class StopRequested(BaseException):
 class Stopping:
     """Remembers a signal that asks the run to stop, until the run can stop without losing or half doing anything.
 
-    As a context, on the main thread, it handles SIGTERM and SIGUSR1: the handler only notes the signal, and the run
-    looks at the note at safe points. A second SIGTERM ends the process at once.
+    Inside `until_stopped`, on the main thread, it handles SIGTERM and SIGUSR1: the handler only notes the signal, and
+    the run looks at the note at safe points. A second SIGTERM ends the process at once.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._may_give_up = False
-        self._before: dict[signal.Signals, Any] = {}
 
     @property
     def requested(self) -> bool:
@@ -52,7 +50,7 @@ class Stopping:
             yield
         except SystemExit:
             raise StopRequested from None
-        self._handle_signals()
+        self.handle_signals()
 
     def stop_here(self) -> None:
         """Raises StopRequested if the run was told to stop."""
@@ -76,20 +74,9 @@ class Stopping:
             )
         )
 
-    def _handle_signals(self) -> None:
+    def handle_signals(self) -> None:
         for number in SIGNALS:
             signal.signal(number, self._note)
-
-    def __enter__(self) -> Stopping:
-        self._before = {number: signal.getsignal(number) for number in SIGNALS}
-        self._handle_signals()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal == signal.SIGTERM:
@@ -100,10 +87,15 @@ class Stopping:
         self.signal = signal.Signals(number)
 
 
-def until_stopped(run: Callable[[Stopping], int], newest: Callable[[], Path | None]) -> int:
-    """What `run` returns. Raises RunStopped if it was told to stop; `newest` then finds its newest checkpoint."""
-    with Stopping() as stopping:
-        try:
-            return run(stopping)
-        except StopRequested:
-            raise stopping.error(newest()) from None
+@contextmanager
+def until_stopped(newest: Callable[[], Path | None]) -> Iterator[Stopping]:
+    """Around a run. Raises RunStopped if it was told to stop; `newest` then finds its newest checkpoint."""
+    stopping, before = Stopping(), {number: signal.getsignal(number) for number in SIGNALS}
+    stopping.handle_signals()
+    try:
+        yield stopping
+    except StopRequested:
+        raise stopping.error(newest()) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

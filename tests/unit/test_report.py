@@ -177,7 +177,6 @@ def test_past_the_threshold_a_run_is_warned_or_ended_and_otherwise_nothing_is_sa
     groups = [Group(Prompt("a", (1, 2, 3), "x", ""), (sample,))]
     found = replace(FOUND, worst=(TokenMismatch(0, 3, -1.7, -2.0),))
     with Tracker(recipe, 10) as tracker:
-        tracker.start()
         problem = report_mismatch(recipe, 5, found, groups, tracker, str)
         printed = capsys.readouterr().out
         assert report_mismatch(recipe, 6, None, groups, tracker, str) is None

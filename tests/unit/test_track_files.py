@@ -56,7 +56,6 @@ def test_traces_hold_the_first_groups_of_a_step(tmp_path: Path) -> None:
     scores = (Score(1.0, {"gsm8k": 1.0}), Score(None, error="x"))
     group = Group(Prompt("p", (3, 4), "adder", "82", "sums"), (sample, sample), scores)
     with Tracker(tracked_recipe(tmp_path, rollouts_per_step=1, console="off"), 10) as tracker:
-        tracker.start()
         tracker.rollouts(7, [group, group])
     (line,) = lines(tmp_path / "runs" / "adder" / "rollouts.jsonl")
     assert (line["step"], line["prompt_id"], line["ground_truth"], line["prompt_tokens"]) == (7, "p", "82", [3, 4])
@@ -71,7 +70,6 @@ def test_a_run_directory_tells_what_was_run_and_the_last_lines_how_to_go_on(
 ) -> None:
     recipe = tracked_recipe(tmp_path, console="lines", mlflow={})
     with Tracker(recipe, 10) as tracker:
-        tracker.start()
         tracker.log(1, {"reward/mean": 0.5})
     directory = tmp_path / "runs" / "adder"
     assert load(directory / "recipe.yaml").recipe == recipe
@@ -89,12 +87,6 @@ def test_a_run_directory_tells_what_was_run_and_the_last_lines_how_to_go_on(
     assert "the same command continues" in said
 
 
-def test_a_tracker_that_was_not_started_ends_quietly(tmp_path: Path) -> None:
-    with Tracker(tracked_recipe(tmp_path), 10):
-        pass
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.parametrize(
     ("raised", "status"), [(None, "finished"), (ValueError, "failed"), (KeyboardInterrupt, "interrupted")]
 )
@@ -104,7 +96,6 @@ def test_leaving_tells_every_tracker_how_the_run_ended(
     told: list[str] = []
     monkeypatch.setattr(module.JsonlMetrics, "finish", lambda self, status: told.append(status))
     tracker = Tracker(tracked_recipe(tmp_path), 10)
-    tracker.start()
     tracker.__exit__(raised, raised and raised(), None)
     assert told == [status]
 
@@ -126,7 +117,6 @@ def test_names_that_are_not_in_the_table_are_found() -> None:
 
 def test_a_metric_without_an_entry_is_an_error_in_tests_and_logged_elsewhere(tmp_path: Path) -> None:
     tracker = Tracker(tracked_recipe(tmp_path), 10)
-    tracker.start()
     with pytest.raises(UndocumentedMetric, match="rewards/mean"):
         tracker.log(1, {"rewards/mean": 0.5})
     tracker.log(1, {"rewards/mean": 0.5})  # warned of once

@@ -16,8 +16,8 @@ from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
 
 TWO_SIGNALS = """
 import os, signal, sys
-from megagrpo.trainer.stopping import Stopping
-with Stopping() as stopping:
+from megagrpo.trainer.stopping import until_stopped
+with until_stopped(lambda: None) as stopping:
     for number in map(int, sys.argv[1:]):
         os.kill(os.getpid(), number)
     print(stopping.signal.name)
@@ -26,7 +26,7 @@ with Stopping() as stopping:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_ends_only_what_may_be_given_up(number: signal.Signals) -> None:
-    with Stopping() as stopping:
+    with until_stopped(lambda: None) as stopping:
         with stopping.giving_up():
             stopping.check()
         os.kill(os.getpid(), number)
@@ -34,7 +34,7 @@ def test_a_stop_ends_only_what_may_be_given_up(number: signal.Signals) -> None:
         stopping.check()
         with pytest.raises(StopRequested), stopping.giving_up():
             pytest.fail("entered though the run is to stop")
-    with Stopping() as stopping, stopping.giving_up():
+    with until_stopped(lambda: None) as stopping, stopping.giving_up():
         os.kill(os.getpid(), number)
         with pytest.raises(StopRequested):
             stopping.check()
@@ -42,7 +42,7 @@ def test_a_stop_ends_only_what_may_be_given_up(number: signal.Signals) -> None:
 
 def test_the_handlers_before_it_come_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    with Stopping():
+    with until_stopped(lambda: None):
         assert signal.getsignal(signal.SIGTERM) not in before
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 
@@ -62,17 +62,16 @@ def test_a_second_sigterm_ends_the_process_at_once_and_one_after_sigusr1_does_no
 def test_a_run_told_to_stop_ends_with_the_checkpoint_that_it_has_by_then() -> None:
     saved: list[Path] = []
 
-    def run(stopping: Stopping) -> int:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        saved.append(Path("/runs/a/checkpoints/step_000003"))
-        stopping.stop_here()
-        return 0
+    def run() -> None:
+        with until_stopped(lambda: saved[-1]) as stopping:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            saved.append(Path("/runs/a/checkpoints/step_000003"))
+            stopping.stop_here()
 
     with pytest.raises(RunStopped, match=r"SIGUSR1(.|\n)*step_000003") as raised:
-        until_stopped(run, lambda: saved[-1])
+        run()
     assert raised.value.exit_code == EXIT_STOPPED == 75
     assert "nothing to save" in str(Stopping().error(None))
-    assert until_stopped(lambda stopping: 7, lambda: None) == 7
 
 
 def test_a_lost_node_has_a_code_of_its_own_also_after_a_journey_between_processes() -> None:
