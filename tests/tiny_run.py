@@ -85,7 +85,7 @@ def tracked_recipe(directory: Path, **track: Any) -> Recipe:
     return Recipe.model_validate(recipe(directory) | {"name": "adder", "track": tracked})
 
 
-def make_model(directory: Path, **config: Any) -> None:
+def make_model(directory: Path, **config: Any) -> Path:
     directory.mkdir(parents=True)
     whole = CONFIG | config
     (directory / "config.json").write_text(json.dumps(whole))
@@ -94,3 +94,4 @@ def make_model(directory: Path, **config: Any) -> None:
     letters = {letter: number for number, letter in enumerate("0123456789+=# abcdefghij")}
     Tokenizer(models.WordLevel(letters, unk_token=" ")).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    return directory

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from math import prod
 
 from megagrpo.weights.boxes import Box, Fill, Placement
-from megagrpo.weights.coverage import Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ def boxes_in_range(placement: Placement, storage_shape: Sequence[int], start: in
     """The boxes of `placement` held by elements start .. stop of its storage (contiguous, of `storage_shape`)."""
     found = []
     for region in _regions(tuple(storage_shape), start, stop):
-        if (part := placement.within(*region)) is not None:
+        if (part := placement.within(region)) is not None:
             view = _strided(part.at, part.local_shape, storage_shape, start)
             axes = [part.axes.index(axis) for axis in range(len(part.box.shape))]
             strided = Strided(part.box.shape, tuple(view.strides[axis] for axis in axes), view.offset)
@@ -47,16 +46,16 @@ def boxes_in_range(placement: Placement, storage_shape: Sequence[int], start: in
 def fills_in_range(fill: Fill, storage_shape: Sequence[int], start: int, stop: int) -> list[Strided]:
     """The parts of `fill` held by elements start .. stop of its storage."""
     filled = Box("", fill.at, fill.shape)
-    regions = [filled.intersect(Box("", *region)) for region in _regions(tuple(storage_shape), start, stop)]
+    regions = [filled.intersect(region) for region in _regions(tuple(storage_shape), start, stop)]
     return [_strided(part.start, part.shape, storage_shape, start) for part in regions if part is not None]
 
 
-def _regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
+def _regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Elements start .. stop of a contiguous tensor as axis-aligned regions, in order."""
     if start >= stop:
         return
     if len(shape) == 1:
-        yield (start,), (stop - start,)
+        yield Box("", (start,), (stop - start,))
         return
     row = prod(shape[1:])
     first_whole, last_whole = -(-start // row), stop // row
@@ -66,15 +65,15 @@ def _regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
     if start < first_whole * row:
         yield from _within_row(shape, first_whole - 1, start, first_whole * row)
     if first_whole < last_whole:
-        yield (first_whole, *(0,) * (len(shape) - 1)), (last_whole - first_whole, *shape[1:])
+        yield Box("", (first_whole, *(0,) * (len(shape) - 1)), (last_whole - first_whole, *shape[1:]))
     if last_whole * row < stop:
         yield from _within_row(shape, last_whole, last_whole * row, stop)
 
 
-def _within_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Region]:
+def _within_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
     begin = index * prod(shape[1:])
-    for at, part in _regions(shape[1:], start - begin, stop - begin):
-        yield (index, *at), (1, *part)
+    for part in _regions(shape[1:], start - begin, stop - begin):
+        yield Box("", (index, *part.start), (1, *part.shape))
 
 
 def _strided(at: tuple[int, ...], shape: tuple[int, ...], storage_shape: Sequence[int], start: int) -> Strided:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -51,8 +50,9 @@ class HuggingFaceTarget:
             name: (file.holder, entry) for file in self._files for name, entry in checkpoint.header_of(file)[1].items()
         }
         self._units = by_layer(source.tensors, lambda tensor: tensor.name)
-        sizes = {t.name: math.prod(t.shape) * ITEM_BYTES[self._dtypes[t.name]] for t in source.tensors}
-        self.unit_bytes: Sequence[int] = [sum(sizes[tensor.name] for tensor in unit) for unit in self._units]
+        self.unit_bytes: Sequence[int] = [
+            sum(self._entries[tensor.name][1].bytes for tensor in unit) for unit in self._units
+        ]
 
     def begin(self, directory: Path) -> None:
         lay_out(directory, self._files, self._source.model_directory, self._source.main_dtype(self._dtypes))

@@ -113,7 +113,7 @@ class MegatronTarget:
 def _parts(chunk: Chunk, item_bytes: int) -> Iterator[Chunk]:
     """The chunk as runs of rows of at most CHUNK_BYTES."""
     for box in Box(chunk.key, chunk.start, chunk.shape).pieces(CHUNK_BYTES // item_bytes):
-        held = (placement.within(box.start, box.shape) for placement in chunk.placements)
+        held = (placement.within(box) for placement in chunk.placements)
         placements = tuple(part for part in held if part is not None)
         yield replace(chunk, start=box.start, shape=box.shape, placements=placements)
 

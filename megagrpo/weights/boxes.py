@@ -106,9 +106,9 @@ class Placement:
         )
         return Placement(self.storage, at, self.axes, box)
 
-    def within(self, at: tuple[int, ...], shape: tuple[int, ...]) -> Placement | None:
+    def within(self, region: Box) -> Placement | None:
         """The same placement narrowed to a region of its storage; None if nothing of it lies there."""
-        common = Box("", self.at, self.local_shape).intersect(Box("", at, shape))
+        common = Box(region.tensor, self.at, self.local_shape).intersect(region)
         if common is None:
             return None
         local = [self.axes.index(axis) for axis in range(len(self.box.shape))]

@@ -6,16 +6,12 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from math import prod
 
 import numpy as np
 
 from megagrpo.errors import Problem, WeightPlanError
 from megagrpo.weights.boxes import Box, Manifest, Placement
 from megagrpo.weights.families.architecture import Tensor
-
-Region = tuple[tuple[int, ...], tuple[int, ...]]
-"""Start and shape of a block, in whatever coordinates its axes have."""
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
@@ -45,12 +41,12 @@ def uncovered(box: Box, by: Iterable[Box]) -> list[Box]:
     return left
 
 
-def first_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
-    """Indices of two regions with a common element, or None."""
-    if len(regions) < 2 or not regions[0][0]:  # scalars: two of them are the same element
-        return (0, 1) if len(regions) > 1 else None
-    starts = np.array([start for start, _ in regions])
-    ends = starts + np.array([shape for _, shape in regions])
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Indices of two boxes of a tensor with a common element, or None."""
+    if len(boxes) < 2 or not boxes[0].start:  # scalars: two of them are the same element
+        return (0, 1) if len(boxes) > 1 else None
+    starts = np.array([box.start for box in boxes])
+    ends = starts + np.array([box.shape for box in boxes])
     order = np.argsort(starts[:, 0], kind="stable")
     reach = np.maximum.accumulate(ends[order, 0])
     for position in range(1, len(order)):
@@ -63,36 +59,33 @@ def first_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
     return None
 
 
-def tiling_error(region: Region, pieces: Sequence[Region]) -> str:
-    """Why the pieces do not cover each element of the region exactly once; empty if they do."""
-    start, shape = region
-    for piece_start, piece_shape in pieces:
-        inside = zip(start, shape, piece_start, piece_shape, strict=True)
-        if any(p < s or p + m > s + n for s, n, p, m in inside):
-            return f"{as_slice((piece_start, piece_shape))} is outside {as_slice(region)}"
+def tiling_error(box: Box, pieces: Sequence[Box]) -> str:
+    """Why the pieces do not cover each element of the box exactly once; empty if they do."""
+    for piece in pieces:
+        if not _contains(box, piece):
+            return f"{as_slice(piece)} is outside {as_slice(box)}"
     if (overlap := first_overlap(pieces)) is not None:
         first, second = (as_slice(pieces[index]) for index in overlap)
         return f"{first} and {second} overlap"
-    missing = prod(shape) - sum(prod(piece_shape) for _, piece_shape in pieces)
-    return f"{missing} of {prod(shape)} elements are missing" if missing else ""
+    missing = box.elements - sum(piece.elements for piece in pieces)
+    return f"{missing} of {box.elements} elements are missing" if missing else ""
 
 
-def as_slice(region: Region) -> str:
-    """A region as Python would slice it: [0:128, 64:96]."""
-    start, shape = region
-    return "[" + ", ".join(f"{low}:{low + size}" for low, size in zip(start, shape, strict=True)) + "]"
+def as_slice(box: Box) -> str:
+    """A box as Python would slice it: [0:128, 64:96]."""
+    return "[" + ", ".join(f"{low}:{low + size}" for low, size in zip(box.start, box.shape, strict=True)) + "]"
 
 
 def storage_problems(manifest: Manifest) -> list[Problem]:
     """Storages of which some element has no box and no fill, or more than one of them."""
-    regions: dict[str, list[Region]] = {name: [] for name in manifest.storages}
+    regions: dict[str, list[Box]] = {name: [] for name in manifest.storages}
     for placement in manifest.placements:
-        regions[placement.storage].append((placement.at, placement.local_shape))
+        regions[placement.storage].append(Box("", placement.at, placement.local_shape))
     for fill in manifest.fills:
-        regions[fill.storage].append((fill.at, fill.shape))
+        regions[fill.storage].append(Box("", fill.at, fill.shape))
     problems = []
     for name, storage in manifest.storages.items():
-        whole = ((0,) * len(storage.shape), storage.shape)
+        whole = Box("", (0,) * len(storage.shape), storage.shape)
         if error := _storage_error(whole, tuple(regions[name])):
             problems.append(Problem(f"{manifest.holder}: {name}", error, "every element written exactly once"))
     return problems
@@ -116,12 +109,12 @@ def check_sources(tensors: Iterable[Tensor], sources: Sequence[Manifest]) -> Non
         holders = few(sorted({holder for holder, _ in held})) or "no source"
         for holder, box in held:
             if len(box.shape) != len(whole.shape) or subtract(box, whole):
-                region = as_slice((box.start, box.shape))
+                region = as_slice(box)
                 problems.append(Problem(tensor.name, f"{holder} has {region}", f"a part of {list(tensor.shape)}"))
                 break
         else:
             if left := uncovered(whole, {box for _, box in held}):
-                parts = few([as_slice((part.start, part.shape)) for part in left])
+                parts = few([as_slice(part) for part in left])
                 problems.append(Problem(tensor.name, f"no source has {parts}", "every element", f"the rest: {holders}"))
     for name, held in boxes.items():
         problems.append(

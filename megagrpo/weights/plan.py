@@ -20,7 +20,7 @@ from megagrpo.weights.boxes import (
     Transfer,
     classes_of,
 )
-from megagrpo.weights.coverage import Located, Region, as_slice, storage_problems, tiling_error
+from megagrpo.weights.coverage import Located, as_slice, storage_problems, tiling_error
 from megagrpo.weights.planning.routes import Routes, routes_between
 
 CHECKED_PLACEMENTS = 100_000
@@ -180,7 +180,7 @@ def plan_problems(plan: WeightPlan, destinations: Iterable[int] | None = None) -
     for index in range(len(plan.destinations)) if destinations is None else destinations:
         manifest = plan.destinations[index]
         located = Located(manifest)
-        pieces: dict[Placement, list[Region]] = defaultdict(list)
+        pieces: dict[Placement, list[Box]] = defaultdict(list)
         for transfer in plan.incoming(index):
             come, go = transfer.source_placement, transfer.destination_placement
             if transfer.source not in sources:
@@ -188,19 +188,19 @@ def plan_problems(plan: WeightPlan, destinations: Iterable[int] | None = None) -
             into, out_of = located.whole_of(go), sources[transfer.source].whole_of(come)
             holder = plan.sources[transfer.source].holder
             where = f"{come.box.tensor}: {holder} to {manifest.holder}"
-            region = as_slice((come.box.start, come.box.shape))
+            region = as_slice(come.box)
             if come.box != go.box:
-                given = f"{region} to {as_slice((go.box.start, go.box.shape))}"
+                given = f"{region} to {as_slice(go.box)}"
                 problems.append(Problem(where, given, "the same box at both ends"))
             elif into is None or out_of is None:
                 given = f"{region} is not there in {manifest.holder if into is None else holder}"
                 problems.append(Problem(where, given, "a part of one of its placements"))
             else:
-                pieces[into].append((go.box.start, go.box.shape))
+                pieces[into].append(go.box)
         problems += _relay_problems(plan, index)
         for placement in manifest.placements:
             box = placement.box
-            if error := tiling_error((box.start, box.shape), pieces[placement]):
+            if error := tiling_error(box, pieces[placement]):
                 where = f"{box.tensor} in {manifest.holder}, {placement.storage}"
                 problems.append(Problem(where, error, "every element written exactly once"))
     return problems
@@ -224,6 +224,6 @@ def _relay_problems(plan: WeightPlan, destination: int) -> list[Problem]:
             given = f"on {places[via].node}, {places[destination].node}"
             problems.append(Problem(where, given, "another destination on the same node"))
         elif (transfer.box, plan.bytes_of(transfer)) not in straight[ends]:
-            given = f"{names[1]} does not receive {as_slice((transfer.box.start, transfer.box.shape))} before"
+            given = f"{names[1]} does not receive {as_slice(transfer.box)} before"
             problems.append(Problem(where, given, f"the same box from {plan.sources[transfer.source].holder} itself"))
     return problems

@@ -47,30 +47,22 @@ def test_one_flipped_bit_is_found(
     assert "the same: 39 tensors" in capsys.readouterr().out
 
 
-def test_the_largest_difference_is_said_and_not_a_number_is_infinitely_far(model: Path, tmp_path: Path) -> None:
-    tensors = saved(model)
-    tensors[NAME][3, 5] += 0.5
-    tensors["model.norm.weight"][2] += 0.25
-    found = verify(with_tensors(model, tmp_path / "far", tensors), model)
-    assert found.largest == pytest.approx(0.5)
-    assert {difference.tensor: round(difference.largest or 0, 3) for difference in found.differences} == {
-        NAME: 0.5,
-        "model.norm.weight": 0.25,
-    }
-    tensors[NAME][3, 5] = float("nan")
-    other = with_tensors(model, tmp_path / "nan", tensors)
-    assert verify(other, model).largest == float("inf")
-    assert not verify(other, other).differences
+def test_the_largest_difference_is_said_a_nan_is_infinitely_far_and_zeros_differ_by_zero(
+    model: Path, tmp_path: Path
+) -> None:
+    def other(name: str, value: float, norm: float = 0.25) -> Path:
+        tensors = saved(model)
+        tensors[NAME][3, 5], tensors["model.norm.weight"][2] = value, norm
+        return with_tensors(model, tmp_path / name, tensors)
 
-
-def test_a_zero_of_the_other_sign_is_a_difference_of_zero(model: Path, tmp_path: Path) -> None:
-    tensors = saved(model)
-    tensors[NAME][0, 0] = 0.0
-    first = with_tensors(model, tmp_path / "plus", tensors)
-    tensors[NAME][0, 0] = -0.0
-    found = verify(first, with_tensors(model, tmp_path / "minus", tensors))
-    assert len(found.differences) == 1
-    assert found.largest == 0.0
+    zero = other("zero", 0.0)
+    far = verify(zero, other("far", 0.5, norm=0.5))
+    found = {difference.tensor: difference.largest for difference in far.differences}
+    assert (found, far.largest) == ({NAME: 0.5, "model.norm.weight": 0.25}, 0.5)
+    assert verify(zero, other("nan", float("nan"))).largest == float("inf")
+    assert not verify(tmp_path / "nan", tmp_path / "nan").differences
+    (difference,) = verify(zero, other("minus", -0.0)).differences
+    assert (difference.tensor, difference.largest) == (NAME, 0.0)
 
 
 def test_a_missing_tensor_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

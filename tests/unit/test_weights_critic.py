@@ -18,16 +18,10 @@ from megagrpo.recipe.load import load
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import critic_of
 from megagrpo.weights.files.loading import load_files
-from tests import tiny_run
-from tests.tiny_run import make_run
+from tests.tiny_run import make_model, make_run
 from tests.weight_streams import empty, manifests
 
 GAE = ["algorithm.advantage.name=gae", "algorithm.critic={path: PATH}", "algorithm.kl.coefficient=0"]
-
-
-def make_model(directory: Path, **config: Any) -> Path:
-    tiny_run.make_model(directory, **config)
-    return directory
 
 
 def with_head(directory: Path, **tensors: np.ndarray) -> Path:

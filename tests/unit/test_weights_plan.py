@@ -57,19 +57,18 @@ def test_uncovered_is_what_no_other_box_has(box: Box, others: list[Box]) -> None
 
 @given(some=st.lists(boxes(), max_size=6))
 def test_overlaps_and_gaps_are_found(some: list[Box]) -> None:
-    regions = [(box.start, box.shape) for box in some]
     counts = painted(*some)
-    overlap = first_overlap(regions)
+    overlap = first_overlap(some)
     assert (overlap is not None) == bool((counts > 1).any())
     if overlap is not None:
         assert some[overlap[0]].intersect(some[overlap[1]]) is not None
-    assert (tiling_error(((0, 0), (SIDE, SIDE)), regions) == "") == bool((counts == 1).all())
+    assert (tiling_error(Box("w", (0, 0), (SIDE, SIDE)), some) == "") == bool((counts == 1).all())
 
 
 def test_scalars_overlap_themselves() -> None:
     scalar = Box("w", (), ())
     assert subtract(scalar, scalar) == []
-    assert first_overlap([((), ())] * 2) == (0, 1)
+    assert first_overlap([scalar] * 2) == (0, 1)
 
 
 # --- random layouts ---------------------------------------------------------------------------------------------------

@@ -40,23 +40,13 @@ def clusters(draw: st.DrawFn) -> Case:
     expert, engines = draw(st.sampled_from([1, each])) if arch.experts else 1, draw(st.integers(1, 3))
     first = draw(st.integers(0, layout.ranks))  # 0: colocated, in the middle: some are, at the end: none
     on_node = draw(st.sampled_from([1, 2, 4]))
-    return in_cluster(arch, layout, each, engines, expert, first=first, on_node=on_node)
+    return in_cluster(Case(arch, layout, each, engines, expert), first, on_node)
 
 
-def in_cluster(
-    arch: Architecture,
-    layout: ParallelLayout,
-    tensor: int,
-    engines: int = 1,
-    expert: int = 1,
-    *,
-    first: int,
-    on_node: int,
-    dtype: str = "float32",
-) -> Case:
+def in_cluster(case: Case, first: int, on_node: int) -> Case:
     """Training ranks on GPUs 0, 1, ..., and ranks of engines on GPUs `first`, `first` + 1, ..., `on_node` each node."""
-    topology = topology_of(range(layout.ranks), range(first, first + engines * tensor), on_node)
-    return Case(arch, layout, tensor, engines, expert, dtype, "cuda", topology=topology)
+    engine_ranks = range(first, first + case.engines * case.tensor)
+    return replace(case, device="cuda", topology=topology_of(range(case.layout.ranks), engine_ranks, on_node))
 
 
 # --- what arrives -----------------------------------------------------------------------------------------------------
@@ -266,7 +256,7 @@ def test_no_source_sends_a_tenth_more_than_the_optimum(case: Case) -> None:
 def apart() -> tuple[Case, Tensors]:
     """Four training ranks on one node, an engine of four on another: all comes over the network, norms once."""
     arch = moe_architecture(heads=8, vocab=130)
-    return in_cluster(arch, ParallelLayout(tensor=2, data=2), 4, first=4, on_node=4), random_checkpoint(arch)
+    return in_cluster(Case(arch, ParallelLayout(tensor=2, data=2), 4), 4, 4), random_checkpoint(arch)
 
 
 def changed(plan: WeightPlan, old: Sequence[Transfer], new: Sequence[Transfer]) -> WeightPlan:
@@ -395,7 +385,7 @@ def test_costs_computed_by_hand() -> None:
 def plan_of(ranks: int, layers: int, experts: int = 8) -> WeightPlan:
     arch = moe_architecture(layers=layers, heads=8, vocab=256, hidden=64, experts=Experts(experts, 2, 32, True))
     layout = ParallelLayout(tensor=2, pipeline=2, data=ranks // 4, expert=8)
-    return in_cluster(arch, layout, 4, ranks // 4, 4, first=ranks, on_node=8, dtype="bfloat16").plan()
+    return in_cluster(Case(arch, layout, 4, ranks // 4, 4, "bfloat16"), ranks, 8).plan()
 
 
 def test_a_plan_grows_with_the_nodes_and_not_with_layers_or_experts() -> None:

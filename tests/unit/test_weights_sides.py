@@ -23,7 +23,7 @@ from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.boxes import Box, Placement
-from megagrpo.weights.coverage import Region, storage_problems, tiling_error
+from megagrpo.weights.coverage import storage_problems, tiling_error
 from megagrpo.weights.families import FAMILIES, Family, read_architecture, tensors_of
 from megagrpo.weights.families.architecture import (
     Architecture,
@@ -145,26 +145,23 @@ def test_names_shapes_and_sharding_are_megatrons(case: dict[str, Any]) -> None:
         assert {name: list(storage.shape) for name, storage in manifest.storages.items()} == {
             name: parameter["shape"] for name, parameter in recorded.items()
         }
-        regions: dict[str, list[Region]] = {name: [] for name in recorded}
+        regions: dict[str, list[Box]] = {name: [] for name in recorded}
         for placement in manifest.placements:
             whole = next(around for box, around in unsharded.items() if box.intersect(placement.box) == placement.box)
-            regions[placement.storage].append((whole.part(placement.box).at, placement.local_shape))
+            at = whole.part(placement.box).at
+            regions[placement.storage].append(Box("", at, placement.local_shape))
             numbers = [int(word) for word in placement.box.tensor.split(".") if word.isdigit()]
             assert numbers == recorded[placement.storage]["index"]
         for name, parameter in recorded.items():
-            inside = [tuple(map(tuple, part)) for part in parameter["parts"]]
+            inside = [Box("", *map(tuple, part)) for part in parameter["parts"]]
             assert sum(len(by_part(part, regions[name])) for part in inside) == len(regions[name]), name
             for part in inside:
                 assert not tiling_error(part, by_part(part, regions[name])), (manifest.holder, name)
 
 
-def by_part(part: Region, regions: list[Region]) -> list[Region]:
+def by_part(part: Box, regions: list[Box]) -> list[Box]:
     """The regions that lie inside a part."""
-    return [
-        region
-        for region in regions
-        if all(low <= at and at + size <= low + all_ for low, all_, at, size in zip(*part, *region, strict=True))
-    ]
+    return [region for region in regions if region.intersect(part) == region]
 
 
 # --- a new family -----------------------------------------------------------------------------------------------------

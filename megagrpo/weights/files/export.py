@@ -153,9 +153,8 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _index(files: tuple[Manifest, ...]) -> dict[str, Any]:
-    sizes = [entry.end - entry.begin for file in files for entry in checkpoint.header_of(file)[1].values()]
     return {
-        "metadata": {"total_size": sum(sizes)},
+        "metadata": {"total_size": sum(storage.bytes for file in files for storage in file.storages.values())},
         "weight_map": {name: file.holder for file in files for name in file.storages},
     }
 

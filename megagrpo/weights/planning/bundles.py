@@ -17,7 +17,7 @@ from math import prod
 
 from megagrpo.errors import Problem, WeightPlanError
 from megagrpo.weights.boxes import ITEM_BYTES, Box, HolderClass
-from megagrpo.weights.coverage import Region, as_slice, few, first_overlap, subtract
+from megagrpo.weights.coverage import as_slice, few, first_overlap, subtract
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,9 @@ _Classes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Cell:
-    """A region of a kind of tensor whose elements all have the same holders and the same takers, as classes."""
+    """A box of a kind of tensor whose elements all have the same holders and the same takers, as classes."""
 
-    region: Region
+    box: Box
     holders: _Classes
     wanted_by: _Classes
     dtype: str
@@ -125,7 +125,7 @@ def bundles_of(sources: Sequence[HolderClass], destinations: Sequence[HolderClas
         if missing:
             problems += [_missing_source(tensor, missing, holds, sources, destinations) for tensor in tensors]
         for cell in cells:
-            block = Block(tuple(tensors), *cell.region)
+            block = Block(tuple(tensors), cell.box.start, cell.box.shape)
             blocks[cell.holders, cell.wanted_by, cell.dtype, cell.copy].append(block)
     if problems:
         raise WeightPlanError(problems)
@@ -143,11 +143,11 @@ def bundles_of(sources: Sequence[HolderClass], destinations: Sequence[HolderClas
     ]
 
 
-def _cells(holds: Sequence[_Held], wants: Sequence[_Wanted]) -> tuple[list[_Cell], list[tuple[Region, _Classes]]]:
+def _cells(holds: Sequence[_Held], wants: Sequence[_Wanted]) -> tuple[list[_Cell], list[tuple[Box, _Classes]]]:
     """The cells of one kind of tensor; and the regions that no source holds, with the classes that want them."""
     sources = disjoint((start, shape, index) for start, shape, index in holds)
     cells: list[_Cell] = []
-    missing: list[tuple[Region, _Classes]] = []
+    missing: list[tuple[Box, _Classes]] = []
     for dtype in dict.fromkeys(dtype for *_, dtype in wants):
         of_dtype = [(start, shape, index) for start, shape, index, its in wants if its == dtype]
         # Each placement counts as a holder, so that a class that wants an element twice is counted twice.
@@ -164,22 +164,20 @@ def _cells(holds: Sequence[_Held], wants: Sequence[_Wanted]) -> tuple[list[_Cell
                 left = [piece for part in left for piece in subtract(part, common)]
                 for copy in range(max(times.values())):
                     classes = tuple(sorted(index for index, count in times.items() if count > copy))
-                    cells.append(_Cell((common.start, common.shape), holders, classes, dtype, copy))
-            missing += [((part.start, part.shape), tuple(times)) for part in left]
+                    cells.append(_Cell(common, holders, classes, dtype, copy))
+            missing += [(part, tuple(times)) for part in left]
     return cells, missing
 
 
 def _missing_source(
     tensor: str,
-    missing: Sequence[tuple[Region, _Classes]],
+    missing: Sequence[tuple[Box, _Classes]],
     holds: Sequence[_Held],
     sources: Sequence[HolderClass],
     destinations: Sequence[HolderClass],
 ) -> Problem:
     parts = [
-        f"{as_slice(region)} for {destinations[index].manifest.holder}"
-        for region, classes in missing
-        for index in classes
+        f"{as_slice(box)} for {destinations[index].manifest.holder}" for box, classes in missing for index in classes
     ]
     known = few([sources[index].manifest.holder for index in sorted({index for *_, index in holds})])
     given = f"no source for {few(parts)}"
@@ -188,10 +186,10 @@ def _missing_source(
 
 def disjoint(held: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]]) -> list[tuple[Box, tuple[int, ...]]]:
     """Cuts regions (start, shape, holder) so that no two overlap; returns each with all its holders, by first row."""
-    holders: dict[Region, set[int]] = defaultdict(set)
+    holders: dict[Box, set[int]] = defaultdict(set)
     for start, shape, holder in held:
-        holders[start, shape].add(holder)
-    boxes = [(Box("", *region), of_box) for region, of_box in holders.items()]
+        holders[Box("", start, shape)].add(holder)
+    boxes = list(holders.items())
     if first_overlap(list(holders)) is not None:
         cells: list[tuple[Box, set[int]]] = []
         for box, of_box in boxes:

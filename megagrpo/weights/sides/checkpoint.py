@@ -38,6 +38,10 @@ class Entry:
     begin: int
     end: int
 
+    @property
+    def bytes(self) -> int:
+        return self.end - self.begin
+
     def runs(self, start: tuple[int, ...], shape: tuple[int, ...], item_bytes: int) -> tuple[int, list[int]]:
         """The runs of bytes that make up a region of the tensor: their size, and their offsets from its begin."""
         whole = next((axis for axis in range(len(shape)) if shape[axis:] == self.shape[axis:]), len(shape))

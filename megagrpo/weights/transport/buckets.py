@@ -386,9 +386,7 @@ class _Flow:
         else:
             late = list(self._awaited.values())
             missing = f"nothing came from {self._names(bucket.sender for bucket in late)}"
-        given = f"{missing} within {self._member.rendezvous.timeout_seconds:g} s"
-        fix = "look for what stopped that process; weights.timeout_seconds is the longest wait"
-        return Problem(label_of(self._plan, late[0]), given, fix=fix)
+        return self._member.late(label_of(self._plan, late[0]), missing)
 
     def _names(self, peers: Iterable[Peer]) -> str:
         return few([name_of(self._plan, peer) for peer in sorted(set(peers))])

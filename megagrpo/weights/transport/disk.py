@@ -127,9 +127,7 @@ class DiskSender:
 
     def _missing(self, what: str, sources: Iterable[int]) -> Problem:
         names = ", ".join(self._plan.sources[source].holder for source in sorted(sources))
-        given = f"nothing from {names} within {self._member.rendezvous.timeout_seconds:g} s"
-        fix = "look for what stopped them; weights.timeout_seconds is the longest wait"
-        return Problem(f"{self._member.name} waits for {what}", given, fix=fix)
+        return self._member.late(f"{self._member.name} waits for {what}", f"nothing from {names}")
 
 
 class DiskReceiver:
@@ -144,9 +142,8 @@ class DiskReceiver:
 
     def receive(self, version: int) -> None:
         """Has the server load the checkpoint of the open sync. The server may have an update open, or not."""
-        given = f"no checkpoint by the training ranks within {self._member.rendezvous.timeout_seconds:g} s"
-        fix = "look for what stopped them; weights.timeout_seconds is the longest wait"
-        missing = Problem(f"{self._member.name}: weights of version {version}", given, fix=fix)
+        where = f"{self._member.name}: weights of version {version}"
+        missing = self._member.late(where, "no checkpoint by the training ranks")
         with self._member.attend(version):
             for destination in self._destinations:
                 kind = ""

@@ -94,16 +94,15 @@ class ProcessGroup:
         key = f"group/{sync.generation}/{{}}"
         member.write(key.format(self._peer), True)
         for peer in self._rank_of:
-            member.wait(partial(member.read, key.format(peer)), partial(self._missing, member, peer))
+            missing = partial(member.late, self._where(member), f"{self._names[peer]} did not join")
+            member.wait(partial(member.read, key.format(peer)), missing)
 
-    def _missing(self, member: Member, peer: Peer) -> Problem:
-        given = f"{self._names[peer]} did not join within {member.rendezvous.timeout_seconds:g} s"
-        needed = f"all {len(self._rank_of)} training and engine ranks"
-        return Problem(f"{member.name}: process group for weights", given, needed)
+    def _where(self, member: Member) -> str:
+        return f"{member.name}: process group of {len(self._rank_of)} training and engine ranks"
 
     def _connected(self, sync: Sync, member: Member) -> Any:
         """The new group. It is made in a thread, because torch waits for all the others, aborted or not."""
-        where = f"{member.name}: process group of {len(self._rank_of)} training and engine ranks"
+        where = self._where(member)
         made: list[Any] = []
         failed: list[Exception] = []
 

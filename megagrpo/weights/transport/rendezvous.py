@@ -207,6 +207,11 @@ class Member:
         self.start_clock()
         return message
 
+    def late(self, where: str, missing: str) -> Problem:
+        """What is said of a process that was awaited until the deadline."""
+        fix = "look for what stopped that process; weights.timeout_seconds is the longest wait"
+        return Problem(where, f"{missing} within {self.rendezvous.timeout_seconds:g} s", fix=fix)
+
     def start_clock(self) -> None:
         """Measures the deadline from now on."""
         self._deadline = time.monotonic() + self.rendezvous.timeout_seconds
