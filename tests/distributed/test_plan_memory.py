@@ -3,7 +3,7 @@ but for the padding of the distributed optimizer."""
 
 from __future__ import annotations
 
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +30,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_model(family, parent / family) for family in TINY_FAMILIES}
 
 
-@pytest.mark.parametrize("family", ["qwen2_tied", "deepseek_v3"])
-def test_planned_bytes_are_those_of_real_ranks(family: str, models: dict[str, Path]) -> None:
-    """Every layout with one dtype and one kind of optimizer, in turn."""
-    numbers = cycle(reversed(NUMBERS))
-    check(
-        models[family],
-        [
-            recipe_of(layout, dtype, distributed_optimizer=distributed)
-            for layout, (dtype, distributed) in zip(layouts_of(family, 4), numbers, strict=False)
-        ],
-    )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [4, 8])
-@pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_planned_bytes_are_those_of_real_ranks_in_every_layout(
-    family: str, ranks: int, models: dict[str, Path]
-) -> None:
-    numbers = (("float32", False), ("bfloat16", True))
-    check(
-        models[family],
-        [
-            recipe_of(layout, dtype, distributed_optimizer=distributed)
-            for layout in layouts_of(family, ranks)
-            for dtype, distributed in numbers
-        ],
-    )
+@pytest.mark.parametrize(
+    ("family", "ranks", "in_turn"),
+    [
+        ("qwen2_tied", 4, True),
+        ("deepseek_v3", 4, True),
+        *(pytest.param(family, ranks, False, marks=pytest.mark.long) for family in TINY_FAMILIES for ranks in (4, 8)),
+    ],
+)
+def test_planned_bytes_are_those_of_real_ranks(family: str, ranks: int, in_turn: bool, models: dict[str, Path]) -> None:
+    """Every layout with one dtype and one kind of optimizer in turn, or with two of each."""
+    layouts, both = layouts_of(family, ranks), (NUMBERS[0], NUMBERS[-1])
+    chosen = zip(layouts, cycle(reversed(NUMBERS)), strict=False) if in_turn else product(layouts, both)
+    check(models[family], [recipe_of(layout, dtype, distributed_optimizer=own) for layout, (dtype, own) in chosen])
 
 
 def test_planned_bytes_of_adapters(models: dict[str, Path]) -> None:

@@ -2,7 +2,8 @@
 
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -90,12 +91,6 @@ def test_a_checkpoint_is_twelve_bytes_for_each_trained_parameter() -> None:
     assert 0 < checkpoint_bytes(adapters, model) < whole / 50
 
 
-class Usage(NamedTuple):
-    total: int
-    used: int
-    free: int
-
-
 def test_checkpoints_need_room_where_they_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
     of = recipe({"model.path": LLAMA_8B, "checkpoint.directory": str(tmp_path)})
@@ -103,7 +98,7 @@ def test_checkpoints_need_room_where_they_go(tmp_path: Path, monkeypatch: pytest
     each = checkpoint_bytes(of, model)
 
     def free(checkpoints: float) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(each * checkpoints)))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(each * checkpoints)))
 
     free(0.9)
     (problem,) = disk_problems(of, model)
@@ -119,6 +114,6 @@ def test_checkpoints_need_room_where_they_go(tmp_path: Path, monkeypatch: pytest
 def test_a_run_that_could_not_save_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(make_run(tmp_path))
     preflight(loaded)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 100))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(PreflightError, match=r"for one checkpoint"):
         preflight(loaded)
