@@ -147,10 +147,6 @@ def _patch_expert_dispatch() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
-    _patch_unequal_gather(mappings)
-
-
-def _patch_unequal_gather(mappings: Any) -> None:
     equal_gather, equal_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather(

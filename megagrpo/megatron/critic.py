@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,8 +29,6 @@ from megagrpo.weights.families.architecture import critic_of
 
 DIRECTORY = "critic"
 """Holds the critic's state, in the directory of the policy's."""
-
-PARTS: tuple[Literal["parameters", "gradients", "optimizer"], ...] = ("parameters", "gradients", "optimizer")
 
 
 class Critic:
@@ -102,13 +99,6 @@ class Critic:
     def load(self, directory: Path) -> None:
         """Replaces the state by the one saved below the policy's directory, of any layout. Raises CheckpointError."""
         self.model.load(directory / DIRECTORY)
-
-    def release(self) -> None:
-        """Moves weights and optimizer to host memory until `restore`; what needs them raises RankError meanwhile."""
-        self.model.offload.release(PARTS)
-
-    def restore(self) -> None:
-        self.model.offload.restore(PARTS)
 
 
 def _values(output: Tensor, response: ResponseTokens) -> Tensor:

@@ -5,8 +5,9 @@ Every method is collective: all ranks call the same ones in the same order. It k
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from megatron.core import parallel_state
@@ -19,7 +20,7 @@ from megagrpo.megatron import process
 from megagrpo.megatron.batch import Batch, ResponseTokens, as_tensors
 from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.model import unwrapped
-from megagrpo.megatron.offload import Part
+from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import AnyRecipe
@@ -128,12 +129,18 @@ class ModelRank:
         """Replaces the training state by a saved one, of any layout. Raises CheckpointError."""
         self.policy.load(directory)
 
-    def release(self, parts: Iterable[Part]) -> None:
+    def release(self, parts: Iterable[Part | Literal["critic"]]) -> None:
         """Moves parts to host memory until `restore`; what needs them raises RankError meanwhile."""
-        self.policy.offload.release(parts)
+        for offload, own in self.memory(list(parts)):
+            offload.release(own)
 
-    def restore(self, parts: Iterable[Part]) -> None:
-        self.policy.offload.restore(parts)
+    def restore(self, parts: Iterable[Part | Literal["critic"]]) -> None:
+        for offload, own in self.memory(list(parts)):
+            offload.restore(own)
+
+    def memory(self, parts: Sequence[Part | Literal["critic"]]) -> Iterator[tuple[Offload, Sequence[Part]]]:
+        """Whose memory these parts are."""
+        yield self.policy.offload, [part for part in parts if part != "critic"]
 
     def close(self) -> None:
         process.stop()

@@ -5,7 +5,7 @@ Every method is collective: all ranks call the same ones in the same order. It k
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,7 @@ from megagrpo.megatron.batch import Minibatch, Passes, TokenTensors, TokenWeight
 from megagrpo.megatron.critic import Critic
 from megagrpo.megatron.metrics import MetricSums, reduce_mismatch
 from megagrpo.megatron.model_rank import ModelRank
-from megagrpo.megatron.offload import Part
+from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.reference import Reference
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenNumbers
 from megagrpo.recipe.defaults import dtype_name
@@ -223,18 +223,11 @@ class TrainRank(ModelRank):
         if self._critic:
             self._critic.load(directory)
 
-    def release(self, parts: Iterable[Part | Literal["critic"]]) -> None:
-        """Moves parts to host memory until `restore`; `critic` is all of the critic."""
-        parts = list(parts)
-        super().release(part for part in parts if part != "critic")
+    def memory(self, parts: Sequence[Part | Literal["critic"]]) -> Iterator[tuple[Offload, Sequence[Part]]]:
+        """Whose memory these parts are; `critic` is all of the critic."""
+        yield from super().memory(parts)
         if self._critic and "critic" in parts:
-            self._critic.release()
-
-    def restore(self, parts: Iterable[Part | Literal["critic"]]) -> None:
-        parts = list(parts)
-        super().restore(part for part in parts if part != "critic")
-        if self._critic and "critic" in parts:
-            self._critic.restore()
+            yield self._critic.model.offload, ("parameters", "gradients", "optimizer")
 
     # --- numbers by token ---------------------------------------------------------------------------------------------
 

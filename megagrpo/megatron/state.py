@@ -40,7 +40,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megagrpo.checkpoint.state_boxes import BoxInRange, boxes_in_range, fills_in_range
+from megagrpo.checkpoint.state_boxes import Strided, boxes_in_range, fills_in_range
 from megagrpo.checkpoint.store import SavedFile, describe
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import ParallelLayout
@@ -101,8 +101,7 @@ def save(state: TrainingState, directory: Path) -> tuple[SavedFile, ...]:
         raise ValueError(f"parameters have taken different numbers of Adam steps: {sorted(steps)}")
     common = {"format": FORMAT, "layout": asdict(state.layout), "adam_step": max(steps, default=0)}
     sharded: dict[str, ShardedTensor | ShardedObject] = {"generators": _generators_entry(_generators())}
-    for placement, shard in _held(state):
-        sharded |= _sharded_tensors(state, placement, shard)
+    sharded |= _sharded_tensors(state)
     try:
         write(sharded, common, directory)
         return _written_files(directory)
@@ -118,9 +117,7 @@ def load(state: TrainingState, directory: Path) -> None:
     another model.
     """
     saved = _read_common(state, directory)
-    wanted: dict[str, ShardedTensor | ShardedObject] = {}
-    for placement, shard in _held(state):
-        wanted |= _sharded_tensors(state, placement, shard)
+    wanted: dict[str, ShardedTensor | ShardedObject] = {**_sharded_tensors(state)}
     same_layout = ParallelLayout(**saved["layout"]) == state.layout
     if same_layout:
         wanted["generators"] = _generators_entry(None)
@@ -155,27 +152,28 @@ def _held(state: TrainingState) -> Iterator[tuple[Placement, StateShard]]:
             yield placement, StateShard(0, weight.numel(), {REFERENCE: weight.view(-1)})
 
 
-def _sharded_tensors(state: TrainingState, placement: Placement, shard: StateShard) -> dict[str, ShardedTensor]:
-    """The boxes of this placement that the shard holds, for each kind of state, as views of the shard."""
-    shape = state.manifest.storages[placement.storage].shape
-    return {
-        f"{name}.{part.box.tensor}@{part.box.start}": _sharded_tensor(name, part, flat, state.shapes[part.box.tensor])
-        for part in boxes_in_range(placement, shape, shard.start, shard.stop)
-        for name, flat in shard.tensors.items()
-    }
+def _sharded_tensors(state: TrainingState) -> dict[str, ShardedTensor]:
+    """The boxes that this rank's shards hold, for each kind of state, as views of the shards."""
+    found = {}
+    for placement, shard in _held(state):
+        shape = state.manifest.storages[placement.storage].shape
+        for part in boxes_in_range(placement, shape, shard.start, shard.stop):
+            for name, flat in shard.tensors.items():
+                key, box = f"{name}.{part.box.tensor}", part.box
+                found[f"{key}@{box.start}"] = ShardedTensor(
+                    key=key,
+                    data=_strided(flat, part.view),
+                    dtype=flat.dtype,
+                    local_shape=box.shape,
+                    global_shape=state.shapes[box.tensor],
+                    global_offset=box.start,
+                    axis_fragmentations=None,  # boxes of any size and place, not a regular grid
+                )
+    return found
 
 
-def _sharded_tensor(name: str, part: BoxInRange, flat: torch.Tensor, shape: tuple[int, ...]) -> ShardedTensor:
-    view = part.view
-    return ShardedTensor(
-        key=f"{name}.{part.box.tensor}",
-        data=torch.as_strided(flat, view.shape, view.strides, flat.storage_offset() + view.offset),
-        dtype=flat.dtype,
-        local_shape=part.box.shape,
-        global_shape=shape,
-        global_offset=part.box.start,
-        axis_fragmentations=None,  # boxes of any size and place, not a regular grid
-    )
+def _strided(flat: torch.Tensor, view: Strided) -> torch.Tensor:
+    return torch.as_strided(flat, view.shape, view.strides, flat.storage_offset() + view.offset)
 
 
 def _fill_padding(state: TrainingState) -> None:
@@ -187,8 +185,7 @@ def _fill_padding(state: TrainingState) -> None:
             continue
         for view in fills_in_range(fill, state.manifest.storages[fill.storage].shape, shard.start, shard.stop):
             for name, flat in shard.tensors.items():
-                part = torch.as_strided(flat, view.shape, view.strides, flat.storage_offset() + view.offset)
-                part.fill_(fill.value if name == "param" else 0.0)
+                _strided(flat, view).fill_(fill.value if name == "param" else 0.0)
 
 
 def _read_common(state: TrainingState, directory: Path) -> dict[str, Any]:

@@ -82,8 +82,8 @@ class Case:
         return sum(int(sequence.loss_mask.sum()) for sequence in self.sequences)
 
 
-def load_reference(directory: Path) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(
+def load_reference(directory: Path, kind: Any = transformers.AutoModelForCausalLM) -> torch.nn.Module:
+    return kind.from_pretrained(
         directory, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence
@@ -35,6 +35,7 @@ from tests.distributed.step_case import (
     StepResult,
     assert_same_step,
     by_token,
+    load_reference,
     make_recipe,
     torch_step,
 )
@@ -85,8 +86,8 @@ def family_of(case_of: CaseOf, tmp_path_factory: pytest.TempPathFactory) -> Call
     @cache
     def made(name: str) -> Family:
         case = replace(case_of(name), advantages=by_token(seed=3, mean=0.3, spread=0.8))
-        config = transformers.AutoConfig.from_pretrained(case.directory, num_labels=1)
-        model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        config = AutoConfig.from_pretrained(case.directory, num_labels=1)
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
         randomize(model, seed=5)
         critic = tmp_path_factory.mktemp("critic")
         model.save_pretrained(critic)
@@ -103,12 +104,6 @@ def dense(family_of: Callable[[str], Family]) -> Family:
 # --- in plain torch ---------------------------------------------------------------------------------------------------
 
 
-def load_critic(directory: Path) -> torch.nn.Module:
-    return transformers.AutoModelForSequenceClassification.from_pretrained(
-        directory, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    )
-
-
 def values_of(model: torch.nn.Module, sequence: TrainSequence) -> torch.Tensor:
     """At every token that precedes one of the response: [response tokens]."""
     hidden = model.model(torch.from_numpy(sequence.tokens)[None]).last_hidden_state[0]
@@ -117,7 +112,7 @@ def values_of(model: torch.nn.Module, sequence: TrainSequence) -> torch.Tensor:
 
 def in_torch(directory: Path, case: Case) -> Step:
     """One sequence at a time, in float64, with none of ours."""
-    model = load_critic(directory)
+    model = load_reference(directory, AutoModelForSequenceClassification)
     values = [values_of(model, sequence) for sequence in case.sequences]
     value = torch.cat(values)
     target = torch.from_numpy(case.advantages.values).double()
@@ -285,7 +280,7 @@ def test_a_critic_continues_from_a_checkpoint_in_the_same_layout_and_in_another(
     assert all(describe(tmp_path, tmp_path / file.path) == file for file in files)
     dcp_to_torch_save(tmp_path / "critic", tmp_path / "critic.pt")
     weights = torch.load(tmp_path / "critic.pt", weights_only=False)
-    model = load_critic(dense.critic)
+    model = load_reference(dense.critic, AutoModelForSequenceClassification)
     model.load_state_dict({name: weights[f"param.{name}"].double() for name in model.state_dict()})
     values = torch.cat([values_of(model, sequence).detach() for sequence in dense.case.sequences])
     assert values.mean().item() == pytest.approx(the_one(wanted).value_mean, abs=0.01)

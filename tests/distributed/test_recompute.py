@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,9 +53,11 @@ def count_calls(kind: type[torch.nn.Module]) -> Iterator[list[None]]:
         hook.remove()
 
 
-def in_every_mode(directory: Path, layout: ParallelLayout, *args: Any) -> list[tuple[list[float], Parts, int]]:
+def in_every_mode(
+    directory: Path, layout: ParallelLayout, microbatches: list[list[list[int]]]
+) -> list[tuple[list[float], Parts, int]]:
     process.start_parallel(layout, seed=1)
-    return [losses_and_gradients(directory, layout, *args, mode) for mode in MODES]
+    return [losses_and_gradients(directory, layout, microbatches, mode) for mode in MODES]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
