@@ -20,7 +20,6 @@ settings.load_profile("same_examples")
 
 # The longest starts come first, and the files of unit tests fill up the workers' last minute.
 FOLDERS = ("loop", "sglang", "slurm", "distributed", "unit")
-DEMO = ("test_demo", "test_two_nodes")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,5 +47,5 @@ def place_of(nodeid: str) -> tuple[str, str]:
 def group_of(nodeid: str) -> str:
     folder, file = place_of(nodeid)
     if folder == "loop":
-        return "demo" if file in DEMO else "loop"
+        return "demo" if file == "test_demo" else "loop"
     return "sglang" if folder == "sglang" else file

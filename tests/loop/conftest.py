@@ -13,9 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.loop import demo_run, small_run
+from tests.loop import small_run
 from tests.loop.ray_nodes import RayNodes
-from tests.loop.warm_model import warm_model
 
 ACTOR = re.compile(r"ray::(\w*Actor)\b")
 
@@ -48,7 +47,7 @@ def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished
         ended = pool.submit(small_run.end, process)
         while not ended.done():
             actors |= actors_of(process.pid)
-            time.sleep(0.1)
+            time.sleep(0.5)
     return Finished(output / values["name"], ended.result(), actors)
 
 
@@ -69,17 +68,3 @@ def ray() -> Iterator[Mapping[str, str]]:
     and end take longer than a small run's steps."""
     with RayNodes(cpus_per_node=4) as nodes:
         yield nodes.environment
-
-
-@pytest.fixture(scope="session")
-def adder() -> str:
-    """The model that the demo's GRPO starts from, as an override."""
-    return f"model.path={warm_model()}"
-
-
-@pytest.fixture(scope="session")
-def grpo(adder: str, ray: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, demo_run.Metrics]:
-    """The demo's own run: its directory, and its metrics. It goes on after it has learnt enough."""
-    output = tmp_path_factory.mktemp("grpo")
-    metrics = demo_run.train(ray, output, "adder_cpu", adder, "track.mlflow=null", "train.total_steps=40")
-    return output / "adder_cpu", metrics

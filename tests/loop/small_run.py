@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -135,6 +136,13 @@ def side_by_side(*works: Callable[[], T]) -> list[T]:
     """Their results. A run that starts uses one core at most times, so that two take little longer than one."""
     with ThreadPoolExecutor(len(works)) as pool:
         return [started.result() for started in [pool.submit(work) for work in works]]
+
+
+def wait_until(moment: Callable[[], bool], what: str, seconds: float = RUN_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not moment():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.05)
 
 
 def metrics(run_directory: Path) -> dict[int, dict[str, float]]:

@@ -93,27 +93,20 @@ def flip_a_bit(engine: Any) -> None:
     weight[3, 5] = -weight[3, 5]
 
 
-def test_an_engine_that_dies_in_a_sync_is_restarted_and_brought_to_the_same_version(cluster: Cluster) -> None:
-    check_a_restart(cluster, 2, die)
-
-
-def test_an_engine_that_stays_silent_in_a_sync_is_restarted_and_brought_to_the_same_version(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster.weights, "_recipe", with_sync_seconds(cluster.recipe, PATIENCE_SECONDS / 2))
-    monkeypatch.setattr(weight_sync, "GRACE_SECONDS", PATIENCE_SECONDS / 2)
-    check_a_restart(cluster, 3, be_silent)
-
-
-def with_sync_seconds(recipe: Recipe, seconds: float) -> Recipe:
-    return recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"timeout_seconds": seconds})})
-
-
 def restarted(cluster: Cluster) -> list[str]:
     return [line for line in cluster.said if line.startswith("restarting")]
 
 
-def check_a_restart(cluster: Cluster, version: int, fault: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize(
+    ("version", "fault", "sync_seconds"), [(2, die, SYNC_SECONDS), (3, be_silent, PATIENCE_SECONDS / 2)]
+)
+def test_an_engine_that_dies_or_stays_silent_in_a_sync_is_restarted_and_brought_to_the_same_version(
+    cluster: Cluster, version: int, fault: Callable[[Any], None], sync_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = cluster.recipe.weights.model_copy(update={"timeout_seconds": sync_seconds})
+    monkeypatch.setattr(cluster.weights, "_recipe", cluster.recipe.model_copy(update={"weights": weights}))
+    if fault is be_silent:
+        monkeypatch.setattr(weight_sync, "GRACE_SECONDS", PATIENCE_SECONDS / 2)
     cluster.weights.sync(version - 1)
     cluster.said.clear()
     cluster.in_engine("engine 1", after("receive", fault))

@@ -1,28 +1,67 @@
-"""A run that is killed continues with the same command, and with the same numbers."""
+"""A run that is stopped, killed, or loses a node continues with the same command, and with the same numbers."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
+import subprocess
 import time
 import uuid
-from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from megagrpo.errors import EXIT_NODE_LOST, EXIT_STOPPED
 from tests.loop import small_run
 from tests.loop.conftest import Finished
+from tests.loop.ray_nodes import RayNodes
 
-ORPHANS_SECONDS = 300.0
-"""Ray's own agents look for their parent only now and then; everything else goes at once."""
+GONE_SECONDS = 300.0
+"""Ray's own agents look for their parent, and for other nodes, only now and then; everything else goes at once."""
 MARK = "MEGAGRPO_TEST_RUN"
+Environment = Mapping[str, str]
 
 
-def lines_of(directory: Path) -> int:
-    return (directory / "metrics.jsonl").read_text().count("\n")
+@dataclass(frozen=True)
+class Interrupted:
+    """A run whose reward waits where `hold` says."""
+
+    recipe: Path
+    directory: Path
+    hold: Path
+
+    def start(self, environment: Environment, *overrides: str, **how: Any) -> subprocess.Popen[str]:
+        return small_run.start(self.recipe, *overrides, environment=environment, **how)
+
+    def held_in_step(self, step: int, environment: Environment, *overrides: str) -> subprocess.Popen[str]:
+        """Started, and come to the scores of that step."""
+        reached = Path(f"{self.hold}.reached")
+        reached.unlink(missing_ok=True)
+        self.hold.write_text(json.dumps({"metrics": str(self.directory / "metrics.jsonl"), "lines": step}))
+        process = self.start(environment, *overrides)
+        small_run.wait_until(lambda: reached.exists() or process.poll() is not None, f"scores of step {step}")
+        assert process.poll() is None, process.communicate()[0]
+        return process
+
+    def signalled(self, name: str, call: str, nth: int, environment: Environment, *overrides: str, code: int) -> str:
+        through = ("tests.loop.altered_runs", "signal", name, call, str(nth))
+        return small_run.end(self.start(environment, *overrides, through=through), code)
+
+    def lines(self) -> int:
+        return (self.directory / "metrics.jsonl").read_text().count("\n")
+
+
+@pytest.fixture
+def interrupted(inputs: Path, tmp_path: Path) -> Interrupted:
+    values, hold = small_run.recipe(inputs, tmp_path), tmp_path / "hold.json"
+    values["reward"]["functions"][0]["arguments"] = {"hold": str(hold)}
+    values["reward"]["timeout_seconds"] = small_run.RUN_SECONDS
+    return Interrupted(small_run.write(values, tmp_path), tmp_path / values["name"], hold)
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
@@ -37,46 +76,61 @@ def processes_of(mark: str) -> list[psutil.Process]:
     return found
 
 
-def test_a_run_has_one_actor_for_each_rank_and_engine(finished: Finished) -> None:
-    assert Counter(finished.actors.values()) == {"RankActor": 2, "EngineActor": 1}
-
-
 @pytest.mark.long
-def test_killed_in_an_update_and_in_a_save_a_run_continues_with_the_same_numbers(
-    inputs: Path, finished: Finished, tmp_path: Path, ray: Mapping[str, str]
+@pytest.mark.timeout(2 * small_run.RUN_SECONDS)
+def test_stopped_killed_and_without_a_node_a_run_continues_with_the_same_numbers(
+    interrupted: Interrupted, finished: Finished, ray: Environment
 ) -> None:
-    recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
-    run, mark = tmp_path / "small", uuid.uuid4().hex
+    run, own_ray, mark = interrupted, small_run.own_environment(), uuid.uuid4().hex
+    rarely = "checkpoint.every_steps=100"
 
-    def killed(call: str, nth: int, environment: Mapping[str, str]) -> str:
-        through = ("tests.loop.signalled", "SIGKILL", call, str(nth))
-        return small_run.end(small_run.start(recipe, through=through, environment=environment), -signal.SIGKILL)
+    process = run.held_in_step(2, own_ray, rarely)
+    process.send_signal(signal.SIGTERM)
+    printed = small_run.end(process, EXIT_STOPPED)
+    assert "stopped by SIGTERM" in printed
+    assert "step_000001" in printed, "the step before is saved, though no checkpoint was due"
+    run.hold.unlink()
 
-    killed("update", 3, small_run.own_environment() | {MARK: mark})
-    assert lines_of(run) == 3, "steps 0 to 2"
+    printed = run.signalled("SIGUSR1", "update", 1, ray, rarely, code=EXIT_STOPPED)
+    assert "continuing after step 1" in printed
+    assert "stopped by SIGUSR1" in printed
+    assert "step_000002" in printed, "an update that has begun is finished and saved"
+    assert run.lines() == 2, "its metrics wait for the evaluation that is due"
 
-    assert "continuing after step 2" in killed("save", 1, ray)
-    assert lines_of(run) == 5, "a step is logged before it is saved"
-    assert (run / "checkpoints" / ".saving_step_000004" / "rank").exists()
+    printed = run.signalled("SIGKILL", "save", 2, own_ray | {MARK: mark}, code=-signal.SIGKILL)
+    assert "continuing after step 2" in printed
+    assert run.lines() == 5, "a step is logged before it is saved"
+    assert (run.directory / "checkpoints" / ".saving_step_000004" / "rank").exists()
 
-    assert "continuing after step 2" in small_run.train(recipe, environment=ray)
-    assert small_run.stable(small_run.metrics(run)) == small_run.stable(small_run.metrics(finished.directory))
-    deadline = time.monotonic() + ORPHANS_SECONDS
-    while orphans := processes_of(mark):
-        assert time.monotonic() < deadline, orphans
-        time.sleep(0.5)
+    with RayNodes(cpus_per_node=1) as cluster:
+        cluster.start_worker()
+        process = run.held_in_step(3, cluster.environment)
+        cluster.kill_worker()
+        killed = time.monotonic()
+        run.hold.unlink()
+        printed = small_run.end(process, EXIT_NODE_LOST)
+        assert time.monotonic() - killed < GONE_SECONDS
+        assert f"({cluster.worker})" in printed
+
+        cluster.start_worker()
+        assert "continuing after step 2" in small_run.end(run.start(cluster.environment))
+    ours, theirs = (small_run.metrics(directory) for directory in (run.directory, finished.directory))
+    assert small_run.stable(ours) == small_run.stable(theirs)
+    small_run.wait_until(lambda: not processes_of(mark), "an end of all processes", GONE_SECONDS)
 
 
 @pytest.mark.long
-def test_a_run_continues_in_another_layout(
-    inputs: Path, finished: Finished, tmp_path: Path, ray: Mapping[str, str]
+def test_in_another_layout_and_with_two_engines_elsewhere_a_run_continues_with_almost_the_same_numbers(
+    inputs: Path, finished: Finished, tmp_path: Path, ray: Environment
 ) -> None:
     recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
     run = shutil.copytree(finished.directory, tmp_path / "small")
     shutil.rmtree(run / "checkpoints" / "step_000004")
     layout = ("train.layout.tensor=1", "train.layout.pipeline=2")
-    assert "continuing after step 2" in small_run.train(recipe, *layout, environment=ray)
-    ours, theirs = small_run.metrics(run)[3], small_run.metrics(finished.directory)[3]
-    assert ours["grad_norm"] != theirs["grad_norm"], "the step was made anew"
-    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-    assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6)
+    elsewhere = ("cluster.placement=disaggregated", "rollout.engines=2")
+    assert "continuing after step 2" in small_run.train(recipe, *layout, *elsewhere, environment=ray)
+    ours, theirs = small_run.metrics(run), small_run.metrics(finished.directory)
+    assert ours[3]["grad_norm"] != theirs[3]["grad_norm"], "the step was made anew"
+    assert ours[3]["grad_norm"] == pytest.approx(theirs[3]["grad_norm"], rel=1e-3)
+    for step, name in ((3, "reward/mean"), (4, "reward/mean"), (4, "eval/mean@1")):
+        assert ours[step][name] == pytest.approx(theirs[step][name], abs=1e-6), (step, name)

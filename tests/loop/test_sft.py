@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,24 +96,21 @@ def test_the_loss_falls_and_the_exported_model_has_it(inputs: Path, finished_sft
 
 
 @pytest.mark.long
-def test_killed_and_stopped_in_updates_it_continues_with_the_same_numbers(
+def test_killed_or_stopped_in_an_update_it_continues_with_the_same_numbers(
     inputs: Path, finished_sft: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:
     recipe_file = small_run.write(recipe(inputs, tmp_path), tmp_path)
-    directory = tmp_path / "small_sft"
+    directory = shutil.copytree(finished_sft, tmp_path / "small_sft")
+    for left in (f"checkpoints/step_{STEPS:06}", "hugging_face"):  # as if it had been killed before that
+        shutil.rmtree(directory / left)
 
-    def signalled(name: str, nth: int, code: int) -> str:
-        through = ("tests.loop.signalled", name, "update", str(nth))
-        process = small_run.start(recipe_file, command="sft", through=through, environment=ray)
-        return small_run.end(process, code)
-
-    signalled("SIGKILL", 3, code=-signal.SIGKILL)
-    printed = signalled("SIGTERM", 1, code=EXIT_STOPPED)
-    assert "continuing after step 2" in printed
+    through = ("tests.loop.altered_runs", "signal", "SIGTERM", "update", "1")
+    process = small_run.start(recipe_file, command="sft", through=through, environment=ray)
+    printed = small_run.end(process, EXIT_STOPPED)
+    assert "continuing after step 4" in printed
     assert "stopped by SIGTERM" in printed
-    assert "step_000003" in printed, "an update that has begun is finished and saved"
-    assert "continuing after step 3" in small_run.train(recipe_file, command="sft", environment=ray)
+    assert "step_000005" in printed, "an update that has begun is finished and saved"
+    assert "continuing after step 5" in small_run.train(recipe_file, command="sft", environment=ray)
     assert small_run.stable(small_run.metrics(directory)) == small_run.stable(small_run.metrics(finished_sft))
     ours, theirs = ((run / "hugging_face" / "model.safetensors").read_bytes() for run in (directory, finished_sft))
     assert ours == theirs
-    assert "nothing to do" in small_run.train(recipe_file, command="sft", environment=ray)

@@ -1,17 +1,23 @@
-"""Whole runs whose rollouts come from real SGLang servers."""
+"""Whole runs whose rollouts come from real SGLang servers: of their own, or one that outlives the run."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megagrpo.demo.model import make_tokenizer
+from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.rollout.sglang.client import read_sample
+from megagrpo.rollout.sglang.server import Server
+from megagrpo.types import SamplingParams
 from tests.loop import small_run
+from tests.rollout_engines import request
+from tests.sglang.servers import START_SECONDS, client_of, start_server
+from tests.sglang.test_weights import check_logprobs
 from tests.tiny_models import make_model
 
 ON_SGLANG = ["rollout.engine=sglang", "track.mlflow=null"]
@@ -24,6 +30,18 @@ ELSEWHERE = [
     "weights.transfer=process_group",
 ]
 ADAPTERS = ["train.lora={rank: 4, alpha: 8}", "train.optimizer.lr=1e-2"]
+KEY_VARIABLE = "KEY_OF_THE_SERVER"
+PROMPT = (3, 4, 5, 6)
+
+
+def check_trained(directory: Path, steps: int) -> dict[int, dict[str, float]]:
+    """That engines had each step's weights, and sampled from what was trained. The run's metrics."""
+    by_step = small_run.metrics(directory)
+    assert sorted(by_step) == list(range(steps + 1))
+    for step in range(1, steps + 1):
+        assert by_step[step]["weights/version"] == step
+        assert by_step[step]["logprob_difference/max"] < 1e-5, "the servers and the training ranks have one policy"
+    return by_step
 
 
 def test_a_run_on_sglang_trains_on_what_its_servers_sampled(
@@ -31,55 +49,85 @@ def test_a_run_on_sglang_trains_on_what_its_servers_sampled(
 ) -> None:
     recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
     small_run.train(recipe, *ON_SGLANG, environment=ray)
-    by_step = small_run.metrics(tmp_path / "small")
-    assert sorted(by_step) == list(range(small_run.STEPS + 1))
-    for step, entry in by_step.items():
-        if step:
-            assert entry["weights/version"] == step
-            assert entry["logprob_difference/max"] < 1e-5, "the servers and the training ranks have one policy"
+    by_step = check_trained(tmp_path / "small", small_run.STEPS)
     assert len({entry["eval/mean@1"] for entry in by_step.values() if "eval/mean@1" in entry}) > 1
 
 
-@pytest.mark.long
-def test_a_run_with_latent_attention_samples_from_what_it_trains(
-    inputs: Path, tmp_path: Path, ray: Mapping[str, str]
-) -> None:
+def latent_model(directory: Path, seed: int) -> Path:
+    """Of latent attention, with the demo's tokenizer."""
     tokenizer = make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model = make_model("deepseek_v3", tmp_path / "model", vocab_size=len(tokenizer), num_hidden_layers=2, **ids)
-    tokenizer.save_pretrained(model)
-    recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
-    overrides = [*ON_SGLANG, f"model.path={model}", "train.total_steps=2"]
-    small_run.train(recipe, *overrides, environment=ray)
-    by_step = small_run.metrics(tmp_path / "small")
-    assert [entry["weights/version"] for step, entry in by_step.items() if step] == [1, 2]
-    assert all(entry["logprob_difference/max"] < 1e-5 for step, entry in by_step.items() if step)
+    make_model("deepseek_v3", directory, seed=seed, vocab_size=len(tokenizer), num_hidden_layers=2, **ids)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """Serves other weights than those that a run starts from."""
+    started = start_server(latent_model(tmp_path / "served", seed=1), EngineLayoutConfig(), tmp_path / "server.log")
+    try:
+        started.wait_until_ready(START_SECONDS)
+        yield started
+    finally:
+        started.close()
 
 
 @pytest.mark.long
-def test_a_run_with_adapters_goes_on_when_a_server_is_killed(inputs: Path, tmp_path: Path) -> None:
+def test_a_run_with_latent_attention_trains_on_what_an_external_server_samples(
+    server: Server, inputs: Path, tmp_path: Path, ray: Mapping[str, str]
+) -> None:
+    values = small_run.recipe(inputs, tmp_path)
+    values["model"]["path"] = str(latent_model(tmp_path / "model", seed=0))
+    values["rollout"] |= {"engine": "external", "urls": [server.url], "api_key_variable": KEY_VARIABLE}
+    values["train"]["total_steps"] = steps = 2
+    environment = {**ray, KEY_VARIABLE: server.api_key}
+    printed = small_run.train(small_run.write(values, tmp_path), environment=environment)
+    output = tmp_path / "small"
+    check_trained(output, steps)
+
+    asked = server.log.read_text()
+    assert answered(asked, "/update_weights_from_disk") == steps + 1
+    assert answered(asked, "/update_weights_from_tensor") > steps + 1, "our loader is given the plan and asked digests"
+    assert answered(asked, "/weights_checker") == 0, "SGLang's own digests are for servers without our loader"
+    assert not (output / "weights").exists(), "weights on their way are removed at the end"
+
+    one = request(PROMPT, SamplingParams(8))
+    with client_of(server) as client:
+        answer = client.run(client.generate(one, "a request of another client", START_SECONDS))
+    sample = read_sample(one, answer, lambda tokens, finish: "", "the server")
+    assert (sample.versions == steps).all()
+    check_logprobs([sample], [one], {steps: output / "hugging_face"})
+
+    written = b"".join(file.read_bytes() for file in output.rglob("*") if file.is_file())
+    assert server.api_key.encode() not in printed.encode() + written
+
+
+def answered(log: str, path: str) -> int:
+    """How many requests for `path` the server has logged as done."""
+    return log.count(f'"POST {path} HTTP/1.1" 200')
+
+
+@pytest.mark.long
+def test_a_run_with_adapters_goes_on_when_a_server_is_killed(
+    inputs: Path, tmp_path: Path, ray: Mapping[str, str]
+) -> None:
     recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
-    process = small_run.start(recipe, *ELSEWHERE, *ADAPTERS, "train.total_steps=6")
+    process = small_run.start(recipe, *ELSEWHERE, *ADAPTERS, "train.total_steps=6", environment=ray)
     try:
-        kill_a_scheduler_after_step(process.pid, tmp_path / "small" / "metrics.jsonl", step=2)
+        kill_a_scheduler_after_step(tmp_path / "small" / "metrics.jsonl", step=2)
     except BaseException:
         process.kill()
         raise
-    output = small_run.end(process)
-    assert "restarting engine" in output
-    by_step = small_run.metrics(tmp_path / "small")
-    assert sorted(by_step) == list(range(7))
-    assert all(entry["logprob_difference/max"] < 1e-5 for step, entry in by_step.items() if step)
+    assert "restarting engine" in small_run.end(process)
+    by_step = check_trained(tmp_path / "small", 6)
     assert by_step[6]["kl/mean"] > 1e-5, "the adapters that the servers were sent are not those of the start"
 
 
-def kill_a_scheduler_after_step(pid: int, metrics: Path, step: int) -> None:
-    deadline = time.monotonic() + small_run.RUN_SECONDS
-    while not (metrics.exists() and f'"step": {step}' in metrics.read_text(encoding="utf-8")):
-        assert time.monotonic() < deadline, "the run did not come so far"
-        time.sleep(0.05)
+def kill_a_scheduler_after_step(metrics: Path, step: int) -> None:
+    small_run.wait_until(lambda: metrics.exists() and f'"step": {step}' in metrics.read_text(), f"step {step}")
     schedulers = []
-    for child in psutil.Process(pid).children(recursive=True):
+    for child in psutil.Process().children(recursive=True):  # the Ray that the run joined is ours
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             if "sglang::scheduler" in " ".join(child.cmdline()):
                 schedulers.append(child)

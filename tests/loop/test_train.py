@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -35,10 +36,25 @@ def test_a_run_leaves_metrics_for_every_step(finished: Finished) -> None:
     assert entries[1]["weights/version"] == 1
 
 
-def test_rollout_and_training_logprobs_agree(finished: Finished) -> None:
-    for step, entry in small_run.metrics(finished.directory).items():
-        if step:
-            assert entry["logprob_difference/max"] < 1e-4
+def test_a_run_has_one_actor_for_each_rank_and_engine(finished: Finished) -> None:
+    assert Counter(finished.actors.values()) == {"RankActor": 2, "EngineActor": 1}
+
+
+def test_rollout_and_training_logprobs_agree_and_the_worst_tokens_of_every_step_are_written(finished: Finished) -> None:
+    directory, metrics = finished.directory, small_run.metrics(finished.directory)
+    lines = [json.loads(line) for line in (directory / "mismatch.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, small_run.STEPS + 1))
+    for line in lines:
+        assert line["max"] == metrics[line["step"]]["logprob_difference/max"]
+        assert 0 <= line["mean"] <= line["p99"] <= line["max"] < 1e-4
+        assert line["effective_share"] == pytest.approx(1, abs=1e-6)
+        assert len(line["worst"]) == 8
+        worst = line["worst"][0]
+        assert abs(worst["train_logprob"] - worst["rollout_logprob"]) == pytest.approx(line["max"], abs=1e-9)
+        assert {token["weight_version"] for token in line["worst"]} == {line["step"] - 1}
+        assert all(token["text"] for token in line["worst"])
+    assert f"{lines[-1]['tokens']}" in small_run.train(directory, command="report")
+    assert "logprob_difference" not in finished.printed
 
 
 def test_a_run_remembers_its_recipe_and_its_environment(finished: Finished) -> None:

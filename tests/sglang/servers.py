@@ -49,9 +49,14 @@ class Served:
     """A server that tests share, the directory of its model, and an engine over it that owns it."""
 
     server: Server
+    family: str
     directory: Path
     layout: EngineLayoutConfig
     engine: SglangEngine
+
+    def weights(self, seed: int) -> Path:
+        """Directory of a model of the same family with other random weights; made when it is first asked for."""
+        return model_directory(self.family, self.directory.parent / f"{self.family}-{seed}", seed=seed)
 
     @contextmanager
     def borrowed(self, **changes: Any) -> Iterator[SglangEngine]:
@@ -68,33 +73,34 @@ class Served:
     def trained(self, **changes: Any) -> Iterator[tuple[SglangEngine, Policy]]:
         """A borrowed engine, and a training rank that has given it the first weights, as version 0."""
         with self.borrowed(**changes) as engine:
-            trainer = self.trainer(engine)
+            trainer = Policy(engine, self, ParallelLayout(), TransportName.SHARED_MEMORY)
             trainer.sync(0, self.directory)
             yield engine, trainer
             trainer.close()
 
-    def trainer(self, engine: SglangEngine) -> Policy:
-        """One training rank that sends by shared memory."""
-        return Policy(engine, self, ParallelLayout(), TransportName.SHARED_MEMORY)
-
     def reset(self) -> None:
-        with self.client() as client:
-            client.post("/pause_generation", {"mode": "abort"})
-            client.post("/update_weights_from_disk", {"model_path": str(self.directory), "weight_version": "0"})
-            client.post("/continue_generation", {})
+        self.post("/pause_generation", {"mode": "abort"})
+        self.post("/update_weights_from_disk", {"model_path": str(self.directory), "weight_version": "0"})
+        self.post("/continue_generation", {})
 
-    def loads(self) -> Mapping[str, int]:
-        """How many requests run and wait in the server, and more."""
-        with self.client() as client:
-            (load,) = client.get("/v1/loads")["loads"]
-        return load
+    def post(self, path: str, body: Mapping[str, Any]) -> None:
+        """To the server, not the engine, which knows nothing of it."""
+        with client_of(self.server) as client:
+            client.post(path, body)
+
+    def abort_all(self) -> None:
+        """Ends the requests in the server with the tokens that they have."""
+        self.post("/abort_request", {"abort_all": True})
 
     def wait_for_requests(self, count: int) -> None:
         """Until `count` requests run or wait in the server."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while (load := self.loads())["num_running_reqs"] + load["num_waiting_reqs"] != count:
-            assert time.monotonic() < deadline, load
-            time.sleep(0.02)
+        deadline, found = time.monotonic() + WAIT_SECONDS, -1
+        with client_of(self.server) as client:
+            while found != count:
+                assert time.monotonic() < deadline, found
+                (load,) = client.get("/v1/loads")["loads"]
+                found = load["num_running_reqs"] + load["num_waiting_reqs"]
+                time.sleep(0.02)
 
     def batches(self) -> int:
         """How many batches the server has computed: it logs each."""
@@ -107,27 +113,18 @@ class Served:
             assert time.monotonic() < deadline, self.server.log_end()
             time.sleep(0.01)
 
-    def pause_in_place(self) -> None:
-        """Pauses the server, not the engine: requests that the engine sends from now on wait in the server."""
-        with self.client() as client:
-            client.post("/pause_generation", {"mode": "in_place"})
 
-    def abort_all(self) -> None:
-        """Ends the requests in the server with the tokens that they have."""
-        with self.client() as client:
-            client.post("/abort_request", {"abort_all": True})
-
-    @contextmanager
-    def client(self) -> Iterator[SglangClient]:
-        client = SglangClient(
-            Endpoint(self.server.url, self.server.api_key),
-            failure=lambda asked, given: self.server.problem(asked, given),
-            timeout_seconds=WAIT_SECONDS,
-        )
-        try:
-            yield client
-        finally:
-            client.close()
+@contextmanager
+def client_of(server: Server) -> Iterator[SglangClient]:
+    client = SglangClient(
+        Endpoint(server.url, server.api_key),
+        failure=lambda asked, given: server.problem(asked, given),
+        timeout_seconds=WAIT_SECONDS,
+    )
+    try:
+        yield client
+    finally:
+        client.close()
 
 
 def settings(directory: Path, layout: EngineLayoutConfig) -> dict[str, Any]:
@@ -150,7 +147,6 @@ def start_server(
     layout: EngineLayoutConfig,
     log: Path,
     options: Mapping[str, Any] | None = None,
-    name: str = "engine 0",
 ) -> Server:
     """Started, not yet ready."""
     return Server(
@@ -164,7 +160,7 @@ def start_server(
             longest_pause_seconds=WAIT_SECONDS,
             options=options or {},
         ),
-        name=name,
+        name="engine 0",
         log=log,
         environment=server_environment("cpu", layout.tensor, threads=layout.tensor),
     )
@@ -174,17 +170,17 @@ def serve(family: str, tensor: int, root: Path) -> Iterator[Served]:
     """For fixtures: a started server of a tiny model, ended afterwards."""
     # Latent attention has caches of as many positions as its rotary embedding is scaled to.
     changes = {} if family == "deepseek_v3" else {"max_position_embeddings": CONTEXT}
-    yield from serve_directory(model_directory(family, root / family, **changes), tensor, root / f"{family}.log")
+    yield from serve_directory(model_directory(family, root / family, **changes), family, tensor)
 
 
-def serve_directory(directory: Path, tensor: int, log: Path) -> Iterator[Served]:
+def serve_directory(directory: Path, family: str, tensor: int = 1) -> Iterator[Served]:
     """For fixtures: a started server of the model in `directory`, ended afterwards."""
     layout = EngineLayoutConfig(tensor=tensor)
-    server = start_server(directory, layout, log, {"decode_log_interval": 1})
+    server = start_server(directory, layout, directory.with_suffix(".log"), {"decode_log_interval": 1})
     try:
         server.wait_until_ready(START_SECONDS)
         engine = SglangEngine(server, **settings(directory, layout))
-        yield Served(server, directory, layout, engine)
+        yield Served(server, family, directory, layout, engine)
         engine.close()
     finally:
         server.close()

@@ -6,7 +6,7 @@ import pytest
 from megagrpo.errors import EngineError
 from megagrpo.types import SamplingParams
 from tests.rollout_engines import END, request
-from tests.sglang.servers import AT_ONCE, CONTEXT, ENDLESS, ENDLESS_PROMPT, Served, difference, logits_of
+from tests.sglang.servers import CONTEXT, ENDLESS, ENDLESS_PROMPT, Served, difference, logits_of
 
 PROMPTS = ([5, 6, 9, 11], [20, 21, 22, 23, 24, 25, 26], [90])
 ask = request
@@ -48,10 +48,17 @@ def test_a_seed_makes_the_same_sample_alone_and_among_others(which: str, request
     assert len({tuple(tokens) for tokens in alone}) == len(seeds)
 
 
-def test_sampled_frequencies_are_the_models_probabilities(tied_server: Served) -> None:
-    draws = 600
-    asked = [ask(PROMPTS[0], SamplingParams(1), seed=seed) for seed in range(draws)]
-    drawn = np.array([sample.tokens[0] for sample in tied_server.engine.generate(asked)])
+def test_sampled_frequencies_are_the_models_probabilities_and_answers_come_in_the_order_of_requests(
+    tied_server: Served,
+) -> None:
+    draws = 600  # many more than run at once; the first is the last to end
+    asked = [
+        ask(PROMPTS[0], SamplingParams(1 if seed else 40, stop_tokens=()), seed=seed, index=seed)
+        for seed in range(draws)
+    ]
+    samples = tied_server.engine.generate(asked)
+    assert [sample.index for sample in samples] == list(range(draws))
+    drawn = np.array([sample.tokens[0] for sample in samples])
     probabilities = logits_of(tied_server.directory, PROMPTS[0], [0]).softmax(-1)[0].numpy()
     counts = np.bincount(drawn, minlength=len(probabilities))
     # Pearson's statistic over the tokens that are expected at least five times, the others as one.
@@ -84,28 +91,16 @@ def test_the_models_own_end_token_ends_a_response(tied_server: Served) -> None:
         assert sample.tokens.tolist().index(END) == len(sample.tokens) - 1
 
 
-def test_more_requests_than_run_at_once_are_all_answered(tied_server: Served) -> None:
-    lengths = [40] + [3] * (2 * AT_ONCE)
-    asked = [
-        ask(PROMPTS[1], SamplingParams(length, stop_tokens=()), seed=5, index=i) for i, length in enumerate(lengths)
-    ]
-    assert [sample.index for sample in tied_server.engine.generate(asked)] == list(range(len(asked)))
-
-
-def test_a_request_past_its_time_limit_is_aborted_with_what_it_has(tied_server: Served) -> None:
-    asked = ask(ENDLESS_PROMPT, ENDLESS)
-    with tied_server.trained(timeout_seconds=1.0) as (engine, _):
-        (sample,) = engine.generate([asked])
-    assert sample.finish == "abort"
-    assert 0 < len(sample.tokens) < ENDLESS.max_tokens
-    assert difference(tied_server.directory, asked, sample).max() < 1e-5
-
-
-def test_the_time_limit_counts_from_when_samples_were_asked_for(tied_server: Served) -> None:
+def test_requests_past_their_time_limit_which_counts_while_they_wait_are_aborted_with_what_they_have(
+    tied_server: Served,
+) -> None:
+    asked = [ask(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(4)]
     with tied_server.trained(timeout_seconds=1.0, requests_at_once=1) as (engine, _):
-        samples = engine.generate([ask(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(4)])
-    # They run one by one: those that had no turn in time are aborted, and get no new limit.
-    assert [(sample.finish, len(sample.tokens)) for sample in samples[1:]] == [("abort", 0)] * 3
+        first, *others = engine.generate(asked)
+    assert first.finish == "abort"
+    assert 0 < len(first.tokens) < ENDLESS.max_tokens
+    assert difference(tied_server.directory, asked[0], first).max() < 1e-5
+    assert [(sample.finish, len(sample.tokens)) for sample in others] == [("abort", 0)] * 3  # they had no turn in time
 
 
 def test_a_prompt_that_does_not_fit_is_refused_with_what_the_server_says_and_ends_the_others(

@@ -1,4 +1,4 @@
-"""A server answers only with its key, its failures are named, and nothing of it stays."""
+"""A server answers only with its key, its failures are named, nothing of it stays, and it serves converted models."""
 
 import os
 import signal
@@ -8,17 +8,19 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megagrpo import cli
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.server import SHARED_MEMORY, Server, members, note_leftovers, shared_files
 from megagrpo.types import SamplingParams
 from tests.rollout_engines import model_directory, request
-from tests.sglang.servers import START_SECONDS, WAIT_SECONDS, Served, settings, start_server
+from tests.sglang.servers import START_SECONDS, WAIT_SECONDS, Served, serve_directory
+from tests.sglang.test_weights import check_holds, check_logprobs
 
 GONE_SECONDS = 120.0
 
@@ -48,36 +50,6 @@ def test_a_server_answers_on_loopback_alone_and_only_with_its_key_which_others_c
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     listening = {line[1] for line in lines if line[3] == "0A" and int(line[1].rpartition(":")[2], 16) == port}
     assert listening == {f"0100007F:{port:04X}"}
-
-
-@pytest.mark.long
-def test_a_server_that_is_killed_is_named_with_its_log_and_nothing_of_it_stays(tmp_path: Path) -> None:
-    directory = model_directory("qwen2_tied", tmp_path / "model")
-    server = start_server(directory, EngineLayoutConfig(), tmp_path / "engine.log", name="engine 7")
-    engine = None
-    try:
-        server.wait_until_ready(START_SECONDS)
-        engine = SglangEngine(server, **(settings(directory, EngineLayoutConfig()) | {"name": "engine 7"}))
-        assert len(engine.generate([request([5, 6], SamplingParams(3))])[0].tokens)
-        group = server._process.pid
-        processes, files = members(group), shared_files(members(group))
-        assert len(processes) > 2
-        assert files
-        scheduler = next(
-            process for process in processes if "scheduler" in Path(f"/proc/{process}/cmdline").read_text()
-        )
-        os.kill(scheduler, signal.SIGKILL)
-        with pytest.raises(EngineError) as caught:
-            engine.generate([request([5, 6], SamplingParams(200), seed=seed) for seed in range(100)])
-        assert "engine 7" in str(caught.value)
-        assert f"{server.log} ends with" in str(caught.value)
-    finally:
-        (engine or server).close()
-    assert not members(group)
-    assert not [file for file in files if file.exists()]
-    assert not Path(server._directory).exists()
-    with pytest.raises(EngineError, match="closed"):
-        engine.generate([request([5, 6], SamplingParams(3))])
 
 
 @pytest.mark.long
@@ -140,26 +112,24 @@ def test_the_next_server_removes_what_a_server_killed_with_its_owner_left(tmp_pa
         file.unlink(missing_ok=True)
 
 
-def test_a_server_that_cannot_start_is_quoted(tmp_path: Path) -> None:
-    # In place of SGLang, whose import takes ten seconds: a program that ends as SGLang does without a model.
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'no such model'\nexit 1\n")
+@pytest.mark.parametrize(
+    ("program", "seconds", "words"),
+    [
+        ("echo 'no such model'; exit 1", START_SECONDS, r"the server has ended(.|\n)*no such model"),
+        ("exec sleep 1000", 0.5, "not ready"),
+    ],
+    ids=["ends", "too slow"],
+)
+def test_a_server_that_does_not_start_is_named_and_quoted(
+    program: str, seconds: float, words: str, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"  # in place of SGLang, whose import takes ten seconds
+    python.write_text(f"#!/bin/sh\n{program}\n")
     python.chmod(0o755)
     server = Server({}, name="engine 0", log=tmp_path / "engine.log", python=str(python))
     try:
-        with pytest.raises(EngineError, match=r"the server has ended(.|\n)*no such model"):
-            server.wait_until_ready(START_SECONDS)
-    finally:
-        server.close()
-
-
-def test_a_server_that_is_not_ready_in_time_is_named(tmp_path: Path) -> None:
-    server = start_server(
-        model_directory("qwen2_tied", tmp_path / "model"), EngineLayoutConfig(), tmp_path / "engine.log"
-    )
-    try:
-        with pytest.raises(EngineError, match="not ready"):
-            server.wait_until_ready(0.5)
+        with pytest.raises(EngineError, match=words):
+            server.wait_until_ready(seconds)
     finally:
         server.close()
     assert not members(server._process.pid)
@@ -175,3 +145,56 @@ def test_an_interpreter_that_does_not_exist_is_named(tmp_path: Path, monkeypatch
 def test_a_server_with_another_layout_than_the_recipes_is_refused(tied_server: Served) -> None:
     with pytest.raises(EngineError, match="tp_size 1"), tied_server.borrowed(layout=EngineLayoutConfig(tensor=2)):
         pass
+
+
+# --- a server of its own, which is killed at the end ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def converted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Serves what model_directory("llama") is after conversion to torch_dist and back."""
+    root = tmp_path_factory.mktemp("converted")
+    original, megatron, hugging_face = model_directory("llama", root / "llama-0"), root / "torch_dist", root / "llama"
+    for conversion, source, output in (
+        ("hf-to-megatron", original, megatron),
+        ("megatron-to-hf", megatron, hugging_face),
+    ):
+        assert cli.main(["convert", conversion, "--source", str(source), "--output", str(output)]) == 0
+    yield from serve_directory(hugging_face, "llama")
+
+
+@pytest.mark.long
+def test_a_converted_model_samples_what_the_original_does_and_takes_other_weights(converted_server: Served) -> None:
+    original, other = converted_server.weights(0), converted_server.weights(1)
+    # The second is longer than what the model's rotary embeddings were scaled from.
+    prompts = ((5, 6, 9, 11), tuple(range(20, 110)))
+    asked = [request(prompt, SamplingParams(24), seed=seed) for seed, prompt in enumerate(prompts)]
+    check_logprobs(converted_server.engine.generate(asked), asked, {0: original})
+    check_holds(converted_server.engine, original)
+    with converted_server.trained() as (engine, trainer):
+        trainer.sync(1, other)
+        check_holds(engine, other)
+        samples = engine.generate(asked)
+    assert all((sample.versions == 1).all() for sample in samples)
+    check_logprobs(samples, asked, {1: other})
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_is_named_with_its_log_and_nothing_of_it_stays(converted_server: Served) -> None:
+    server, engine = converted_server.server, converted_server.engine
+    group = server._process.pid
+    processes, files = members(group), shared_files(members(group))
+    assert len(processes) > 2
+    assert files
+    scheduler = next(process for process in processes if "scheduler" in Path(f"/proc/{process}/cmdline").read_text())
+    os.kill(scheduler, signal.SIGKILL)
+    with pytest.raises(EngineError) as caught:
+        engine.generate([request([5, 6], SamplingParams(200), seed=seed) for seed in range(100)])
+    assert "engine 0" in str(caught.value)
+    assert f"{server.log} ends with" in str(caught.value)
+    engine.close()
+    assert not members(group)
+    assert not [file for file in files if file.exists()]
+    assert not Path(server._directory).exists()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate([request([5, 6], SamplingParams(3))])

@@ -1,11 +1,9 @@
 """Weights into a served model while it samples: nothing is sampled meanwhile, and every token knows its weights."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
@@ -13,20 +11,11 @@ from megagrpo.errors import EngineError
 from megagrpo.rollout.sglang.engine import Pause
 from megagrpo.rollout.sglang.server import members
 from megagrpo.types import SamplingParams
-from tests.rollout_engines import model_directory, request
+from tests.rollout_engines import request
 from tests.sglang.servers import AT_ONCE, ENDLESS, ENDLESS_PROMPT, WAIT_SECONDS, Served, difference
 
 PROMPT = (5, 6, 9, 11)
-# These are all sent at once and run until they are aborted; the others take turns in the rest of the places.
-RUNNING = [request(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(AT_ONCE // 2)]
 OTHERS = [request(PROMPT, SamplingParams(60), seed=seed, index=AT_ONCE + seed) for seed in range(24)]
-
-
-@pytest.fixture(scope="module")
-def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Another random model of a family."""
-    root = tmp_path_factory.mktemp("new")
-    return lambda family: model_directory(family, root / family, seed=1)
 
 
 @pytest.fixture
@@ -35,37 +24,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@pytest.mark.parametrize(("which", "family"), [("tied_server", "qwen2_tied"), ("split_server", "qwen3")])
-def test_running_samples_go_on_with_new_weights_after_a_retraction(
-    which: str,
-    family: str,
-    new_weights: Callable[[str], Path],
-    pool: ThreadPoolExecutor,
-    request: pytest.FixtureRequest,
-) -> None:
-    served: Served = request.getfixturevalue(which)
-    directories = {0: served.directory, 1: new_weights(family)}
-    asked = [*RUNNING, *OTHERS]
-    with served.trained() as (engine, trainer):
-        future = pool.submit(engine.generate, asked)
-        served.wait_for_requests(AT_ONCE)
-        served.wait_for_batches(5)
-        trainer.sync(1, directories[1])
-        served.wait_for_batches(20)
-        served.abort_all()
-        samples = future.result(WAIT_SECONDS)
-    assert {version for sample in samples for version in sample.versions} == {0, 1}
-    assert any(len(set(sample.versions)) == 2 for sample in samples)
-    for one, sample in zip(asked, samples, strict=True):
-        assert (np.diff(sample.versions) >= 0).all()
-        for version, directory in directories.items():
-            assert difference(directory, one, sample)[sample.versions == version].max(initial=0) < 1e-5
-
-
 def test_samples_that_begin_after_an_update_in_place_are_wholly_of_the_new_weights(
-    tied_server: Served, new_weights: Callable[[str], Path], pool: ThreadPoolExecutor
+    tied_server: Served, pool: ThreadPoolExecutor
 ) -> None:
-    new = new_weights("qwen2_tied")
+    new = tied_server.weights(1)
     # They end by themselves: those that wait for them begin only then.
     running = [request(ENDLESS_PROMPT, SamplingParams(200, temperature=0.0), index=i) for i in range(AT_ONCE)]
     with tied_server.trained(pause="in_place") as (engine, trainer):
@@ -83,12 +45,12 @@ def test_samples_that_begin_after_an_update_in_place_are_wholly_of_the_new_weigh
 
 
 def test_a_sample_that_waited_in_the_server_during_an_update_in_place_is_wholly_of_the_new_weights(
-    tied_server: Served, new_weights: Callable[[str], Path], pool: ThreadPoolExecutor
+    tied_server: Served, pool: ThreadPoolExecutor
 ) -> None:
-    new, one = new_weights("qwen2_tied"), request((*range(5, 45),), SamplingParams(max_tokens=8), seed=3)
+    new, one = tied_server.weights(1), request((*range(5, 45),), SamplingParams(max_tokens=8), seed=3)
     with tied_server.trained(pause="in_place") as (engine, trainer):
         engine.generate([one])  # the server keeps the prompt's keys and values
-        tied_server.pause_in_place()
+        tied_server.post("/pause_generation", {"mode": "in_place"})  # what the engine now sends waits there
         future = pool.submit(engine.generate, [one])
         while engine._client.run(engine._gate.count()) == 0:
             time.sleep(0.01)
@@ -137,18 +99,14 @@ def test_a_server_that_waits_for_weights_takes_no_core(tied_server: Served) -> N
     assert used < 0.3
 
 
-def test_an_update_that_was_left_open_on_a_server_is_ended_by_the_next_engine(
-    tied_server: Served, new_weights: Callable[[str], Path]
-) -> None:
-    new = new_weights("qwen2_tied")
+def test_an_update_that_was_left_open_on_a_server_is_ended_by_the_next_engine(tied_server: Served) -> None:
+    new = tied_server.weights(1)
     with tied_server.borrowed() as left:
         left.begin_update(1)
         left.close()  # as if its process had died: the server's update stays open
-        with tied_server.borrowed() as engine:
-            trainer = tied_server.trainer(engine)
+        with tied_server.trained() as (engine, trainer):
             trainer.sync(2, new)
             (sample,) = engine.generate(OTHERS[:1])
-            trainer.close()
     assert (sample.versions == 2).all()
     assert difference(new, OTHERS[0], sample).max() < 1e-5
 

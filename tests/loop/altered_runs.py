@@ -1,0 +1,77 @@
+"""`megagrpo` with something of it altered: python -m tests.loop.altered_runs ALTERATION ... COMMAND RECIPE ...
+
+`signal NAME CALL N`: it is sent a signal the Nth time that it calls its training ranks' CALL, such as update or save,
+while they work. Nothing comes after that call before the signal was sent.
+`lie`: one trained token of each step has a rollout logprob that is 3 nats too low: the third of the first trained
+sample that has so many. Which sample it is, is printed.
+`without_advantages`: every advantage is 0, the control that shows what GRPO's signal does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Timer
+from typing import Any
+
+import numpy as np
+
+from megagrpo import cli
+from megagrpo.algorithm.advantages import Advantages, GroupMethod
+from megagrpo.batching.rank_batches import TrainSequence
+from megagrpo.cluster.train_ranks import TrainRanks
+from megagrpo.trainer import step
+from megagrpo.types import Group
+
+AFTER_SECONDS = 0.1
+LOWER = 3.0
+POSITION = 2
+
+true_wait = TrainRanks.wait
+true_sequences = step.train_sequences
+
+
+def send_itself(name: str, call: str, nth: str) -> None:
+    left = int(nth)
+
+    def signalled_wait(ranks: TrainRanks, doing: str, answers: Any) -> Any:
+        nonlocal left
+        left -= doing == call
+        if doing != call or left:
+            return true_wait(ranks, doing, answers)
+        timer = Timer(AFTER_SECONDS, os.kill, (os.getpid(), signal.Signals[name]))
+        timer.start()
+        try:
+            return true_wait(ranks, doing, answers)
+        finally:
+            timer.join()
+
+    TrainRanks.wait = signalled_wait
+
+
+def lying_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
+    sequences = true_sequences(groups, rows)
+    index = next(i for i, sequence in enumerate(sequences) if sequence.loss_mask.sum() > POSITION)
+    logprobs = sequences[index].rollout_logprobs.copy()
+    logprobs[sequences[index].loss_mask.argmax() + POSITION] -= LOWER
+    sequences[index] = replace(sequences[index], rollout_logprobs=logprobs)
+    sample = [sample for group in groups for sample in group.samples][sequences[index].row]
+    print(f"altered: {sample.tokens[POSITION]} at {POSITION} of sample {sample.index} of prompt {sample.prompt_id}")
+    return sequences
+
+
+if __name__ == "__main__":
+    alteration, *words = sys.argv[1:]
+    if alteration == "signal":
+        send_itself(*words[:3])
+        words = words[3:]
+    elif alteration == "lie":
+        step.train_sequences = lying_sequences
+    elif alteration == "without_advantages":
+        GroupMethod.advantages = lambda self, inputs: Advantages(np.zeros(len(inputs.scores)))
+    else:
+        sys.exit(f"no such alteration: {alteration}")
+    sys.exit(cli.main(words))
