@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo import __version__
-from megagrpo.errors import MegagrpoError, PreflightError, Problem
+from megagrpo.errors import MegagrpoError, PreflightError
 
 if TYPE_CHECKING:
     from megagrpo.convert.job import Converted
@@ -89,14 +89,9 @@ def plan(asked: argparse.Namespace) -> int:
     )
     found = search(planned, asked.gpus) if asked.search else None
     if asked.html:
-        from megagrpo.plan.show.page import page
+        from megagrpo.plan.show.page import page, write_page
 
-        try:
-            asked.html.write_text(page(planned, found), encoding="utf-8")
-        except OSError as error:
-            raise PreflightError(
-                Problem(f"--html {asked.html}", f"{error.strerror}".lower(), "a file that can be written")
-            ) from error
+        write_page(asked.html, page(planned, found))
     if asked.json:
         from megagrpo.plan.show.as_json import plan_json
 

@@ -12,6 +12,9 @@ EXIT_STOPPED = 75
 """EX_TEMPFAIL of sysexits.h: nothing is wrong, and the same command continues."""
 
 
+CHARACTERS_MAX = 10_000
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong, in four short parts. `given`, `needed` and `fix` may be empty."""
@@ -22,9 +25,9 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        lines = [self.where]
+        lines = [printable(self.where)]
         lines += [
-            f"    {label}: {text}"
+            f"    {label}: {printable(text)}"
             for label, text in (("given", self.given), ("needed", self.needed), ("fix", self.fix))
             if text
         ]
@@ -51,8 +54,17 @@ class MegagrpoError(Exception):
         return type(self), (self.problems,)
 
 
+def printable(text: str) -> str:
+    """The text as a terminal may show it: control characters escaped, at most CHARACTERS_MAX of it."""
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text[:CHARACTERS_MAX])
+    left = len(text) - CHARACTERS_MAX
+    return f"{shown}… ({left:,} characters more)" if left > 0 else shown
+
+
 def brief(value: object) -> str:
     """A value as an error shows it: one line, at most 80 characters."""
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to write very long ones
+        return f"an integer of {value.bit_length():,} bits"
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

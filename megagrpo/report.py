@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megagrpo.errors import Problem, ReportError
+from megagrpo.errors import Problem, ReportError, printable
 from megagrpo.track.jsonl import MISMATCH_FIGURES, MISMATCH_FILE, MismatchRecord, WorstToken
 
 WORST_SHOWN = 10
@@ -108,8 +108,8 @@ def _number(value: float, form: str = ".3g") -> str:
 
 
 def _line(text: str) -> str:
-    """`text` in one line: control characters as Python writes them."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    """`text` in one line."""
+    return printable(text).replace("\n", "\\n")
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:

@@ -12,11 +12,20 @@ from pydantic_core import CoreSchema, core_schema
 
 from megagrpo.errors import Problem
 
-PositiveInt = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+# Every number has an upper bound: beyond it a run would hang or fill the memory, not be large.
+PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e9)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e9)]
+Number = Annotated[float, Field(ge=-1e9, le=1e9)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1, le=65_536)]
+"""Ranks along one axis of a layout, devices, engines, requests at once."""
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+Seconds = Annotated[float, Field(ge=1e-3, le=1e7)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-3, 1e3
+Temperature = Annotated[float, Field(ge=TEMPERATURE_MIN, le=TEMPERATURE_MAX)]
 
 FILE_AND_FUNCTION = r"^.+\.py:[A-Za-z_]\w*$"
 """A user's own method, as FILE.py:FUNCTION."""

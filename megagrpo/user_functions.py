@@ -56,12 +56,12 @@ def file_problem(text: str, where: str, otherwise: str = "") -> Problem | None:
     return None
 
 
-def load_function(text: str, where: str, error: type[MegagrpoError]) -> Callable[..., Any]:
-    """The function of FILE.py:FUNCTION. Runs the file, once in a process. Raises `error`."""
-    if problem := file_problem(text, where):
+def load_function(text: str, where: str, error: type[MegagrpoError], source: bytes | None = None) -> Callable[..., Any]:
+    """The function of FILE.py:FUNCTION. Runs the file (`source` in its place), once in a process. Raises `error`."""
+    if source is None and (problem := file_problem(text, where)):
         raise error(problem)
     file, _, name = text.rpartition(":")
-    module = _imported(Path(file).resolve(), where, error)
+    module = _imported(Path(file).resolve(), where, error, source)
     function = getattr(module, name, None)
     if not callable(function):
         found = [
@@ -85,7 +85,7 @@ def refused_call(function: Callable[..., Any], /, *positional: object, **named: 
     return ""
 
 
-def _imported(file: Path, where: str, error: type[MegagrpoError]) -> ModuleType:
+def _imported(file: Path, where: str, error: type[MegagrpoError], source: bytes | None) -> ModuleType:
     name = f"megagrpo_user_file:{file}"
     if name in sys.modules:
         return sys.modules[name]
@@ -96,7 +96,10 @@ def _imported(file: Path, where: str, error: type[MegagrpoError]) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        loader.exec_module(module)
+        if source is None:
+            loader.exec_module(module)
+        else:
+            exec(loader.source_to_code(source, str(file)), vars(module))
     except (Exception, SystemExit) as raised:  # noqa: BLE001  (anything can happen in a user's file)
         del sys.modules[name]
         given = f"{file} cannot be imported: {_with_line(raised, file)}"

@@ -17,7 +17,7 @@ from pydantic import Field
 from megagrpo.algorithm.kl import divergence
 from megagrpo.algorithm.policy_losses import bounded
 from megagrpo.errors import Problem
-from megagrpo.section import ByName, NonNegativeFloat, PositiveFloat, Section
+from megagrpo.section import ByName, NonNegativeFloat, Number, PositiveFloat, Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,10 +64,10 @@ class Rejection(Section):
     """What is compared with the bounds; log r is train - rollout logprob. ratio: r; k1: -log r; k2: (log r)^2 / 2;
     k3: r - 1 - log r."""
 
-    low: float | None = None
+    low: Number | None = None
     """Smallest value that stays; null: no bound."""
 
-    high: float | None = None
+    high: Number | None = None
     """Largest value that stays; null: no bound."""
 
     def within(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from megagrpo.section import NonNegativeInt, PositiveFloat, Section
 
@@ -20,7 +22,7 @@ class CriticConfig(Section):
     path: str | None = None
     """Model directory to start from; the default is model.path. Its value head is new unless the files have one."""
 
-    lr: PositiveFloat = 1e-5
+    lr: Annotated[float, Field(gt=0, le=10)] = 1e-5
     """Peak learning rate. Everything else is as in train.optimizer, min_lr in proportion."""
 
     value_clip: PositiveFloat | None = 0.5

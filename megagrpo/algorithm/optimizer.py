@@ -15,10 +15,10 @@ from megagrpo.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, Se
 class OptimizerConfig(Section):
     """Adam with decoupled weight decay."""
 
-    lr: PositiveFloat = 1e-6
+    lr: Annotated[float, Field(gt=0, le=10)] = 1e-6
     """Peak learning rate."""
 
-    min_lr: NonNegativeFloat = 0.0
+    min_lr: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Learning rate at the end of a linear or cosine schedule."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.section import FILE_AND_FUNCTION, ByName, Fraction, NonNegativeFloat, PositiveFloat, Section
+from megagrpo.section import FILE_AND_FUNCTION, ByName, Fraction, NonNegativeFloat, Number, PositiveFloat, Section
 from megagrpo.user_functions import UserFunction
 
 if TYPE_CHECKING:
@@ -212,10 +212,10 @@ class ClipCovConfig(CovarianceLoss, ClippedLoss):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """With a negative advantage A the loss is at most dual_clip x |A|. null: no bound."""
 
-    covariance_low: float = 1.0
+    covariance_low: Number = 1.0
     """Covariances from here on may be chosen."""
 
-    covariance_high: float = 5.0
+    covariance_high: Number = 5.0
     """Up to here."""
 
     def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:

@@ -27,8 +27,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import pydantic
+
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.errors import CheckpointError, Problem
+from megagrpo.errors import CheckpointError, Problem, first_line
 from megagrpo.weights.files import sync_directories
 
 MANIFEST = "MANIFEST.json"
@@ -228,9 +230,9 @@ def read_manifest(root: Path) -> list[SavedFile]:
     """The files that the checkpoint should have. Raises OSError, or ValueError if the manifest itself is damaged."""
     try:
         content = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
-        files = [SavedFile(**file) for file in content["files"]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} cannot be read: {error}") from error
+        files = pydantic.TypeAdapter(list[SavedFile]).validate_python(content["files"])
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read: {first_line(error)}") from error
     if content["format"] != MANIFEST_FORMAT:
         raise ValueError(f"{MANIFEST} has format {content['format']}, this version reads {MANIFEST_FORMAT}")
     return files

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from megagrpo.errors import CheckpointError, Problem, RecipeError
+import pydantic
+
+from megagrpo.errors import CheckpointError, Problem, RecipeError, brief, first_line
 
 FIXED: Mapping[str, str] = {
     "seed": "it seeds the order of the prompts and every sample",
@@ -72,15 +74,22 @@ class TrainerState:
         """The inverse of to_json. Raises CheckpointError, naming `where`, for anything else."""
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise CheckpointError(Problem(where, given=str(error), needed="JSON")) from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(Problem(where, given=first_line(error), needed="JSON")) from error
         known = {field.name for field in fields(cls)}
         needed = {field.name for field in fields(cls) if field.default is MISSING}  # what came later has a default
         if not isinstance(values, dict) or not needed <= set(values) <= known:
             given = sorted(values) if isinstance(values, dict) else type(values).__name__
             keys = f"the keys {sorted(needed)}, and of others only {sorted(known - needed)}"
             raise CheckpointError(Problem(where, given=f"{given}", needed=keys))
-        return cls(**values)
+        try:
+            return pydantic.TypeAdapter(cls).validate_python(values)
+        except pydantic.ValidationError as error:
+            wrong = [
+                Problem(f"{where}: {'.'.join(map(str, found['loc']))}", brief(found["input"]), found["msg"])
+                for found in error.errors()
+            ]
+            raise CheckpointError(wrong) from None
 
 
 WRITTEN_OF_EVERY_ADVANTAGE = tuple(

@@ -80,6 +80,6 @@ class HuggingFaceTarget:
     def _write_tensor(self, descriptor: int, entry: checkpoint.Entry, tensor: Tensor, advance: Advance) -> None:
         dtype = self._dtypes[tensor.name]
         for box in tensor.box.pieces(PIECE_BYTES // ITEM_BYTES[dtype]):
-            values = self._source.read(box).to(torch_dtype(dtype))
+            values = self._source.read_as(box, torch_dtype(dtype))
             write_box(descriptor, entry, box.start, values)
             advance(values.nbytes)

@@ -3,6 +3,7 @@
 .NAME.partial/          beside the directory NAME that will be made
   journal               what is being made from what; then a line for each unit that is on disk
   output/               renamed to NAME when every unit is in it
+NAME/converted.json     what it was made from: the mark of a directory that `--overwrite` may replace
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from megagrpo.weights.sides.torch_dist import Chunk
 
 FORMAT = 1
 """The format of a conversion under way. A conversion that another version has begun is not continued."""
+MARK = "converted.json"
 CONTINUES = "what is done is kept: the same command again continues from there"
 
 Part = TypeVar("Part", Tensor, Chunk)
@@ -75,17 +77,16 @@ def convert(
     """Makes `output` from all of `source`. `options` are what else decides its bytes.
 
     An earlier attempt at the same output from the same source is continued, any other is removed. With `overwrite`,
-    what `output` held before is replaced at the very end. Raises ModelError or CheckpointError; `output` is as it was
-    then.
+    an earlier conversion in `output` is replaced at the very end; anything else there is refused. Raises ModelError or
+    CheckpointError; `output` is as it was then.
     """
-    target, output = target_of(source), output.absolute()
+    output = output.absolute()
+    _check_output(output, source, overwrite)
+    target = target_of(source)
     config = (source.model_directory / CONFIG).read_text(encoding="utf-8")
     # Sizes and times tell whether a file of the source has changed since an earlier attempt.
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
     identity = json.dumps([FORMAT, options, str(source.directory), files, config])
-    if output.exists() and not overwrite:
-        fix = "choose another place, or --overwrite to replace it"
-        raise CheckpointError(Problem(f"output {output}", "it exists", "a directory that does not", fix))
     partial = output.with_name(f".{output.name}.partial")
     sizes = target.unit_bytes
     try:
@@ -106,6 +107,8 @@ def convert(
                     written.append(target.write(index, making, advance))
                     _append(journal, written[-1])
             target.finish(making, written)
+            made_from = {"source": str(source.directory), "options": options}
+            (making / MARK).write_text(json.dumps(made_from, indent=2), encoding="utf-8")
             _sync_files(making)
             publish(making, output)
         shutil.rmtree(partial, ignore_errors=True)
@@ -114,6 +117,23 @@ def convert(
         problem = Problem(f"output {output}", given, "a place that can be written", CONTINUES)
         raise CheckpointError(problem) from error
     return Converted(output, len(source.tensors), sum(sizes), source.left_out, earlier)
+
+
+def _check_output(output: Path, source: Source, overwrite: bool) -> None:
+    """Raises CheckpointError if `output` holds the source, or anything but an earlier conversion to be replaced."""
+    where, place = f"output {output}", output.resolve()
+    for read in {source.directory, source.model_directory, *(file.parent for file in source.files)}:
+        if read.resolve().is_relative_to(place):
+            given = "the source itself" if read.resolve() == place else f"a directory that holds the source, {read}"
+            raise CheckpointError(Problem(where, given, "another directory"))
+    if not output.is_symlink() and not output.exists():
+        return
+    if output.is_symlink() or not (output / MARK).is_file():
+        needed = f"a directory that does not exist, or one that an earlier conversion made (with {MARK})"
+        raise CheckpointError(Problem(where, "it exists", needed, "choose another place, or remove it yourself"))
+    if not overwrite:
+        fix = "choose another place, or --overwrite to replace it"
+        raise CheckpointError(Problem(where, "it exists", "a directory that does not", fix))
 
 
 def by_layer(parts: Iterable[Part], name_of: Callable[[Part], str]) -> list[list[Part]]:

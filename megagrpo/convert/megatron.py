@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from megagrpo.checkpoint.torch_checkpoint import TorchFile, Written, write_metadata
 from megagrpo.convert.job import Advance, Converted, by_layer, convert
 from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source
-from megagrpo.convert.torch_checkpoint import TorchFile, Written, write_metadata
 from megagrpo.weights.boxes import ITEM_BYTES, Box
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.export import lay_out
@@ -103,7 +103,7 @@ class MegatronTarget:
             at = tuple(a - s for a, s in zip(placement.at, part.start, strict=True))
             local = replace(placement, at=at)
             for box in placement.box.pieces(PIECE_BYTES // dtype.itemsize):
-                box_view(values, local.part(box)).copy_(self._source.read(box))
+                box_view(values, local.part(box)).copy_(self._source.read_as(box, dtype))
         return values
 
     def _item_bytes(self, chunk: Chunk) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megagrpo.checkpoint.store import RANK
+from megagrpo.checkpoint.torch_checkpoint import TorchCheckpoint
 from megagrpo.convert.hugging_face import HuggingFaceTarget
 from megagrpo.convert.job import Converted, convert
 from megagrpo.convert.source import (
@@ -28,7 +29,6 @@ from megagrpo.convert.source import (
     trainer_state,
     training_checkpoint,
 )
-from megagrpo.convert.torch_checkpoint import TorchCheckpoint
 from megagrpo.errors import CheckpointError, ModelError, Problem
 from megagrpo.weights.boxes import Box, Placement
 from megagrpo.weights.families.architecture import Tensor

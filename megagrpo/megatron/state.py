@@ -25,8 +25,7 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -42,25 +41,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.checkpoint.state_boxes import Strided, boxes_in_range, fills_in_range
 from megagrpo.checkpoint.store import SavedFile, describe
+from megagrpo.checkpoint.torch_checkpoint import TorchCheckpoint
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.model import named_tensors, unwrapped
-from megagrpo.weights.boxes import Manifest, Placement
+from megagrpo.weights.boxes import Box, Manifest, Placement
 from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.files import sync_directories
 
 FORMAT = 1
 REFERENCE = "reference"
-READ_FAILURES = (
-    CheckpointException,
-    CheckpointingException,
-    OSError,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    pickle.PickleError,
-)
-"""What torch and Megatron raise for files that cannot be read. The first is a BaseException, not an Exception."""
 
 
 @dataclass(frozen=True)
@@ -116,20 +106,24 @@ def load(state: TrainingState, directory: Path) -> None:
     generators stay as they are. Raises CheckpointError on every rank; nothing is changed if the checkpoint is of
     another model.
     """
-    saved = _read_common(state, directory)
-    wanted: dict[str, ShardedTensor | ShardedObject] = {**_sharded_tensors(state)}
+    saved, stored = _open(state, directory)
     same_layout = ParallelLayout(**saved["layout"]) == state.layout
-    if same_layout:
-        wanted["generators"] = _generators_entry(None)
+    problems: list[Problem] = []
+    generators = None
     try:
-        loaded = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
-    except READ_FAILURES as error:
-        raise CheckpointError(_failed("read", directory, error)) from error
+        for key, box, view in _views(state):
+            view.copy_(stored.read(key, box.start, box.shape))
+            stored.forget()
+        if same_layout:
+            (generators,) = stored.read_object(_generators_entry(None).unique_key)  # Megatron saves objects in lists
+    except CheckpointError as error:
+        problems += error.problems
+    _raise_everywhere(problems)
     set_adam_step(state.optimizer, saved["adam_step"])
     _fill_padding(state)
     publish_main_weights(state.chunks, state.optimizer)
-    if same_layout:
-        _set_generators(loaded["generators"])
+    if generators is not None:
+        _set_generators(generators)
 
 
 # --- boxes ------------------------------------------------------------------------------------------------------------
@@ -152,24 +146,29 @@ def _held(state: TrainingState) -> Iterator[tuple[Placement, StateShard]]:
             yield placement, StateShard(0, weight.numel(), {REFERENCE: weight.view(-1)})
 
 
-def _sharded_tensors(state: TrainingState) -> dict[str, ShardedTensor]:
-    """The boxes that this rank's shards hold, for each kind of state, as views of the shards."""
-    found = {}
+def _views(state: TrainingState) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    """(key, box, view of a shard) of each box that this rank's shards hold, for each kind of state."""
     for placement, shard in _held(state):
         shape = state.manifest.storages[placement.storage].shape
         for part in boxes_in_range(placement, shape, shard.start, shard.stop):
             for name, flat in shard.tensors.items():
-                key, box = f"{name}.{part.box.tensor}", part.box
-                found[f"{key}@{box.start}"] = ShardedTensor(
-                    key=key,
-                    data=_strided(flat, part.view),
-                    dtype=flat.dtype,
-                    local_shape=box.shape,
-                    global_shape=state.shapes[box.tensor],
-                    global_offset=box.start,
-                    axis_fragmentations=None,  # boxes of any size and place, not a regular grid
-                )
-    return found
+                yield f"{name}.{part.box.tensor}", part.box, _strided(flat, part.view)
+
+
+def _sharded_tensors(state: TrainingState) -> dict[str, ShardedTensor]:
+    """What `_views` gives, as Megatron's tensors to be saved."""
+    return {
+        f"{key}@{box.start}": ShardedTensor(
+            key=key,
+            data=view,
+            dtype=view.dtype,
+            local_shape=box.shape,
+            global_shape=state.shapes[box.tensor],
+            global_offset=box.start,
+            axis_fragmentations=None,  # boxes of any size and place, not a regular grid
+        )
+        for key, box, view in _views(state)
+    }
 
 
 def _strided(flat: torch.Tensor, view: Strided) -> torch.Tensor:
@@ -188,19 +187,22 @@ def _fill_padding(state: TrainingState) -> None:
                 _strided(flat, view).fill_(fill.value if name == "param" else 0.0)
 
 
-def _read_common(state: TrainingState, directory: Path) -> dict[str, Any]:
-    """What rank 0 saved for all ranks.
+def _open(state: TrainingState, directory: Path) -> tuple[dict[str, Any], TorchCheckpoint]:
+    """What rank 0 saved for all ranks, and the tensors.
 
     Raises the same CheckpointError on every rank if any rank cannot read the checkpoint, or if a tensor that it needs
     is missing or has another shape.
     """
-    common: dict[str, Any] = {}
+    opened: list[tuple[dict[str, Any], TorchCheckpoint]] = []
     problems: list[Problem] = []
     try:
-        common = dist_checkpointing.load_common_state_dict(str(directory))
-        stored = dist_checkpointing.load_tensors_metadata(str(directory))
-    except READ_FAILURES as error:
-        problems = _failed("read", directory, error)
+        common = dict(torch.load(directory / COMMON_STATE_FNAME, weights_only=True))
+        stored = TorchCheckpoint(directory)
+        opened.append((common, stored))
+    except CheckpointError as error:
+        problems += error.problems
+    except (OSError, RuntimeError, ValueError, TypeError, EOFError, pickle.UnpicklingError) as error:
+        problems = _failed("read", directory / COMMON_STATE_FNAME, error)
     else:
         if common.get("format") != FORMAT:
             problems.append(Problem(f"format of {directory}", f"{common.get('format')}", f"{FORMAT}"))
@@ -209,14 +211,19 @@ def _read_common(state: TrainingState, directory: Path) -> dict[str, Any]:
             if state.reference is not None and tensor not in state.untrained:
                 states += (REFERENCE,)
             for key in (f"{name}.{tensor}" for name in states):
-                found = tuple(stored[key].global_shape) if key in stored else "nothing"
+                found = stored.tensors[key].shape if key in stored.tensors else "nothing"
                 if found != state.shapes[tensor]:
                     problems.append(Problem(f"{directory}: {key}", f"{found}", f"{state.shapes[tensor]}"))
-    of_ranks: list[list[Problem]] = [[] for _ in range(dist.get_world_size())]
+    _raise_everywhere(problems)
+    return opened[0]
+
+
+def _raise_everywhere(problems: Sequence[Problem]) -> None:
+    """Raises CheckpointError with the problems of all ranks on each of them, if there are any. Collective."""
+    of_ranks: list[Sequence[Problem]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, problems)
     if different := dict.fromkeys(problem for found in of_ranks for problem in found):
         raise CheckpointError(different)
-    return common
 
 
 # --- random generators ------------------------------------------------------------------------------------------------
@@ -261,7 +268,7 @@ def _written_files(directory: Path) -> tuple[SavedFile, ...]:
 def _failed(what: str, directory: Path, error: BaseException) -> list[Problem]:
     """A problem for each different cause. torch reports the causes of all ranks, each as (exception, traceback)."""
     causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    texts = dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes)
+    texts = dict.fromkeys(f"{type(cause).__name__}: {cause}".splitlines()[0] for cause in causes)
     return [Problem(f"{directory} cannot be {what}", given=text) for text in texts]
 
 

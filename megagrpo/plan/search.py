@@ -282,7 +282,7 @@ def _reason(recipe: AnyRecipe, estimate: Estimate, card: int) -> str:
 
 
 def layouts(recipe: AnyRecipe, architecture: Architecture, ranks: int) -> Iterator[Values]:
-    """Ways to split the model over `ranks` ranks, some of them illegal: the rules of recipe/ say which.
+    """Count to split the model over `ranks` ranks, some of them illegal: the rules of recipe/ say which.
 
     Tensor groups stay within a node, context groups have some thousand tokens for each rank.
     """
@@ -330,7 +330,7 @@ def _last_stage(layers: int, pipeline: int, chunks: int) -> int | None:
 
 
 def savings(recipe: AnyRecipe, context: int) -> list[Values]:
-    """Ways to trade time for memory, the most sparing first."""
+    """Count to trade time for memory, the most sparing first."""
     longest = longest_sequence(recipe)
     multiple = 1 if context == 1 else 2 * context
     least = -(-longest // multiple) * multiple // context

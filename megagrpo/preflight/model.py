@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.data.files import near_file
-from megagrpo.errors import ModelError, PreflightError, Problem, first_line
+from megagrpo.errors import ModelError, PreflightError, Problem, brief, first_line
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe
@@ -127,7 +127,11 @@ def tokenizer_problems(directory: Path, chat_template: str | None, vocabulary: i
     """
     if not directory.is_dir():
         return []
-    return [*_vocabulary_problems(directory, vocabulary), *_template_problems(directory, chat_template)]
+    return [
+        *_vocabulary_problems(directory, vocabulary),
+        *_template_problems(directory, chat_template),
+        *_generation_problems(directory / "generation_config.json", vocabulary),
+    ]
 
 
 def _near(directory: Path) -> str:
@@ -157,6 +161,24 @@ def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Proble
     return []
 
 
+def _generation_problems(path: Path, vocabulary: int | None) -> list[Problem]:
+    """What is wrong with the tokens that end a response."""
+    if not path.is_file():
+        return []
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return [Problem(str(path), first_line(error), "JSON in UTF-8")]
+    if not isinstance(config, dict):
+        return [Problem(str(path), brief(config), "a JSON object")]
+    given = config.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    limit = vocabulary or 2**31
+    if wrong := [number for number in ids if type(number) is not int or not 0 <= number < limit]:
+        return [Problem(f"{path}: eos_token_id", brief(wrong[0]), f"a token's id, below {limit}, or several")]
+    return []
+
+
 def template_file_problems(path: str) -> list[Problem]:
     """What is wrong with a template file that replaces the tokenizer's own."""
     try:
@@ -176,8 +198,8 @@ def _template_problems(directory: Path, chat_template: str | None) -> list[Probl
             template = text if name.endswith(".jinja") else _template_in(json.loads(text))
         except OSError:
             continue
-        except ValueError as error:
-            return [Problem(str(directory / name), str(error), "JSON in UTF-8")]
+        except (ValueError, RecursionError) as error:
+            return [Problem(str(directory / name), first_line(error), "JSON in UTF-8")]
         if template:
             return _syntax_problems(template, str(directory / name))
     fix = "set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model"

@@ -17,7 +17,7 @@ import pydantic
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.recipe.problems import Expected, is_field, nearest, schema_problems, unknown_key
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
-from megagrpo.recipe.yaml12 import Document, parse, to_text
+from megagrpo.recipe.yaml12 import CHARACTERS_MAX, Document, parse, to_text
 
 KINDS: dict[str, type[AnyRecipe]] = {"grpo": Recipe, "sft": SftRecipe}
 COMMANDS = {"grpo": "megagrpo train", "sft": "megagrpo sft"}
@@ -152,7 +152,8 @@ def _load(path: str | Path, overrides: Sequence[str], kind: str | None) -> Loade
 
 def _read(path: Path) -> Document:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            text = file.read(4 * CHARACTERS_MAX + 1).decode("utf-8-sig")  # /dev/zero has no end
     except FileNotFoundError:
         raise RecipeError(
             Problem(str(path), given="no such file", needed="a YAML recipe", fix=_other_recipes(path))
@@ -169,7 +170,7 @@ def _read(path: Path) -> Document:
 
 
 def _other_recipes(path: Path) -> str:
-    names = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    names = sorted(str(p) for p in path.parent.glob("*.yaml"))[:20] if path.parent.is_dir() else []
     return f"recipes in that directory: {', '.join(names)}" if names else ""
 
 

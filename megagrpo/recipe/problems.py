@@ -14,11 +14,12 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megagrpo.errors import Problem
+from megagrpo.errors import Problem, brief
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.section import ByName, Section
 
 LONGEST_VALUE = 60
+PROBLEMS_MAX = 100
 UNKNOWN_NAME = ("union_tag_invalid", "union_tag_not_found")
 
 MOVED: Mapping[str, str] = {
@@ -119,6 +120,8 @@ def schema_problems(
         misspelt = error["type"] == "missing" and _did_you_mean(str(keys[-1])) in beside
         if path not in found and not misspelt:
             found[path] = _problem(kind, keys, value, expected, recipe_class)
+        if len(found) == PROBLEMS_MAX:
+            return [*found.values(), Problem(path, f"more problems than these {PROBLEMS_MAX}", "a recipe that fits")]
     return list(found.values())
 
 
@@ -152,7 +155,7 @@ def shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | dict):
         return f"{'a' if value else 'an empty'} {'list' if isinstance(value, list) else 'mapping'}"
-    text = value if isinstance(value, str) else repr(value)
+    text = value if isinstance(value, str) else brief(value)
     if len(text) > LONGEST_VALUE:
         text = text[: LONGEST_VALUE - 3] + "..."
     return f"'{text}' (text)" if isinstance(value, str) else text
@@ -208,7 +211,7 @@ def _needed(expected: Expected) -> str:
 
 def _fix(path: str, key: str, value: Any, expected: Expected) -> str:
     words = expected.words()
-    if isinstance(value, float) and value.is_integer() and "integer" in words:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 and "integer" in words:
         return f"write {int(value)}"
     if isinstance(value, float) and not math.isfinite(value):
         return "write a finite number"

@@ -16,6 +16,8 @@ import yaml
 
 from megagrpo.errors import Problem, RecipeError
 
+CHARACTERS_MAX, VALUES_MAX = 256 * 1024, 10_000
+"""A recipe has about 4,000 and 100. Aliases count as often as they are used."""
 TAG = "tag:yaml.org,2002:"
 CORE_SCHEMA = (
     ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ("~", "n", "N", "")),
@@ -61,14 +63,19 @@ class Document:
 
     tree: Any = None
     lines: dict[str, int] = field(default_factory=dict)
+    values: int = 0
     problems: list[tuple[str, Problem]] = field(default_factory=list)
 
 
 def parse(text: str, where: Callable[[int], str]) -> Document:
     """Read one YAML document. `where` names a line (from 1) in messages.
 
-    Raises RecipeError if the text is not YAML at all; repeated keys and unknown tags are in Document.problems.
+    Raises RecipeError if the text is not YAML at all or too large; repeated keys and unknown tags are in
+    Document.problems.
     """
+    if len(text) > CHARACTERS_MAX:
+        needed = f"a recipe, of at most {CHARACTERS_MAX:,}"
+        raise RecipeError(Problem(where(1), f"{len(text):,} characters or more", needed))
     loader = None
     try:
         loader = _Loader(text)
@@ -117,6 +124,9 @@ def _build(
     line = node.start_mark.line + 1
     at = f"{where(line)} {path}".rstrip()
     document.lines.setdefault(path, line)
+    document.values += 1
+    if document.values > VALUES_MAX:
+        raise RecipeError(Problem(where(line), f"more than {VALUES_MAX:,} values", "a recipe: it needs about 100"))
     if node in above:
         document.problems.append((path, Problem(at, given="a value that contains itself", needed="a finite value")))
         return None

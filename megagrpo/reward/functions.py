@@ -10,10 +10,12 @@ import importlib
 import importlib.util
 import inspect
 import math
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.errors import Problem, RewardError, brief
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 RewardReturn = float | Mapping[str, Any]
 RewardCallable = Callable[..., RewardReturn | Awaitable[RewardReturn]]
 """Called by keyword: (data_source: str, response: str, ground_truth: str, extra_info: Mapping)."""
+
+METRICS_MAX = 100
+"""How many numbers a function may return beside its score for one response."""
+ERROR_CHARACTERS_MAX, TRACE_CHARACTERS_MAX = 300, 4000
 
 CALL_ARGUMENTS = ("data_source", "response", "ground_truth", "extra_info")
 
@@ -56,6 +62,8 @@ class Outcome:
     score: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
+    trace: str = ""
+    """Where a function raised, as Python tells it; the last lines of it."""
 
 
 def call(function: RewardCallable, task: Task) -> RewardReturn | Awaitable[RewardReturn]:
@@ -75,6 +83,8 @@ def outcome_of(returned: object) -> Outcome:
     if "score" not in values:
         keys = ", ".join(map(str, values)) or "(none)"
         return Outcome(None, error=f"returned a mapping without 'score': keys {keys}")
+    if len(values) - 1 > METRICS_MAX:
+        return Outcome(None, error=f"returned {len(values) - 1:,} metrics, not at most {METRICS_MAX}")
     metrics: dict[str, float] = {}
     for name, value in values.items():
         number = _number(value)
@@ -82,14 +92,31 @@ def outcome_of(returned: object) -> Outcome:
             return Outcome(None, error=f"returned {brief(value)} as {name}, not a number")
         if not math.isfinite(number):
             return Outcome(None, error=f"returned {number} as {name}, not a finite number")
-        metrics[str(name)] = number
+        metrics[str(name)[:ERROR_CHARACTERS_MAX]] = number
     return Outcome(metrics.pop("score"), metrics)
+
+
+def checked_outcome(message: Mapping[str, Any]) -> Outcome:
+    """The Outcome whose fields came from another process. Raises ValueError if they are no Outcome's."""
+    score, metrics, error, trace = (message.get(name) for name in ("score", "metrics", "error", "trace"))
+    if not isinstance(metrics, dict) or not isinstance(error, str) or not isinstance(trace, str):
+        raise ValueError("an answer without its fields")
+    if (score is None) != bool(error):
+        raise ValueError("an answer with neither a score nor an error, or with both")
+    outcome = Outcome(None) if score is None else outcome_of({**metrics, "score": score})
+    if outcome.error:
+        raise ValueError(outcome.error)
+    return replace(outcome, error=error[: 4 * ERROR_CHARACTERS_MAX], trace=trace[-TRACE_CHARACTERS_MAX:])
 
 
 def failure_of(raised: BaseException) -> Outcome:
     """The outcome of a function that raised."""
-    text = f"{type(raised).__name__}: {raised}" if str(raised) else type(raised).__name__
-    return Outcome(None, error=text.splitlines()[0][:300])
+    trace = "".join(traceback.format_exception(raised))[-TRACE_CHARACTERS_MAX:]
+    try:
+        text = f"{type(raised).__name__}: {raised}"
+    except Exception:  # noqa: BLE001  (an exception of a user's may fail to say what it is)
+        text = type(raised).__name__
+    return Outcome(None, error=text.removesuffix(": ").splitlines()[0][:ERROR_CHARACTERS_MAX], trace=trace)
 
 
 def timed_out(timeout_seconds: float) -> Outcome:
@@ -119,6 +146,8 @@ class FunctionSpec:
     weight: float
     arguments: Mapping[str, Any]
     where: str
+    source: bytes | None = None
+    """The text of the user's file, once it has been read: whatever becomes of the file, workers run the same."""
 
     @property
     def built_in(self) -> bool:
@@ -179,6 +208,19 @@ def user_file_problem(spec: FunctionSpec) -> Problem | None:
     return problem
 
 
+def with_source(spec: FunctionSpec) -> FunctionSpec:
+    """The spec with the text of the user's file. Raises RewardError if it cannot be read."""
+    if spec.built_in:
+        return spec
+    if problem := user_file_problem(spec):
+        raise RewardError(problem)
+    file = Path(spec.function.rpartition(":")[0])
+    try:
+        return replace(spec, source=file.read_bytes())
+    except OSError as error:
+        raise RewardError(Problem(f"{spec.where}.function", f"{file}: {error.strerror}", "a file to read")) from error
+
+
 def load(spec: FunctionSpec) -> RewardCallable:
     """The callable of a spec, arguments bound. Raises RewardError. Importing a user's file runs its code."""
     return _load_built_in(spec) if spec.built_in else _load_user_function(spec)
@@ -196,10 +238,8 @@ def _load_built_in(spec: FunctionSpec) -> RewardCallable:
 
 
 def _load_user_function(spec: FunctionSpec) -> RewardCallable:
-    if problem := user_file_problem(spec):
-        raise RewardError(problem)
     where, name = f"{spec.where}.function", spec.function.rpartition(":")[2]
-    function = load_function(spec.function, where, RewardError)
+    function = load_function(spec.function, where, RewardError, spec.source)
     if refusal := refused_call(function, **dict.fromkeys(CALL_ARGUMENTS, ""), **spec.arguments):
         needed = f"{name}({', '.join([*CALL_ARGUMENTS, *spec.arguments])}), called by these names"
         raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}: {refusal}", needed=needed))

@@ -12,9 +12,11 @@ from typing import Any
 
 from megagrpo.reward.functions import RewardCallable
 
+_BOXED = "\\boxed{"
+
 
 def make() -> RewardCallable:
-    r"""1.0 if an expression in the response equals the ground truth, else 0.0; `\boxed{}` is preferred to others.
+    r"""1.0 if an expression in the response equals the ground truth, else 0.0; the last `\boxed{}` is preferred.
 
     The ground truth is LaTeX or plain text, with or without `$` or `\boxed{}`. Imports sympy: about a second.
     """
@@ -25,10 +27,25 @@ def make() -> RewardCallable:
         truth = parse(_as_latex(ground_truth), parsing_timeout=None)
         if not truth:
             raise ValueError(f"the ground truth {ground_truth!r} is not an expression")
-        return float(verify(truth, parse(response, parsing_timeout=None), timeout_seconds=None))
+        boxed = last_boxed(response)  # math-verify reads several boxes as a set
+        answer = response if boxed is None else f"\\boxed{{{boxed}}}"
+        return float(verify(truth, parse(answer, parsing_timeout=None), timeout_seconds=None))
 
     math("", "$1$", "1", {})  # the first parse builds the grammar, which would count for the first response
     return math
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The text between the braces of the last `\boxed{…}`; None if there is none, or if its braces do not close."""
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    depth = 1
+    for end in range(start + len(_BOXED), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start + len(_BOXED) : end]
+    return None
 
 
 def _as_latex(ground_truth: str) -> str:

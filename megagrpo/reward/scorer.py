@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megagrpo.errors import Problem, RewardError
@@ -21,8 +21,9 @@ from megagrpo.reward.functions import (
     outcome_of,
     static_problems,
     user_file_problem,
+    with_source,
 )
-from megagrpo.reward.workers import WorkerPool, load_problems
+from megagrpo.reward.workers import Limits, WorkerPool, load_problems
 from megagrpo.types import Group, Sample, Score
 
 OVERLONG = "overlong"
@@ -35,17 +36,23 @@ class Scorer:
     """Scores groups by the `reward:` section. `gsm8k` runs here; all else in processes, started at the first score.
 
     response_tokens_max is the limit that penalties for length are measured from. `check` is called a few times a
-    second while functions are waited for; what it raises ends the scoring.
+    second while functions are waited for; what it raises ends the scoring. `say` gets where each function first failed.
     Raises RewardError: from the constructor for what is wrong with the section, from scoring if a user's file cannot be
-    loaded. A function that fails on a response masks that sample (value None, error says why); it never scores 0.
+    loaded or if functions fail on more than reward.failed_share_max of the responses. One that fails on a response
+    masks that sample (value None, error says why); it never scores 0.
     """
 
     def __init__(
-        self, reward: schema.RewardConfig, response_tokens_max: int, check: Callable[[], None] = lambda: None
+        self,
+        reward: schema.RewardConfig,
+        response_tokens_max: int,
+        check: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         if problems := static_problems(reward):
             raise RewardError(problems)
-        self._check = check
+        self._check, self._say = check, say
+        self._first_failures: dict[str, Outcome] = {}
         self._reward, self._response_tokens_max = reward, response_tokens_max
         self._gated = gated_functions(reward.functions)
         self._specs = function_specs(reward)
@@ -53,9 +60,8 @@ class Scorer:
             i: load(spec) for i, spec in enumerate(self._specs) if spec.function in INLINE
         }
         self._isolated = [i for i in range(len(self._specs)) if i not in self._inline]
-        self._pool = WorkerPool(
-            [self._specs[i] for i in self._isolated], workers=reward.workers, timeout_seconds=reward.timeout_seconds
-        )
+        specs = [with_source(self._specs[i]) for i in self._isolated]
+        self._pool = WorkerPool(specs, workers=reward.workers, limits=_limits(reward))
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """The same groups with a score for each sample, as training sees it: penalties and masks included."""
@@ -84,13 +90,35 @@ class Scorer:
         )
         for index, function in enumerate(self._isolated):
             by_function[function] = isolated[index * len(tasks) : (index + 1) * len(tasks)]
+        self._note_failures(by_function, len(tasks))
         in_order = zip(*(by_function[i] for i in range(len(self._specs))), strict=True)
-        solved_at = self._reward.solved_at
+        solved_at = solved_from(self._reward)
         scores = iter([weighted_score(self._specs, self._gated, outcomes, solved_at) for outcomes in in_order])
         return [
             replace(group, scores=tuple(_unless_aborted(sample, next(scores)) for sample in group.samples))
             for group in groups
         ]
+
+    def _note_failures(self, by_function: Mapping[int, Sequence[Outcome]], responses: int) -> None:
+        """Says where each function first failed. Raises RewardError if too many responses have no score."""
+        for index, outcomes in by_function.items():
+            name, failed = self._specs[index].name, [outcome for outcome in outcomes if outcome.score is None]
+            if failed and name not in self._first_failures:
+                self._first_failures[name] = failed[0]
+                self._say(f"reward {name} failed for the first time: {failed[0].trace or failed[0].error}".rstrip())
+        failed_responses = sum(
+            any(outcome.score is None for outcome in of_response)
+            for of_response in zip(*by_function.values(), strict=True)
+        )
+        if failed_responses > self._reward.failed_share_max * responses:
+            given = "\n".join(
+                [
+                    f"{failed_responses} of {responses} responses have no score; the first failure of each function:",
+                    *(f"{name}: {first.trace or first.error}" for name, first in self._first_failures.items()),
+                ]
+            )
+            needed = f"at most a share of {self._reward.failed_share_max:g} (reward.failed_share_max)"
+            raise RewardError(Problem("reward.functions", given, needed, "correct the function; the run then goes on"))
 
     def close(self) -> None:
         """Ends the worker processes. A later `score` starts them again."""
@@ -100,7 +128,11 @@ class Scorer:
 def reward_problems(reward: schema.RewardConfig) -> list[Problem]:
     """Everything wrong with the section. Files of the user's own are imported, in a process that ends afterwards."""
     loadable = [spec for spec in function_specs(reward) if not spec.built_in and user_file_problem(spec) is None]
-    return static_problems(reward) + (load_problems(loadable) if loadable else [])
+    return static_problems(reward) + (load_problems(loadable, _limits(reward)) if loadable else [])
+
+
+def _limits(reward: schema.RewardConfig) -> Limits:
+    return Limits(reward.timeout_seconds, int(reward.memory_gib * 2**30), tuple(reward.environment))
 
 
 def _call_inline(function: RewardCallable, task: Task) -> Outcome:
@@ -126,6 +158,18 @@ def gated_functions(functions: Sequence[schema.RewardFunctionConfig]) -> tuple[b
     )
 
 
+def solved_from(reward: schema.RewardConfig) -> float:
+    """The least weighted sum of a solved response."""
+    if reward.solved_at is not None:
+        return reward.solved_at
+    return rounded(sum(function.weight for function in reward.functions if function.weight > 0))
+
+
+def rounded(score: float) -> float:
+    """To 12 digits, so that 0.1 + 0.2 and 0.3 are one score: a group that differs by rounding alone teaches nothing."""
+    return float(f"{score:.12g}")
+
+
 def weighted_score(
     specs: Sequence[FunctionSpec], gated: Sequence[bool], outcomes: Sequence[Outcome], solved_at: float
 ) -> Score:
@@ -140,7 +184,7 @@ def weighted_score(
         if outcome.score is None:
             errors.append(f"{spec.name}: {outcome.error}")
             continue
-        parts[spec.name] = outcome.score
+        parts[spec.name] = rounded(outcome.score)
         parts.update({f"{spec.name}.{metric}": value for metric, value in outcome.metrics.items()})
     if errors:
         return Score(None, parts, "; ".join(errors))
@@ -148,7 +192,7 @@ def weighted_score(
     counted = tuple(
         0.0 if has_gate and always == 0 else parts[spec.name] for spec, has_gate in zip(specs, gated, strict=True)
     )
-    total = sum((spec.weight * score for spec, score in zip(specs, counted, strict=True)), 0.0)
+    total = rounded(sum((spec.weight * score for spec, score in zip(specs, counted, strict=True)), 0.0))
     if not math.isfinite(total):
         return Score(None, parts, f"the weighted sum is {total}")
     return Score(total, parts, counted=counted, solved=total >= solved_at)
@@ -167,7 +211,7 @@ def shaped_score(score: Score, sample: Sample, reward: schema.RewardConfig, resp
         value = reward.non_stop_score
     if reward.overlong is not None:
         penalty = overlong_penalty(len(sample.tokens), reward.overlong, response_tokens_max)
-        value, parts = value + penalty, {**parts, OVERLONG: penalty}
+        value, parts = rounded(value + penalty), {**parts, OVERLONG: penalty}
     if truncated and reward.truncated == "mask":
         return replace(score, value=None, parts=parts, counted=(), masked=REACHED_LIMIT)
     return replace(score, value=value, parts=parts)

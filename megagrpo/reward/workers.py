@@ -3,13 +3,14 @@
 A worker runs one synchronous call, or up to `ASYNC_AT_ONCE` async ones, at a time. When it dies or hangs, the responses
 that it was working on are known. If it was one, that response is an error. If there were several, each is run again
 alone, so that only the one that caused it fails.
+
+What a worker answers is a line of JSON of bounded length, checked before it is used: a function can write anything into
+its process's sockets. Functions see only the environment variables in ENVIRONMENT and those that the recipe names.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import inspect
 import json
 import os
 import signal
@@ -21,20 +22,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from megagrpo.errors import Problem, RewardError
-from megagrpo.reward.functions import (
-    FunctionSpec,
-    Outcome,
-    RewardCallable,
-    Task,
-    call,
-    failure_of,
-    load,
-    outcome_of,
-    timed_out,
-)
+from megagrpo.reward.functions import FunctionSpec, Outcome, Task, checked_outcome, timed_out
 
 ASYNC_AT_ONCE = 64
 CHECK_SECONDS = 0.2
@@ -42,31 +35,55 @@ START_TIMEOUT_SECONDS = 60.0
 ASYNC_GRACE_SECONDS = 1.0
 """A worker cancels its own async calls at the time limit; it is killed only if it has not done so this much later."""
 
+ANSWER_BYTES_MAX = 1 << 20
+END_SECONDS = 10.0
+"""How long a worker may take to end with all that its functions started, before it is killed without them."""
+ENVIRONMENT = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
+    "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "SSL_CERT_FILE",
+    "SSL_CERT_DIR", "PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
+)  # fmt: skip
+
 _BOOT = """
 import sys, json
 sys.path[:] = json.loads(sys.argv[2])
-from megagrpo.reward.workers import worker_main
-worker_main(int(sys.argv[1]))
+from megagrpo.reward.worker_process import main
+main(int(sys.argv[1]))
 """
 
 
-class Worker:
-    """One process and what it is working on. `ready` once its functions are loaded."""
+@dataclass(frozen=True)
+class Limits:
+    """What a worker's functions may take and see."""
 
-    def __init__(self, specs: Sequence[FunctionSpec], timeout_seconds: float) -> None:
+    timeout_seconds: float
+    memory_bytes: int
+    environment: tuple[str, ...] = ()
+    """Names of variables beside those in ENVIRONMENT."""
+
+
+class Worker:
+    """One keeper with its worker, and what it is working on. `ready` once its functions are loaded."""
+
+    def __init__(self, specs: Sequence[FunctionSpec], limits: Limits) -> None:
         ours, theirs = socket.socketpair()
+        names = (*ENVIRONMENT, *limits.environment)
         with theirs:
             # A plain subprocess: multiprocessing would fork a threaded driver or import its main module again.
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(sys.path)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # so that what it starts is killed with it
+                stdout=sys.__stderr__,  # what a function prints must not mix with the program's own output
+                env={name: os.environ[name] for name in names if name in os.environ},
+                start_new_session=True,
             )
         # A worker that does not read must not block the pool for ever: sending gives up at the time limit.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1 + int(timeout_seconds), 0))
+        send_seconds = 1 + int(limits.timeout_seconds)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", send_seconds, 0))
         self.connection = Connection(ours.detach())
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds = limits.timeout_seconds
         self.ready = False
         self.is_async: tuple[bool, ...] = ()
         self.in_flight: dict[int, float] = {}  # number of the task: its deadline
@@ -74,7 +91,8 @@ class Worker:
         self.broken = False
         self.start_deadline = time.monotonic() + START_TIMEOUT_SECONDS
         self.specs = tuple(specs)
-        self._write((list(specs), timeout_seconds))
+        self._unread = b""
+        self._write((list(specs), limits.timeout_seconds, limits.memory_bytes))
 
     @property
     def deadline(self) -> float:
@@ -85,12 +103,46 @@ class Worker:
             return self.start_deadline
         return min(self.in_flight.values(), default=float("inf"))
 
-    def greet(self, message: tuple[list[Problem], tuple[bool, ...]]) -> None:
-        """Takes the first message. Raises RewardError if a function cannot be loaded."""
-        problems, self.is_async = message
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have arrived whole. Raises EOFError if the process died, ValueError for anything else."""
+        data = os.read(self.connection.fileno(), 1 << 16)
+        if not data:
+            raise EOFError
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        if max(map(len, [*lines, self._unread])) > ANSWER_BYTES_MAX:
+            raise ValueError(f"more than {ANSWER_BYTES_MAX:,} bytes")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except RecursionError:
+            raise ValueError("lists in lists without end") from None
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("JSON, but no object")
+        return messages
+
+    def greet(self, message: dict[str, Any]) -> None:
+        """Takes the first message. Raises RewardError if a function cannot be loaded, ValueError for another."""
+        try:
+            problems = [
+                Problem(**{str(key): str(value) for key, value in given.items()}) for given in message["problems"]
+            ]
+            is_async = tuple(bool(value) for value in message["is_async"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
         if problems:
             raise RewardError(problems)
-        self.ready = True
+        if len(is_async) != len(self.specs):
+            raise ValueError("another number of functions")
+        self.is_async, self.ready = is_async, True
+
+    def take(self, message: dict[str, Any]) -> tuple[int, Outcome]:
+        """The task that a message answers, and its outcome. Raises ValueError for any other message."""
+        number = message.pop("number", None)
+        if type(number) is not int or number not in self.in_flight:
+            raise ValueError("an answer to no call")
+        outcome = checked_outcome(message)
+        del self.in_flight[number]
+        self.alone = False
+        return number, outcome
 
     def start_failure(self, reason: str) -> RewardError:
         where = f"the reward functions {', '.join(spec.function for spec in self.specs)} cannot be loaded"
@@ -107,21 +159,30 @@ class Worker:
         except OSError:  # dead, or not reading
             self.broken = True
 
+    def stop(self) -> None:
+        """Tells it to end."""
+        self.process.terminate()
+
     def kill(self) -> int:
         """Ends the process and all that it started; its exit status."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.stop()
+        try:
+            status = self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            status = self.process.wait()
         self.connection.close()
-        return self.process.wait()
+        return status
 
 
 class WorkerPool:
     """`workers` processes, each with all of `specs` loaded. They start at the first `run` and after a failure."""
 
-    def __init__(self, specs: Sequence[FunctionSpec], *, workers: int, timeout_seconds: float) -> None:
+    def __init__(self, specs: Sequence[FunctionSpec], *, workers: int, limits: Limits) -> None:
         self.specs = tuple(specs)
         self.size = workers
-        self.timeout_seconds = timeout_seconds
+        self.limits = limits
         self._workers: list[Worker] = []
         self._lock = threading.Lock()
 
@@ -140,6 +201,13 @@ class WorkerPool:
                 self._kill_all()  # tasks of this run may be in flight: no later run may see their answers
                 raise
 
+    def start(self) -> None:
+        """Waits until the functions are loaded. Raises RewardError if one cannot be."""
+        with self._lock:
+            starting = _Run(self, [], lambda: None)
+            while not all(worker.ready for worker in self.workers()):
+                starting.wait()
+
     def close(self) -> None:
         with self._lock:
             self._kill_all()
@@ -147,7 +215,7 @@ class WorkerPool:
     def workers(self) -> list[Worker]:
         """All of them, with those that are missing started."""
         while len(self._workers) < self.size:
-            self._workers.append(Worker(self.specs, self.timeout_seconds))
+            self._workers.append(Worker(self.specs, self.limits))
         return self._workers
 
     def remove(self, worker: Worker) -> int:
@@ -155,6 +223,8 @@ class WorkerPool:
         return worker.kill()
 
     def _kill_all(self) -> None:
+        for worker in self._workers:
+            worker.stop()
         while self._workers:
             self._workers.pop().kill()
 
@@ -172,19 +242,23 @@ class _Run:
 
     def outcomes(self) -> list[Outcome]:
         while len(self.done) < len(self.calls):
-            workers = self.pool.workers()
-            for worker in workers:
+            for worker in self.pool.workers():
                 self._assign(worker)
             self.check()
-            first_deadline = min(worker.deadline for worker in workers)
-            seconds = min(CHECK_SECONDS, max(0.0, first_deadline - time.monotonic()))
-            readable = wait([worker.connection for worker in workers], seconds)
-            for worker in list(workers):
-                if worker.connection in readable:
-                    self._read(worker)
-                elif worker.deadline <= time.monotonic():
-                    self._lose(worker, timed_out(self.pool.timeout_seconds), _not_ready())
+            self.wait()
         return [self.done[number] for number in range(len(self.calls))]
+
+    def wait(self) -> None:
+        """Takes what workers say until one of them does, is late, or CHECK_SECONDS have passed."""
+        workers = self.pool.workers()
+        first_deadline = min(worker.deadline for worker in workers)
+        seconds = min(CHECK_SECONDS, max(0.0, first_deadline - time.monotonic()))
+        readable = wait([worker.connection for worker in workers], seconds)
+        for worker in list(workers):
+            if worker.connection in readable:
+                self._read(worker)
+            elif worker.deadline <= time.monotonic():
+                self._lose(worker, timed_out(self.pool.limits.timeout_seconds), _not_ready())
 
     def _assign(self, worker: Worker) -> None:
         if not worker.ready or worker.alone or worker.broken:
@@ -206,17 +280,17 @@ class _Run:
 
     def _read(self, worker: Worker) -> None:
         try:
-            message = worker.connection.recv()
+            for message in worker.receive():
+                if worker.ready:
+                    number, outcome = worker.take(message)
+                    self.done[number] = outcome
+                else:
+                    worker.greet(message)
         except (EOFError, OSError):
             self._lose(worker, None, "its process died")
-            return
-        if not worker.ready:
-            worker.greet(message)
-            return
-        number, outcome = message
-        del worker.in_flight[number]
-        worker.alone = False
-        self.done[number] = outcome
+        except ValueError as error:
+            garbage = f"its process sent what is no answer ({error})"
+            self._lose(worker, Outcome(None, error=garbage), garbage)
 
     def _lose(self, worker: Worker, outcome: Outcome | None, start_reason: str) -> None:
         """Ends a worker that died or is late, and settles what it was working on. `outcome` of a late task."""
@@ -231,19 +305,15 @@ class _Run:
             self.done[numbers[0]] = outcome or died
 
 
-def load_problems(specs: Sequence[FunctionSpec]) -> list[Problem]:
+def load_problems(specs: Sequence[FunctionSpec], limits: Limits) -> list[Problem]:
     """What is wrong with these functions, found by loading them in a process that is ended afterwards."""
-    worker = Worker(specs, timeout_seconds=0.0)
+    pool = WorkerPool(specs, workers=1, limits=limits)
     try:
-        if not worker.connection.poll(START_TIMEOUT_SECONDS):
-            return list(worker.start_failure(_not_ready()).problems)
-        worker.greet(worker.connection.recv())
+        pool.start()
     except RewardError as error:
         return list(error.problems)
-    except (EOFError, OSError):
-        return list(worker.start_failure(f"its process died ({_exit_words(worker.kill())})").problems)
     finally:
-        worker.kill()
+        pool.close()
     return []
 
 
@@ -253,69 +323,3 @@ def _not_ready() -> str:
 
 def _exit_words(status: int) -> str:
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-
-
-# --- inside a worker's process ----------------------------------------------------------------------------------------
-
-Message = tuple[int, int, Task]
-"""(number of the task, index of the function, the task). The answer is (number, Outcome)."""
-
-
-def worker_main(descriptor: int) -> None:
-    """Serves the connection on this file descriptor: first the specs and the time limit, then messages.
-
-    Synchronous functions block the process; async ones run side by side in its event loop. The process ends when the
-    other end of the connection is closed.
-    """
-    os.set_inheritable(descriptor, False)
-    os.dup2(2, 1)  # what a user's function prints must not mix with the program's own output
-    connection = Connection(descriptor)
-    specs, timeout_seconds = connection.recv()
-    functions: list[RewardCallable] = []
-    problems: list[Problem] = []
-    for spec in specs:
-        try:
-            functions.append(load(spec))
-        except RewardError as error:
-            problems += error.problems
-    connection.send((problems, tuple(inspect.iscoroutinefunction(function) for function in functions)))
-    if not problems:
-        asyncio.run(_serve(connection, functions, timeout_seconds))
-
-
-async def _serve(connection: Connection, functions: list[RewardCallable], timeout_seconds: float) -> None:
-    messages: asyncio.Queue[Message] = asyncio.Queue()
-    threading.Thread(target=_receive, args=(connection, asyncio.get_running_loop(), messages), daemon=True).start()
-    running: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks weakly
-    while True:
-        number, index, task = await messages.get()
-        answering = _answer(connection, number, functions[index], task, timeout_seconds)
-        if inspect.iscoroutinefunction(functions[index]):
-            started = asyncio.create_task(answering)
-            running.add(started)
-            started.add_done_callback(running.discard)
-        else:
-            await answering
-
-
-def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, messages: asyncio.Queue[Message]) -> None:
-    while True:
-        try:
-            message = connection.recv()
-        except (EOFError, OSError):
-            os._exit(0)  # whatever a function is doing: its outcome cannot be sent any more
-        loop.call_soon_threadsafe(messages.put_nowait, message)
-
-
-async def _answer(
-    connection: Connection, number: int, function: RewardCallable, task: Task, timeout_seconds: float
-) -> None:
-    try:
-        async with asyncio.timeout(timeout_seconds) as limit:
-            returned = call(function, task)
-            if inspect.isawaitable(returned):
-                returned = await returned
-        outcome = outcome_of(returned)
-    except (Exception, SystemExit) as raised:  # noqa: BLE001  (a user's function can raise anything; it is counted)
-        outcome = timed_out(timeout_seconds) if limit.expired() else failure_of(raised)
-    connection.send((number, outcome))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from math import comb, isnan, nan
 from statistics import fmean
 
@@ -12,32 +13,34 @@ from megagrpo.errors import Problem, RecipeError
 from megagrpo.recipe import schema
 from megagrpo.recipe.schema.eval import pass_at
 from megagrpo.reward.gsm8k import flexible_answer, strict_answer
+from megagrpo.reward.math import last_boxed
 from megagrpo.types import Group
 
-_BOXED = "\\boxed{"
 
-
-def evaluation_metrics(groups: Sequence[Group], samples_per_prompt: int) -> dict[str, float]:
+def evaluation_metrics(
+    groups: Sequence[Group], samples_per_prompt: int, answer_of: Callable[[str], str]
+) -> dict[str, float]:
     """Metrics over all prompts. If there are several data sources, also the scores of each, such as `SOURCE/mean@4`.
 
     With n = samples_per_prompt, each metric is a mean over prompts:
 
     - `mean@n`: mean score of the prompt's samples.
     - `pass@k` for k = 1, 2, 4, … and n: expected best score of k of the samples, see `best_of`.
-    - `maj@n`: score of the majority's answer, see `majority`.
+    - `maj@n`: score of the majority's answer, see `majority`; `answer_of` a response's text is what it votes for.
 
     Samples whose reward failed are left out and counted in `reward/errors`; so are prompts with too few samples for a
     metric. A metric without any prompt is nan. `response_tokens/mean` and `response_tokens/truncated_share` are over
     all samples.
     """
-    metrics = _score_metrics(groups, samples_per_prompt)
+    metrics = _score_metrics(groups, samples_per_prompt, answer_of)
     by_source: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         by_source[group.prompt.data_source].append(group)
     if len(by_source) > 1:
         for source, members in sorted(by_source.items()):
             metrics |= {
-                f"{source}/{name}": value for name, value in _score_metrics(members, samples_per_prompt).items()
+                f"{source}/{name}": value
+                for name, value in _score_metrics(members, samples_per_prompt, answer_of).items()
             }
     samples = [sample for group in groups for sample in group.samples]
     metrics["reward/errors"] = float(sum(score.value is None for group in groups for score in group.scores))
@@ -46,13 +49,15 @@ def evaluation_metrics(groups: Sequence[Group], samples_per_prompt: int) -> dict
     return metrics
 
 
-def _score_metrics(groups: Sequence[Group], samples_per_prompt: int) -> dict[str, float]:
+def _score_metrics(
+    groups: Sequence[Group], samples_per_prompt: int, answer_of: Callable[[str], str]
+) -> dict[str, float]:
     n = samples_per_prompt
     scored = [_scored(group) for group in groups]
     metrics = {f"mean@{n}": _mean([fmean(scores) for scores, _ in scored if scores])}
     for k in pass_at(n):
         metrics[f"pass@{k}"] = _mean([best_of(scores, k) for scores, _ in scored if len(scores) >= k])
-    metrics[f"maj@{n}"] = _mean([majority(scores, texts) for scores, texts in scored if scores])
+    metrics[f"maj@{n}"] = _mean([majority(scores, list(map(answer_of, texts))) for scores, texts in scored if scores])
     return metrics
 
 
@@ -77,38 +82,41 @@ def best_of(scores: Sequence[float], k: int) -> float:
     return ways / comb(len(scores), k)
 
 
-def majority(scores: Sequence[float], texts: Sequence[str]) -> float:
+def majority(scores: Sequence[float], answers: Sequence[str]) -> float:
     """Mean score of the samples that give the most frequent answer (arXiv:2203.11171); tied answers are averaged."""
     by_answer: dict[str, list[float]] = defaultdict(list)
-    for score, text in zip(scores, texts, strict=True):
-        by_answer[extract_answer(text)].append(score)
+    for score, answer in zip(scores, answers, strict=True):
+        by_answer[answer].append(score)
     most = max(map(len, by_answer.values()))
     return fmean(fmean(votes) for votes in by_answer.values() if len(votes) == most)
 
 
-def extract_answer(text: str) -> str:
-    """The answer that a response votes for: the number after the last `####`, else the content of the last `\\boxed{}`,
-    else the last number, else the whole text. Numbers are compared by value: 1,000 and 1000.0 are one answer."""
-    boxed = _last_boxed(text)
+def reading_of(functions: Sequence[schema.RewardFunctionConfig]) -> Callable[[str], str]:
+    """How answers are read: as the recipe's first `gsm8k` or `math` reads them, else by `any_answer`."""
+    for function in functions:
+        if function.function == "gsm8k":
+            number = flexible_answer if function.arguments.get("method") == "flexible" else strict_answer
+            return lambda text: _by_value(number(text), text)
+        if function.function == "math":
+            return boxed_answer
+    return any_answer
+
+
+def any_answer(text: str) -> str:
+    """The number after the last `####`, else as `boxed_answer`."""
     number = strict_answer(text)
-    if number is None:
-        number = flexible_answer(text) if boxed is None else strict_answer(f"#### {boxed}")
-    if number is not None:
-        return f"{number.normalize() + 0:f}"
-    return (text if boxed is None else boxed).strip()
+    return boxed_answer(text) if number is None else _by_value(number, text)
 
 
-def _last_boxed(text: str) -> str | None:
-    """The text between the braces of the last \\boxed{…}; None if there is none, or if its braces do not close."""
-    start = text.rfind(_BOXED)
-    if start < 0:
-        return None
-    depth = 1
-    for end in range(start + len(_BOXED), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[start + len(_BOXED) : end]
-    return None
+def boxed_answer(text: str) -> str:
+    """The content of the last `\\boxed{}`, else the last number, else the whole text. Numbers are compared by value:
+    1,000 and 1000.0 are one answer."""
+    boxed = last_boxed(text)
+    return _by_value(flexible_answer(text), text) if boxed is None else _by_value(strict_answer(f"#### {boxed}"), boxed)
+
+
+def _by_value(number: Decimal | None, text: str) -> str:
+    return text.strip() if number is None else f"{number.normalize() + 0:f}"
 
 
 def _mean(values: Sequence[float]) -> float:

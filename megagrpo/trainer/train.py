@@ -20,7 +20,7 @@ from megagrpo.recipe.defaults import with_absolute_directories
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.track.tracker import Tracker
-from megagrpo.trainer.evaluation import evaluation_metrics
+from megagrpo.trainer.evaluation import evaluation_metrics, reading_of
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.run_loop import Setup, StepDone, run_to_end
 from megagrpo.trainer.schedule import grpo_step
@@ -57,7 +57,7 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
     rollouts = early or start_engines()
     rollouts.wait_until_ready()
     rollouts.release_memory(["kv_cache"])  # a sync needs this memory for the parameters
-    scorer = Scorer(recipe.reward, recipe.rollout.response_tokens_max, stopping.check)
+    scorer = Scorer(recipe.reward, recipe.rollout.response_tokens_max, stopping.check, setup.tracker.say)
     closing.callback(scorer.close)
     weights = WeightSync(policy, rollouts, placed, setup.tracker.say)
     closing.callback(weights.close)
@@ -112,7 +112,8 @@ class GrpoTraining:
         run.policy.release()  # until the next step's update: the engines keep their memory for its responses
         groups = run.rollouts.generate_for_evaluation(self.held_out)
         require_version(groups, run.weights.version)
-        return evaluation_metrics(run.scorer.score_unshaped(groups), run.recipe.eval.samples_per_prompt)
+        scored, reading = run.scorer.score_unshaped(groups), reading_of(run.recipe.reward.functions)
+        return evaluation_metrics(scored, run.recipe.eval.samples_per_prompt, reading)
 
     @contextmanager
     def saving(self, step: int, *, goes_on: bool) -> Iterator[None]:

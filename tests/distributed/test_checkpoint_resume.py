@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import resource
 import shutil
 import signal
@@ -19,6 +20,7 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import SavedFile, describe
 from megagrpo.errors import CheckpointError
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron import state
 from megagrpo.megatron.sft_rank import SftRank
 from tests.distributed.conftest import Tiny
 from tests.distributed.layouts import ROWS, Row
@@ -165,7 +167,7 @@ def test_files_that_cannot_be_read_are_a_checkpoint_error_on_every_rank(
         (tmp_path / file / file).write_bytes(b"")
     results = in_row(failed_loads, tiny("qwen2_tied"), TENSOR, [tmp_path / file for file in files])
     for message in [message for messages in results for message in messages]:
-        assert "cannot be read" in message
+        assert message.startswith("checkpoint error")
 
 
 def save_on_a_full_disk(rank: SftRank, batch: RankBatch, _: None, directories: list[Path]) -> list[str]:
@@ -190,3 +192,38 @@ def test_a_full_disk_on_one_rank_is_a_checkpoint_error_on_all(tiny: Tiny, tmp_pa
         directory.mkdir()
     for messages in in_row(save_on_a_full_disk, tiny("qwen2_tied"), TENSOR, directories):
         assert all("File too large" in message for message in messages)
+
+
+class Touches:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def save_with_code(rank: SftRank, batch: RankBatch, _: None, directories: dict[str, Path]) -> None:
+    """Checkpoints as a stranger may have made them: with an object that runs code when it is unpickled."""
+    sft_steps(rank, batch, 1)
+    for where, directory in directories.items():
+        code = Touches(directory / "ran")
+        if where == "generators":
+            state._generators = lambda code=code: {"torch": code}  # type: ignore[misc]
+        rank.save(directory)
+        if where == ".metadata":
+            (directory / where).write_bytes(pickle.dumps(code))
+        if where == "common.pt":
+            torch.save({"format": 1, "code": code}, directory / where)
+
+
+def test_code_in_a_checkpoint_does_not_run(tiny: Tiny, tmp_path: Path) -> None:
+    directories = {name: tmp_path / name for name in (".metadata", "common.pt", "generators")}
+    for directory in directories.values():
+        directory.mkdir()
+    in_row(save_with_code, tiny("qwen2_tied"), ROWS["one rank"], directories)
+    for directory in directories.values():
+        ((message,),) = in_row(failed_loads, tiny("qwen2_tied"), ROWS["one rank"], [directory])
+        assert directory.name in message
+        assert not (directory / "ran").exists()

@@ -15,12 +15,12 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megagrpo.checkpoint.torch_checkpoint import TorchCheckpoint, TorchFile, write_metadata
 from megagrpo.convert import hugging_face, megatron
 from megagrpo.convert import verify as compare
 from megagrpo.convert.hugging_face import to_hugging_face
 from megagrpo.convert.megatron import to_megatron
 from megagrpo.convert.source import open_source
-from megagrpo.convert.torch_checkpoint import TorchCheckpoint, TorchFile, write_metadata
 from megagrpo.errors import CheckpointError, ModelError
 from megagrpo.weights.boxes import Box, Storage
 from megagrpo.weights.sides import checkpoint

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megagrpo import cli
 from megagrpo.convert import job
@@ -138,7 +140,7 @@ def test_what_exists_is_untouched_until_the_new_one_is_complete(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
-    output.mkdir()
+    CONVERSIONS[name](model, output)
     (output / "precious").write_text("everything")
     with pytest.raises(CheckpointError, match="it exists"):
         CONVERSIONS[name](model, output)
@@ -160,6 +162,34 @@ def test_what_exists_is_untouched_until_the_new_one_is_complete(
     assert not (output / "precious").exists()
     assert not verify(model, output).differences
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_only_an_earlier_conversion_is_replaced(name: str, model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "above" / "model"
+    shutil.copytree(model, source)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(source)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for output in ("above", "above/model", "above/../above/model", "foreign", "file", "link"):
+        with pytest.raises(CheckpointError):
+            CONVERSIONS[name](source, tmp_path / output, overwrite=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_value_too_large_for_the_dtype_ends_a_conversion(name: str, model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "large"
+    shutil.copytree(model, source)
+    (file,) = source.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = 1e5  # float16 ends at 65,504
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+        CONVERSIONS[name](source, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+    assert CONVERSIONS[name](source, tmp_path / "out", dtype="bfloat16").tensors
 
 
 def test_only_one_process_makes_an_output(model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megagrpo.errors import RecipeError
 from megagrpo.recipe import schema
 from megagrpo.recipe.schema.eval import evaluation_metric_names
-from megagrpo.trainer.evaluation import EarlyStopping, best_of, evaluation_metrics, extract_answer, majority
+from megagrpo.trainer.evaluation import EarlyStopping, any_answer, best_of, evaluation_metrics, majority, reading_of
 from megagrpo.types import Group, Prompt, Sample, Score
 
 SCORES = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=1, max_size=7)
@@ -61,7 +61,16 @@ def test_majority_is_the_mean_over_uniform_tie_breaks(votes: list[tuple[str, flo
     ],
 )
 def test_answers_are_found_and_numbers_compared_by_value(text: str, answer: str) -> None:
-    assert extract_answer(text) == answer
+    assert any_answer(text) == answer
+
+
+def test_answers_are_read_as_the_reward_reads_them() -> None:
+    text = r"#### 5 and \boxed{6}, that is 7"
+    given = {name: schema.RewardFunctionConfig(function=name) for name in ("format", "gsm8k", "math", "mine.py:mine")}
+    readings = {name: reading_of([given["format"], function])(text) for name, function in given.items()}
+    flexible = schema.RewardFunctionConfig(function="gsm8k", arguments={"method": "flexible"})
+    assert readings == {"format": "5", "gsm8k": "5", "math": "6", "mine.py:mine": "5"}
+    assert reading_of([flexible])(text) == "7"
 
 
 def test_metrics_are_means_over_prompts() -> None:
@@ -69,7 +78,7 @@ def test_metrics_are_means_over_prompts() -> None:
         group([1.0, 0.0, 0.0, 1.0], texts=["7", "8", "9", "#### 7"]),
         group([0.0, 0.0, 0.0, 1.0], texts=["1", "1", "2", "3"], lengths=7),
     ]
-    metrics = evaluation_metrics(groups, 4)
+    metrics = evaluation_metrics(groups, 4, any_answer)
     assert metrics == {
         "mean@4": pytest.approx(3 / 8),
         "pass@1": pytest.approx(3 / 8),
@@ -85,19 +94,21 @@ def test_metrics_are_means_over_prompts() -> None:
 def test_the_largest_k_is_the_number_of_samples_as_the_recipe_expects() -> None:
     assert evaluation_metric_names(6) == ["mean@6", "pass@1", "pass@2", "pass@4", "pass@6", "maj@6"]
     for samples in (1, 2, 6, 8):
-        given = [name for name in evaluation_metrics([group([1.0] * samples)], samples) if "@" in name]
+        given = [name for name in evaluation_metrics([group([1.0] * samples)], samples, any_answer) if "@" in name]
         assert given == evaluation_metric_names(samples)
 
 
 def test_data_sources_are_told_apart_when_there_are_several() -> None:
-    metrics = evaluation_metrics([group([1.0], source="a"), group([0.0], source="b"), group([1.0], source="b")], 1)
+    metrics = evaluation_metrics(
+        [group([1.0], source="a"), group([0.0], source="b"), group([1.0], source="b")], 1, any_answer
+    )
     assert metrics["mean@1"] == pytest.approx(2 / 3)
     assert (metrics["a/mean@1"], metrics["b/mean@1"], metrics["b/maj@1"]) == (1.0, 0.5, 0.5)
-    assert "s/mean@1" not in evaluation_metrics([group([1.0])], 1)
+    assert "s/mean@1" not in evaluation_metrics([group([1.0])], 1, any_answer)
 
 
 def test_failed_rewards_are_counted_and_masked_never_zero() -> None:
-    metrics = evaluation_metrics([group([1.0, None], texts=["7", "8"]), group([None, None])], 2)
+    metrics = evaluation_metrics([group([1.0, None], texts=["7", "8"]), group([None, None])], 2, any_answer)
     assert (metrics["mean@2"], metrics["pass@1"], metrics["maj@2"]) == (1.0, 1.0, 1.0)
     assert isnan(metrics["pass@2"])
     assert metrics["reward/errors"] == 3
@@ -126,4 +137,6 @@ def test_a_run_stops_after_patience_evaluations_without_a_new_best() -> None:
 
 def test_a_metric_that_does_not_exist_is_an_error_that_names_those_that_do() -> None:
     with pytest.raises(RecipeError, match="pass@1"):
-        EarlyStopping(schema.EarlyStoppingConfig(metric="mean@8")).after(evaluation_metrics([group([1.0])], 1))
+        EarlyStopping(schema.EarlyStoppingConfig(metric="mean@8")).after(
+            evaluation_metrics([group([1.0])], 1, any_answer)
+        )

@@ -109,6 +109,10 @@ def test_the_command_prints_json_and_nothing_else(tmp_path: Path, capsys: Captur
     told, errors = printed(capsys, recipe, "train.layout.tensor=2", "--html", page)
     assert (told["name"], told["recipe"]["train"]["layout"]["tensor"], errors) == ("tiny", 2, "")
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    printed(capsys, recipe, "--html", page)  # an earlier page is replaced
+    before = recipe.read_bytes()
+    assert main(["plan", str(recipe), "--html", str(recipe)]) == 2
+    assert recipe.read_bytes() == before
     with pytest.raises(SystemExit) as caught:
         main(["plan", str(recipe), "--gpus", "8"])
     assert caught.value.code == 2

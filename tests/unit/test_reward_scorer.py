@@ -30,6 +30,7 @@ from megagrpo.reward.scorer import (
     gated_functions,
     overlong_penalty,
     shaped_score,
+    solved_from,
     weighted_score,
 )
 from megagrpo.trainer.step_metrics import rollout_metrics
@@ -111,7 +112,8 @@ def make_group(*texts: str, ground_truth: str = "7", finish: FinishReason = "sto
 
 
 def reward_of(*functions: dict, **options) -> schema.RewardConfig:
-    return schema.RewardConfig.model_validate({"functions": list(functions) or [{"function": "gsm8k"}], **options})
+    given = {"functions": list(functions) or [{"function": "gsm8k"}], "failed_share_max": 1.0, **options}
+    return schema.RewardConfig.model_validate(given)
 
 
 def scorer_of(*functions: dict, **options) -> Scorer:
@@ -246,9 +248,9 @@ def test_a_worker_that_died_while_idle_blames_no_sample(make_scorer, faults):
     scorer = make_scorer({"function": f"{faults}:fault"}, workers=1)
     (group,) = scorer.score([make_group("fine")])
     assert group.scores[0].parts["fault.heavy"] == 0, "a worker starts without heavy libraries"
-    pid = int(group.scores[0].parts["fault.pid"])
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # all of its threads have ended; the scorer is to find it so
+    os.kill(int(group.scores[0].parts["fault.pid"]), signal.SIGKILL)
+    (worker,) = scorer._pool._workers
+    os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)  # the scorer is to find it so
     (group,) = scorer.score([make_group("fine")])
     assert group.scores[0].value == 4.0
 
@@ -340,7 +342,7 @@ def sample_of(tokens=10, finish="stop"):
 
 def scored(reward, *scores):
     outcomes = [score if isinstance(score, Outcome) else Outcome(score) for score in scores]
-    return weighted_score(function_specs(reward), gated_functions(reward.functions), outcomes, reward.solved_at)
+    return weighted_score(function_specs(reward), gated_functions(reward.functions), outcomes, solved_from(reward))
 
 
 def shaped(reward, value, tokens=10, finish="stop"):
@@ -390,8 +392,21 @@ def test_a_function_that_fails_masks_the_sample_even_behind_a_shut_gate():
 
 
 def test_a_sum_that_is_not_finite_is_an_error():
-    score = scored(reward_of({"function": "gsm8k", "weight": 1e308}), 100.0)
+    score = scored(reward_of({"function": "gsm8k", "weight": 1e9}), 1e300)
     assert (score.value, score.error) == (None, "the weighted sum is inf")
+
+
+def test_unless_told_otherwise_only_full_marks_of_every_function_are_solved():
+    reward = reward_of(format_function(counts="always", weight=0.2), {"function": "gsm8k"}, {"function": "math"})
+    assert [scored(reward, *marks).solved for marks in [(1, 1, 1), (1, 1, 0), (0, 1, 1)]] == [True, False, False]
+    three_tenths = reward_of(*({"function": "gsm8k", "weight": weight} for weight in (0.1, 0.2)))
+    assert scored(three_tenths, 1, 1).solved
+
+
+def test_scores_that_differ_by_rounding_are_equal():
+    twice = reward_of({"function": "gsm8k", "weight": 0.1}, {"function": "gsm8k", "weight": 0.2})
+    assert scored(twice, 1.0, 1.0).value == 0.3 == scored(reward_of(), 0.1 + 0.2).value
+    assert scored(reward_of(), 0.1 + 0.2).counted == (0.3,)
 
 
 # --- penalties and masks ----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from megagrpo.errors import Problem
+from megagrpo.errors import PreflightError, Problem
 from megagrpo.plan.device_map import MappedDevice, axes, ranks_text
 from megagrpo.plan.memory import PhaseMemory
 from megagrpo.plan.parameters import Stage
@@ -23,6 +23,8 @@ PALETTE = (
     "#7aa344", "#a0785a", "#5b6ab0", "#c77f6e", "#4f9e86", "#9a9a52",
 )  # fmt: skip
 STYLE = Path(__file__).with_name("page.css")
+GENERATOR = '<meta name="generator" content="megagrpo plan">'
+"""The mark of a page that a later plan may replace."""
 WIDTH, LABEL, BAR_LABEL, BAR_HEIGHT = 960, 46, 110, 18
 
 
@@ -32,7 +34,7 @@ def page(plan: Plan, search: Search | None = None) -> str:
     title = escape(plan.recipe.name)
     return f"""<!doctype html>
 <html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Plan of {title}</title>
+<head><meta charset="utf-8">{GENERATOR}<meta name="viewport" content="width=device-width"><title>Plan of {title}</title>
 <style>{STYLE.read_text(encoding="utf-8")}{"".join(colours)}</style></head>
 <body><main>
 <h1>{title}</h1>
@@ -41,6 +43,19 @@ def page(plan: Plan, search: Search | None = None) -> str:
 {"".join(_sections(plan, search))}
 </main></body></html>
 """
+
+
+def write_page(path: Path, text: str) -> None:
+    """Writes the page to `path`, whole or not at all. Raises PreflightError, also if another file is there."""
+    where, partial = f"--html {path}", path.with_name(f".{path.name}.partial")
+    try:
+        if path.exists() and GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
+            given, needed = "it exists and is no page of a plan", "a file that does not exist, or an earlier page"
+            raise PreflightError(Problem(where, given, needed, "choose another place, or remove it yourself"))
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise PreflightError(Problem(where, f"{error.strerror}".lower(), "a file that can be written")) from error
 
 
 def _sections(plan: Plan, search: Search | None) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megagrpo.section import Fraction, PositiveInt, Section
+from megagrpo.section import Fraction, Section, Tokens
 
 
 class DataFileConfig(Section):
@@ -25,7 +25,7 @@ class DataConfig(Section):
     train: Annotated[list[DataFileConfig], Field(min_length=1)]
     """Files to mix, each with its amount. Rows are shuffled together."""
 
-    prompt_tokens_max: PositiveInt = 1024
+    prompt_tokens_max: Tokens = 1024
     """Longest prompt, in tokens after the chat template."""
 
     overlong_prompts: Literal["drop", "truncate_left", "error"] = "drop"

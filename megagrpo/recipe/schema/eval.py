@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
 
 from megagrpo.errors import Problem
 from megagrpo.recipe.schema.data import DataFileConfig
-from megagrpo.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from megagrpo.section import (
+    TEMPERATURE_MAX,
+    TEMPERATURE_MIN,
+    Count,
+    Fraction,
+    NonNegativeInt,
+    Number,
+    PositiveInt,
+    Section,
+    Tokens,
+)
 
 
 class EarlyStoppingConfig(Section):
@@ -16,7 +29,7 @@ class EarlyStoppingConfig(Section):
     metric: str = "mean@1"
     """Name as in the metrics table, without the eval/ prefix. Larger is better."""
 
-    target: float | None = None
+    target: Number | None = None
     """Stop once the metric reaches this."""
 
     patience: PositiveInt | None = None
@@ -40,10 +53,10 @@ class EvalConfig(Section):
     before_training: bool = True
     """Evaluate the starting weights too."""
 
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: Count = 1
     """Responses for each prompt: the k of mean@k, pass@k and maj@k."""
 
-    temperature: NonNegativeFloat = 0.0
+    temperature: Annotated[float, Field(ge=0, le=TEMPERATURE_MAX)] = 0.0
     """0 is greedy."""
 
     top_p: Fraction = 1.0
@@ -52,13 +65,16 @@ class EvalConfig(Section):
     top_k: NonNegativeInt = 0
     """Sample from the k most likely tokens only; 0 is all."""
 
-    response_tokens_max: PositiveInt | None = None
+    response_tokens_max: Tokens | None = None
     """Longest response; the default is the rollout's."""
 
     early_stopping: EarlyStoppingConfig | None = None
     """Off unless given."""
 
     def rules(self) -> Iterator[Problem]:
+        if 0 < self.temperature < TEMPERATURE_MIN:
+            needed = f"0, which is greedy, or at least {TEMPERATURE_MIN:g}"
+            yield Problem("temperature", f"{self.temperature:g}", needed, "temperature: 0")
         if self.samples_per_prompt > 1 and self.temperature == 0:
             given = f"{self.samples_per_prompt} with temperature 0"
             needed = "1: greedy decoding gives the same response every time"

@@ -15,9 +15,9 @@ from megagrpo.recipe.schema.reward import RewardConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, TrackConfig, WeightsConfig
 from megagrpo.recipe.schema.train import TrainConfig, device_rules, length_rules, longest_rules
-from megagrpo.section import NonNegativeInt, Section
+from megagrpo.section import Section, Seed
 
-RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
 
 class Recipe(Section):
@@ -29,7 +29,7 @@ class Recipe(Section):
     name: RunName
     """Name of the run and of its directory; letters, digits, dot, dash and underscore."""
 
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seeds the data order, every sample and the ranks' generators."""
 
     model: ModelConfig

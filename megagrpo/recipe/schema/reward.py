@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megagrpo.errors import Problem
-from megagrpo.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.section import Number, PositiveFloat, Seconds, Section, Tokens
 
 
 class RewardFunctionConfig(Section):
@@ -17,7 +17,7 @@ class RewardFunctionConfig(Section):
     function: str
     """gsm8k, math, format, or FILE.py:FUNCTION, called with data_source, response, ground_truth and extra_info."""
 
-    weight: float = 1.0
+    weight: Number = 1.0
     """The sample's reward is the weighted sum over all functions."""
 
     counts: Literal["auto", "always", "when_others_score"] = "auto"
@@ -32,7 +32,7 @@ class RewardFunctionConfig(Section):
 class OverlongConfig(Section):
     """Penalty that grows over the last tokens before the limit (DAPO, arXiv:2503.14476, eq. 13)."""
 
-    buffer_tokens: PositiveInt
+    buffer_tokens: Tokens
     """The penalty begins this many tokens before rollout.response_tokens_max."""
 
     penalty: PositiveFloat = 1.0
@@ -45,19 +45,29 @@ class RewardConfig(Section):
     functions: Annotated[list[RewardFunctionConfig], Field(min_length=1)]
     """One or several functions."""
 
-    workers: NonNegativeInt = 2
+    workers: Annotated[int, Field(ge=0, le=4096)] = 2
     """Processes that run rewards needing isolation (math, your own functions)."""
 
-    timeout_seconds: PositiveFloat = 10.0
+    timeout_seconds: Seconds = 10.0
     """Longest time for one response. Past it the sample is masked and counted, never scored 0."""
 
-    solved_at: float = 1.0
-    """A response is solved if its functions' weighted sum, before penalties, is at least this."""
+    memory_gib: Annotated[PositiveFloat, Field(le=2**20)] = 8.0
+    """Memory of each of these processes, in GiB. A function that wants more gets a MemoryError."""
+
+    environment: list[str] = []
+    """Names of environment variables that the functions see beside harmless ones such as PATH, for example a token."""
+
+    failed_share_max: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """The run ends if a larger share of a step's responses has no score because a function failed."""
+
+    solved_at: Number | None = None
+    """A response is solved if its functions' weighted sum, before penalties, is at least this. null: full marks of
+    every function, the sum of all weights above 0. Give it where a function's full mark is not 1."""
 
     overlong: OverlongConfig | None = None
     """Penalty for responses near the token limit. Off unless given."""
 
-    non_stop_score: float | None = None
+    non_stop_score: Number | None = None
     """Score of a response that reached the token limit instead of a stop token, whatever its functions say. null: as
     they say."""
 

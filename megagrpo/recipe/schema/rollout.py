@@ -9,16 +9,25 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field
 
 from megagrpo.errors import Problem
-from megagrpo.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.section import (
+    Count,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Seconds,
+    Section,
+    Temperature,
+    Tokens,
+)
 
 
 class EngineLayoutConfig(Section):
     """Parallel sizes of one SGLang engine."""
 
-    tensor: PositiveInt = 1
+    tensor: Count = 1
     """Ranks that share each matrix."""
 
-    expert: PositiveInt = 1
+    expert: Count = 1
     """Ranks that share the experts of a layer; a divisor of tensor, as in SGLang."""
 
 
@@ -57,8 +66,11 @@ class DynamicSamplingConfig(Section):
     prompts (DAPO, arXiv:2503.14476, section 3.2).
     """
 
-    rounds_max: PositiveInt = 4
+    rounds_max: Count = 4
     """Most sampling rounds of a step, the first included. After them the step trains on the groups that it has."""
+
+
+RESPONSES_MAX = 2**20
 
 
 class RolloutConfig(Section):
@@ -68,7 +80,7 @@ class RolloutConfig(Section):
     """What generates. transformers: embedded, for CPUs and tests. sglang: servers that the run starts and ends.
     external: SGLang servers that run already, at `urls`."""
 
-    engines: PositiveInt = 1
+    engines: Count = 1
     """Number of engines; requests are spread over them. With external, the number of `urls`."""
 
     layout: EngineLayoutConfig = EngineLayoutConfig()
@@ -83,16 +95,16 @@ class RolloutConfig(Section):
     api_key_variable: str | None = None
     """Environment variable with the API key of external servers."""
 
-    prompts_per_step: PositiveInt
+    prompts_per_step: Annotated[int, Field(ge=1, le=10**6)]
     """Prompts sampled in each step."""
 
-    samples_per_prompt: Annotated[int, Field(ge=1)] = 8
+    samples_per_prompt: Annotated[int, Field(ge=1, le=10**5)] = 8
     """Responses for each prompt: the size of a group."""
 
-    response_tokens_max: PositiveInt = 1024
+    response_tokens_max: Tokens = 1024
     """Longest response, in tokens. A response that reaches it is truncated and counted."""
 
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Divides the logits when sampling, and again when training, so that both see one distribution."""
 
     top_p: Fraction = 1.0
@@ -104,10 +116,10 @@ class RolloutConfig(Section):
     stop_token_ids: list[NonNegativeInt] = []
     """Token ids that end a response, besides the model's own end-of-sequence tokens."""
 
-    requests_at_once: PositiveInt = 256
+    requests_at_once: Count = 256
     """Responses that one engine decodes in one batch."""
 
-    timeout_seconds: PositiveFloat = 600.0
+    timeout_seconds: Seconds = 600.0
     """Longest wait for all responses of a step, and for those of an evaluation. What an SGLang server still samples
     then is returned as it is. An engine that has not answered a minute after that is taken to have failed."""
 
@@ -124,6 +136,10 @@ class RolloutConfig(Section):
 
     def rules(self) -> Iterator[Problem]:
         reason = "training divides by the probabilities of the whole vocabulary, so sampling must draw from all of it"
+        responses = self.prompts_per_step * self.samples_per_prompt
+        if responses > RESPONSES_MAX:
+            needed = f"at most {RESPONSES_MAX:,} in a step"
+            yield Problem("prompts_per_step", f"{responses:,} responses", needed, "lower it, or samples_per_prompt")
         if self.top_p != 1:
             yield Problem("top_p", given=f"{self.top_p}", needed=f"1: {reason}", fix="top_p: 1.0, or remove it")
         if self.top_k:

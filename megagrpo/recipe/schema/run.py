@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megagrpo.errors import Problem
-from megagrpo.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.section import Count, NonNegativeInt, PositiveInt, Seconds, Section
 
 
 class ModelConfig(Section):
@@ -35,7 +37,7 @@ class WeightsConfig(Section):
     between any nodes (gloo; NCCL on GPUs). disk: safetensors files in `directory`. auto: disk for external engines,
     shared_memory if everything is on one node, otherwise process_group."""
 
-    bucket_bytes: PositiveInt = 256 * 1024 * 1024
+    bucket_bytes: Annotated[int, Field(ge=4096, le=2**40)] = 256 * 1024 * 1024
     """Largest size of a bucket. A process sends at most two buckets at once."""
 
     directory: str | None = None
@@ -47,7 +49,7 @@ class WeightsConfig(Section):
     values again with the new weights. in_place: it goes on with those of the old weights. Under today's schedule no
     request of the run is left then: this is for asynchronous schedules and for servers that are shared with others."""
 
-    timeout_seconds: PositiveFloat = 600.0
+    timeout_seconds: Seconds = 600.0
     """Longest time of one attempt at a sync, and of any wait in it."""
 
     attempts: PositiveInt = 2
@@ -135,19 +137,19 @@ class ClusterConfig(Section):
     gpu: str | None = None
     """Kind of the cluster's GPUs for `megagrpo plan`, such as H100; docs/plan.md lists those that it knows."""
 
-    gpus_per_node: PositiveInt = 8
+    gpus_per_node: Count = 8
     """GPUs of each node, for `megagrpo plan`."""
 
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """colocated: engines share the trainer's devices and take turns. disaggregated: they have their own."""
 
-    engine_devices: PositiveInt | None = None
+    engine_devices: Count | None = None
     """Devices for engines when disaggregated; the default is one per engine."""
 
-    start_timeout_seconds: PositiveFloat = 300.0
+    start_timeout_seconds: Seconds = 300.0
     """Longest wait for all processes to start."""
 
-    step_timeout_seconds: PositiveFloat = 3600.0
+    step_timeout_seconds: Seconds = 3600.0
     """Longest wait for one phase of a step (logprobs, update, weight sync, checkpoint)."""
 
 

@@ -12,7 +12,7 @@ from megagrpo.recipe.schema.data import DataFileConfig
 from megagrpo.recipe.schema.recipe import RunName
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, TrackConfig
 from megagrpo.recipe.schema.train import TrainConfig, device_rules, length_rules, longest_rules
-from megagrpo.section import NonNegativeInt, PositiveInt, Section
+from megagrpo.section import PositiveInt, Section, Seed, Tokens
 
 NO_ENGINES = "nothing: supervised fine-tuning has no engines"
 
@@ -30,10 +30,10 @@ class SftDataConfig(Section):
     train: Annotated[list[ConversationFileConfig], Field(min_length=1)]
     """Files to mix, each with its amount. Rows are shuffled together."""
 
-    examples_per_step: PositiveInt
+    examples_per_step: Annotated[int, Field(ge=1, le=10**6)]
     """Conversations in one optimizer step, over all data ranks."""
 
-    tokens_max: PositiveInt = 4096
+    tokens_max: Tokens = 4096
     """Longest conversation, in tokens after the chat template."""
 
     overlong_examples: Literal["drop", "truncate", "error"] = "drop"
@@ -68,7 +68,7 @@ class SftRecipe(Section):
     name: RunName
     """Name of the run and of its directory; letters, digits, dot, dash and underscore."""
 
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seeds the data order and the ranks' generators."""
 
     model: ModelConfig

@@ -11,19 +11,21 @@ from megagrpo.algorithm.optimizer import OptimizerConfig
 from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema.run import ClusterConfig
-from megagrpo.section import PositiveFloat, PositiveInt, Section
+from megagrpo.section import Count, PositiveFloat, PositiveInt, Section, Tokens
+
+RANKS_MAX = 2**17
 
 
 class LayoutConfig(Section):
     """How the policy is split over ranks: tensor x pipeline x context x data ranks in all."""
 
-    tensor: PositiveInt = 1
+    tensor: Count = 1
     """Ranks that share each matrix. Sequence parallelism comes with it."""
 
-    pipeline: PositiveInt = 1
+    pipeline: Count = 1
     """Stages of consecutive layers."""
 
-    virtual_pipeline: PositiveInt = 1
+    virtual_pipeline: Count = 1
     """Model chunks per stage; more than 1 interleaves them and shrinks the pipeline bubble."""
 
     first_stage_layers: PositiveInt | None = None
@@ -32,16 +34,16 @@ class LayoutConfig(Section):
     last_stage_layers: PositiveInt | None = None
     """Layers of the last stage, which also has the output layer. 61 layers over 16 stages: 1, and 4 on each other."""
 
-    context: PositiveInt = 1
+    context: Count = 1
     """Ranks that share each sequence."""
 
-    expert: PositiveInt = 1
+    expert: Count = 1
     """Ranks that share the experts of a layer."""
 
-    expert_tensor: PositiveInt | None = None
+    expert_tensor: Count | None = None
     """Ranks that share each expert's matrices; the default is the same as tensor."""
 
-    data: PositiveInt = 1
+    data: Count = 1
     """Replicas that each train on their part of the batch."""
 
     def parallel(self) -> ParallelLayout:
@@ -49,6 +51,9 @@ class LayoutConfig(Section):
 
     def rules(self) -> Iterator[Problem]:
         layout = self.parallel()
+        if layout.ranks > RANKS_MAX:
+            yield Problem("tensor", f"{layout.ranks:,} ranks in all", f"at most {RANKS_MAX:,}", "lower one of the axes")
+            return
         for text in layout.problems():
             field = text.split()[0]
             default = "" if self.expert_tensor else " (the default: as tensor)"
@@ -63,7 +68,7 @@ class LayoutConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters (arXiv:2106.09685) in place of all weights. Engines get the weights with them added."""
 
-    rank: PositiveInt = 16
+    rank: Count = 16
     """Inner size r of every adapter."""
 
     alpha: PositiveFloat = 32.0
@@ -94,10 +99,10 @@ class TrainConfig(Section):
     """Length of the run in responses, prompts_per_step x samples_per_prompt of them in each step. What dynamic sampling
     samples besides is not counted."""
 
-    tokens_per_microbatch: PositiveInt = 8192
+    tokens_per_microbatch: Tokens = 8192
     """Tokens packed into one forward pass, per context rank. Must hold the longest prompt plus response."""
 
-    logprob_tokens_per_microbatch: PositiveInt | None = None
+    logprob_tokens_per_microbatch: Tokens | None = None
     """The same in passes without gradients: old and reference logprobs, a critic's values. They keep no activations, so
     more fit. A multiple of tokens_per_microbatch; the same unless given. Numbers change by rounding only."""
 

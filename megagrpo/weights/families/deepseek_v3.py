@@ -11,7 +11,7 @@ from typing import Any
 
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, SigmoidRouter, Tensor
 from megagrpo.weights.families.decoder import decoder_tensors, gated_mlp, routed_experts, shared_experts
-from megagrpo.weights.families.reading import ConfigReader
+from megagrpo.weights.families.reading import EXPERTS_MAX, ConfigReader
 
 NORM_EPSILON = 1e-6
 """The epsilon of the norms inside latent attention. rms_norm_eps does not change it (transformers, DeepSeek's code)."""
@@ -50,7 +50,7 @@ def _read_experts(read: ConfigReader) -> Experts:
         dense = 0
     ffn = read.integer("moe_intermediate_size")
     experts = Experts(
-        count=read.integer("n_routed_experts", "num_local_experts"),
+        count=read.integer("n_routed_experts", "num_local_experts", most=EXPERTS_MAX),
         per_token=read.integer("num_experts_per_tok"),
         ffn=ffn,
         normalize_top_k=True,
@@ -59,7 +59,7 @@ def _read_experts(read: ConfigReader) -> Experts:
             groups_per_token=read.integer("topk_group"),
             scale=read.number("routed_scaling_factor", config.get("routed_scaling_factor")),
         ),
-        shared_ffn=ffn * read.integer("n_shared_experts"),
+        shared_ffn=ffn * read.integer("n_shared_experts", most=EXPERTS_MAX),
         dense_layers=dense,
     )
     if experts.per_token == 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megagrpo.weights.families.architecture import Architecture, Experts
 from megagrpo.weights.families.decoder import decoder_tensors, routed_experts
-from megagrpo.weights.families.reading import ConfigReader
+from megagrpo.weights.families.reading import EXPERTS_MAX, ConfigReader
 
 
 def llama(config: Mapping[str, Any]) -> Architecture:
@@ -44,7 +44,7 @@ def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
     if config.get("decoder_sparse_step", 1) != 1:
         read.refuse("decoder_sparse_step", config["decoder_sparse_step"], every_layer)
     experts = Experts(
-        count=read.integer("num_local_experts", "num_experts"),
+        count=read.integer("num_local_experts", "num_experts", most=EXPERTS_MAX),
         per_token=read.integer("num_experts_per_tok"),
         ffn=read.integer("moe_intermediate_size"),
         normalize_top_k=bool(config.get("norm_topk_prob", False)),
@@ -60,7 +60,7 @@ def mixtral(config: Mapping[str, Any]) -> Architecture:
     read = ConfigReader(config, default_theta=1e6)
     read.refuse_if_set("sliding_window", "router_jitter_noise")
     experts = Experts(
-        count=read.integer("num_local_experts", "num_experts"),
+        count=read.integer("num_local_experts", "num_experts", most=EXPERTS_MAX),
         per_token=read.integer("num_experts_per_tok"),
         ffn=read.integer("intermediate_size"),
         normalize_top_k=True,

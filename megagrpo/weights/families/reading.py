@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from megagrpo.errors import ModelError, Problem
+from megagrpo.errors import ModelError, Problem, brief, first_line
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope, Yarn
+
+LAYERS_MAX, EXPERTS_MAX, NUMBER_MAX = 4096, 4096, 1e15
 
 
 def read_json(path: Path, needed: str = "a JSON file in UTF-8", fix: str = "") -> dict[str, Any]:
@@ -24,8 +26,8 @@ def json_object(path: Path, text: bytes, fix: str = "") -> dict[str, Any]:
     """The JSON object in a part of the file `path`. Raises ModelError."""
     try:
         value = json.loads(text.decode("utf-8"))
-    except ValueError as error:
-        raise ModelError(Problem(str(path), str(error), "a JSON file in UTF-8", fix)) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(Problem(str(path), first_line(error), "a JSON file in UTF-8", fix)) from error
     if not isinstance(value, dict):
         raise ModelError(Problem(str(path), type(value).__name__, "a JSON object", fix))
     return value
@@ -48,17 +50,17 @@ class ConfigReader:
             if self.config.get(flag):
                 self.refuse(flag, self.config[flag], "not supported: must be absent or false")
 
-    def integer(self, *names: str, default: int | None = None) -> int:
+    def integer(self, *names: str, default: int | None = None, most: int = 2**31) -> int:
         """The value of the first of these keys that is present and not null."""
         value = next((self.config[name] for name in names if self.config.get(name) is not None), default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.refuse(" or ".join(names), value, "a whole number of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            self.refuse(" or ".join(names), brief(value), f"a whole number from 1 to {most}")
             return 1
         return value
 
     def number(self, name: str, value: object) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            self.refuse(name, value, "a number above 0")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= NUMBER_MAX:
+            self.refuse(name, brief(value), f"a number above 0, of at most {NUMBER_MAX:g}")
             return 1.0
         return float(value)
 
@@ -153,7 +155,7 @@ class ConfigReader:
             self.refuse("use_sliding_window", True, "false: sliding windows are not supported")
         architecture = Architecture(
             family=self.family,
-            layers=self.integer("num_hidden_layers"),
+            layers=self.integer("num_hidden_layers", most=LAYERS_MAX),
             hidden=hidden,
             ffn=self.integer("intermediate_size"),
             heads=heads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.boxes import Box, Manifest, Placement, Storage, in_groups
+from megagrpo.errors import ModelError, Problem, brief
+from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage, in_groups
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.reading import json_object, read_json
@@ -159,18 +160,40 @@ def read_header(path: Path) -> dict[str, Entry]:
         header = json_object(path, file.read(length))
     begin = 8 + length
     try:
-        entries = {
-            name: Entry(entry["dtype"], tuple(entry["shape"]), *(begin + entry["data_offsets"][i] for i in (0, 1)))
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
+        entries = {name: _entry(entry, begin) for name, entry in header.items() if name != "__metadata__"}
     except (KeyError, TypeError, IndexError) as error:
         raise ModelError(Problem(str(path), f"a header without {error}", "a safetensors file")) from error
+    except ValueError as error:
+        raise ModelError(Problem(str(path), str(error), "a safetensors file")) from error
+    if overlapping := _overlap(entries):
+        given = f"{' and '.join(overlapping)} at the same bytes"
+        raise ModelError(Problem(str(path), given, "a safetensors file", "copy or write the file again"))
     needed = max((entry.end for entry in entries.values()), default=0)
     if size < needed:
         fix = "copy the file again: it is cut short"
         raise ModelError(Problem(str(path), f"{size} bytes", f"{needed} bytes, by its header", fix))
     return entries
+
+
+def _entry(given: Any, begin: int) -> Entry:
+    """One entry of a header, its bytes counted from the file's beginning. Raises ValueError if they are not its own."""
+    dtype, shape, (low, high) = given["dtype"], tuple(given["shape"]), given["data_offsets"]
+    numbers = (*shape, low, high)
+    if not isinstance(dtype, str) or any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"a header with {brief(given)}")
+    item_bytes = ITEM_BYTES.get(DTYPES.get(dtype, ""))
+    if high < low or (item_bytes is not None and high - low != prod(shape) * item_bytes):
+        raise ValueError(f"a header with {brief(given)}: {high - low} bytes")
+    return Entry(dtype, shape, begin + low, begin + high)
+
+
+def _overlap(entries: Mapping[str, Entry]) -> tuple[str, ...]:
+    """The names of two tensors that lie at the same bytes, if there are any."""
+    filled = sorted((entry.begin, entry.end, name) for name, entry in entries.items() if entry.end > entry.begin)
+    for (_, end, name), (begin, _, after) in itertools.pairwise(filled):
+        if begin < end:
+            return name, after
+    return ()
 
 
 def new_files(arch: Architecture, dtype: str | Mapping[str, str]) -> tuple[Manifest, ...]:

@@ -1,4 +1,4 @@
-"""Reads and writes the files of torch.distributed.checkpoint (.metadata and .distcp), in one process.
+"""Reads and writes the files of torch.distributed.checkpoint (.metadata and .distcp), without running code from them.
 
 Megatron's torch_dist has this format, and so have the tensors in training checkpoints of megagrpo. To read a part of a
 tensor, only the stored chunks that it meets are read, one after another. A file is written tensor by tensor.
@@ -6,6 +6,7 @@ tensor, only the stored chunks that it meets are read, one after another. A file
 
 from __future__ import annotations
 
+import _codecs
 import io
 import os
 import pickle
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import numpy
 import torch
 from torch.distributed.checkpoint.filesystem import _create_file_view, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -41,6 +43,8 @@ KNOWN = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
 }  # fmt: skip
 """The classes and functions that a list of contents (.metadata) is made of."""
+NUMPY = [numpy.empty(0).__reduce__()[0], numpy.ndarray, numpy.dtype, numpy.dtypes.UInt32DType, _codecs.encode]
+"""What the state of numpy's random generator is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,15 @@ class TorchCheckpoint:
         metadata = _read_metadata(directory / METADATA)
         self.tensors: dict[str, Storage] = {}
         self._chunks: dict[str, tuple[StoredChunk, ...]] = {}
+        self._objects: dict[str, StoredChunk] = {}
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
         for key, stored in metadata.state_dict_metadata.items():
             if isinstance(stored, TensorStorageMetadata):
                 dtype = str(stored.properties.dtype).removeprefix("torch.")
                 self.tensors[key] = Storage(key, tuple(stored.size), dtype)
                 self._chunks[key] = tuple(self._stored_chunks(metadata, key, stored))
+            elif info := (metadata.storage_data or {}).get(MetadataIndex(key)):
+                self._objects[key] = StoredChunk(Box(key, (), ()), info.relative_path, info.offset, info.length)
         self._check_files()
 
     @property
@@ -90,6 +97,13 @@ class TorchCheckpoint:
             raise CheckpointError(Problem(f"{self.directory}: {key}", given, "each element in one stored chunk"))
         return values
 
+    def read_object(self, key: str) -> Any:
+        """What is stored under `key`, made of tensors, numpy arrays, numbers and containers. Raises CheckpointError."""
+        if key not in self._objects:
+            raise CheckpointError(Problem(f"{self.directory}: {key}", "no such object", "one of the saved ones"))
+        with torch.serialization.safe_globals(NUMPY):
+            return self._torch_load(key, self._objects[key])
+
     def forget(self) -> None:
         """Frees the chunks that were kept."""
         self._kept.clear()
@@ -97,19 +111,23 @@ class TorchCheckpoint:
     def _load(self, key: str, chunk: StoredChunk) -> torch.Tensor:
         kept = self._kept.get((chunk.file, chunk.offset))
         if kept is None:
-            try:
-                with (self.directory / chunk.file).open("rb") as file:
-                    view: IO[bytes] = _create_file_view(file, chunk.offset, chunk.length)
-                    kept = torch.load(view, map_location="cpu", weights_only=True)
-            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                where = f"{self.directory / chunk.file}: {key}"
-                raise CheckpointError(Problem(where, f"{type(error).__name__}: {error}", "a stored tensor")) from error
+            kept = self._torch_load(key, chunk)
             if not isinstance(kept, torch.Tensor) or tuple(kept.shape) != chunk.box.shape:
                 given = f"{list(kept.shape)}" if isinstance(kept, torch.Tensor) else type(kept).__name__
                 needed = f"{list(chunk.box.shape)}"
                 raise CheckpointError(Problem(f"{self.directory / chunk.file}: {key}", given, needed))
             self._kept[chunk.file, chunk.offset] = kept
         return kept
+
+    def _torch_load(self, key: str, chunk: StoredChunk) -> Any:
+        try:
+            with (self.directory / chunk.file).open("rb") as file:
+                view: IO[bytes] = _create_file_view(file, chunk.offset, chunk.length)
+                return torch.load(view, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            where = f"{self.directory / chunk.file}: {key}"
+            given = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CheckpointError(Problem(where, given, "a stored tensor, without code to run")) from error
 
     def _stored_chunks(self, metadata: Metadata, key: str, stored: TensorStorageMetadata) -> list[StoredChunk]:
         chunks = []

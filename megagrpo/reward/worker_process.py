@@ -1,0 +1,211 @@
+"""The two processes of a reward worker: a keeper, and the worker that it forks, which runs the functions.
+
+The keeper runs no code of a user. It passes on a bounded amount of what functions print, and when the worker ends or is
+to end, it kills everything that the functions started, daemons too, and ends as the worker did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+import inspect
+import json
+import os
+import resource
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from megagrpo.errors import Problem, RewardError
+from megagrpo.reward.functions import RewardCallable, Task, call, failure_of, load, outcome_of, timed_out
+
+OUTPUT_BYTES_MAX = 1 << 20
+"""What the functions of one worker may print in all; the rest is read and dropped."""
+SWEEP_SECONDS = 5.0
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+Message = tuple[int, int, Task]
+"""(number of the task, index of the function, the task). The answer is a line of JSON: the number and an Outcome."""
+
+
+def main(descriptor: int) -> None:
+    """Serves the socket with this file descriptor until its other end is closed. Never returns."""
+    os.set_inheritable(descriptor, False)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes the keeper's child
+    output, printed = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
+        os.close(output)
+        os.close(printed)
+        _work(Connection(descriptor))
+        os._exit(0)
+    os.close(printed)
+    _keep(worker, descriptor, output)
+
+
+# --- the keeper -------------------------------------------------------------------------------------------------------
+
+
+def _keep(worker: int, channel: int, output: int) -> None:
+    def kill_worker(*_: object) -> None:
+        os.kill(worker, signal.SIGKILL)  # it is not reaped yet: the number is its own
+
+    signal.signal(signal.SIGTERM, kill_worker)
+    os.set_blocking(output, False)
+    passing = _pass_on(output)
+    ended = os.pidfd_open(worker)
+    poll = select.poll()
+    poll.register(channel, 0)  # says only that the driver's end is closed
+    poll.register(output, select.POLLIN)
+    poll.register(ended, select.POLLIN)
+    running = True
+    while running:
+        for descriptor, _ in poll.poll():
+            if descriptor == ended:
+                running = False
+            elif descriptor == channel:
+                poll.unregister(channel)
+                kill_worker()
+            elif not next(passing):
+                poll.unregister(output)
+    status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _sweep()
+    while next(passing):
+        pass
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _pass_on(output: int) -> Iterator[bool]:
+    """Each `next` passes on what there is to read, up to the limit in all; whether more may come."""
+    left, dropped = OUTPUT_BYTES_MAX, 0
+    while True:
+        try:
+            data = os.read(output, 1 << 16)
+        except BlockingIOError:
+            data = b""
+        if data and left:
+            _say(data[:left])
+            if len(data) >= left:
+                _say(f"\n[functions printed more than {OUTPUT_BYTES_MAX:,} bytes: the rest is left out]\n".encode())
+        dropped += max(0, len(data) - left)
+        left = max(0, left - len(data))
+        if not data and dropped:
+            _say(f"[{dropped:,} bytes that reward functions printed were left out]\n".encode())
+            dropped = 0
+        yield bool(data)
+
+
+def _say(data: bytes) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it
+        os.write(2, data)
+
+
+def _sweep() -> None:
+    """Kills all that is left under this process."""
+    deadline = time.monotonic() + SWEEP_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                for child in _children():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+                time.sleep(0.002)
+            continue
+        return
+
+
+def _children() -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(path.parent.name))
+    return found
+
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+
+def _work(connection: Connection) -> None:
+    """First the specs and the limits, then messages. Synchronous functions block the process; async ones run side by
+    side in its event loop."""
+    specs, timeout_seconds, memory_bytes = connection.recv()
+    Path("/proc/self/oom_score_adj").write_text("1000")  # before engines and ranks
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    functions: list[RewardCallable] = []
+    problems: list[Problem] = []
+    for spec in specs:
+        try:
+            functions.append(load(spec))
+        except RewardError as error:
+            problems += error.problems
+        except BaseException as raised:  # noqa: BLE001  (a user's file can raise anything, such as KeyboardInterrupt)
+            problems.append(Problem(f"{spec.where}.function", f"{spec.function} raised {failure_of(raised).error}"))
+    is_async = [inspect.iscoroutinefunction(function) for function in functions]
+    _send(connection, {"problems": [dataclasses.asdict(problem) for problem in problems], "is_async": is_async})
+    if not problems:
+        asyncio.run(_serve(connection, functions, timeout_seconds))
+
+
+async def _serve(connection: Connection, functions: list[RewardCallable], timeout_seconds: float) -> None:
+    messages: asyncio.Queue[Message] = asyncio.Queue()
+    threading.Thread(target=_receive, args=(connection, asyncio.get_running_loop(), messages), daemon=True).start()
+    running: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks weakly
+    worker = os.getpid()
+    while True:
+        number, index, task = await messages.get()
+        answering = _answer(connection, number, functions[index], task, timeout_seconds, worker)
+        if inspect.iscoroutinefunction(functions[index]):
+            started = asyncio.create_task(answering)
+            running.add(started)
+            started.add_done_callback(running.discard)
+        else:
+            await answering
+
+
+def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, messages: asyncio.Queue[Message]) -> None:
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # whatever a function is doing: its outcome cannot be sent any more
+        loop.call_soon_threadsafe(messages.put_nowait, message)
+
+
+async def _answer(
+    connection: Connection, number: int, function: RewardCallable, task: Task, timeout_seconds: float, worker: int
+) -> None:
+    try:
+        async with asyncio.timeout(timeout_seconds) as limit:
+            returned = call(function, task)
+            if inspect.isawaitable(returned):
+                returned = await returned
+        outcome = outcome_of(returned)
+    except BaseException as raised:  # noqa: BLE001  (a user's function can raise anything; it is counted)
+        outcome = timed_out(timeout_seconds) if limit.expired() else failure_of(raised)
+    if os.getpid() != worker:
+        os._exit(0)  # a copy that the function forked and let return
+    _send(connection, {"number": number, **dataclasses.asdict(outcome)})
+
+
+def _send(connection: Connection, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(connection.fileno(), data) :]
