@@ -80,18 +80,30 @@ def test_one_rank_agrees_with_transformers_and_autograd(name, family_of):
     assert_same_step(family_of(name).alone, family_of(name).in_torch)
 
 
+@pytest.fixture(scope="module")
+def in_layout(family_of: Callable[[str], Family]) -> Callable[[str], StepResult]:
+    """The step of a row's layout, without the distributed optimizer."""
+
+    @cache
+    def made(row: str) -> StepResult:
+        return run(recipe_of(family_of(row).name, ROWS[row].layout), family_of(row).case)
+
+    return made
+
+
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "one rank"])
-def test_every_layout_takes_the_same_step(name, family_of):
-    family = family_of(name)
-    assert_same_step(run(recipe_of(family.name, ROWS[name].layout), family.case), family.alone)
+def test_every_layout_takes_the_same_step(name, family_of, in_layout):
+    assert_same_step(in_layout(name), family_of(name).alone)
 
 
 @pytest.mark.parametrize("name", ["context, data", "expert, data"])
-def test_the_distributed_optimizer_takes_the_same_step(name, family_of):
+def test_the_distributed_optimizer_takes_the_same_step(name, family_of, in_layout):
     family = family_of(name)
     recipe = recipe_of(family.name, ROWS[name].layout, distributed_optimizer=True)
     found = gather(on_ranks(step, recipe, family.case), with_gradients=False)
-    assert_same_step(found, replace(family.alone, gradients={}))
+    apart = differences(found, replace(in_layout(name), gradients={}))
+    assert apart["grad norm"] <= 1e-6, apart
+    assert apart["change"] <= 1e-5, apart
 
 
 def test_bfloat16_with_float32_gradients_stays_near_float32(dense):
