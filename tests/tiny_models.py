@@ -46,6 +46,7 @@ YARN_ROPE = {
 # family: (transformers config class, its changes to DIMENSIONS)
 TINY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "head_dim": 14}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 18}),
     "qwen2": ("Qwen2Config", {}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),

@@ -85,7 +85,9 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         layouts = (EngineLayoutConfig(tensor=size) for size in divisors(architecture.heads))
         sizes = [layout.tensor for layout in layouts if not split_problems(architecture, layout, device)]
         for problem in split_problems(architecture, rollout.layout, device):
-            fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1"
+            fix = (
+                f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else "rollout.engine: transformers"
+            )
             yield replace(problem, where=f"rollout.layout: {problem.where}", fix=fix)
     if device == "cpu" and recipe.cluster.device == "auto" and rollout.layout.expert > 1:
         needed = "1: SGLang's expert parallelism needs GPUs"

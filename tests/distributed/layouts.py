@@ -18,6 +18,7 @@ KINDS = {
     "qwen2": "dense",
     "qwen3": "dense",
     "llama": "dense",
+    "mistral": "dense",
     "qwen3_moe": "experts",
     "mixtral": "experts",
     "deepseek_v3": "latent",

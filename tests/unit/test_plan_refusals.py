@@ -11,6 +11,7 @@ from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
 from megagrpo.rollout.sglang import arguments
+from tests.tiny_run import make_run
 
 RECIPES = Path(__file__).parents[2] / "yaml_recipes"
 SMALL, LORA = "gsm8k_qwen2.5_0.5b_1gpu", "lora_qwen3_8b_1gpu"
@@ -91,3 +92,10 @@ def test_an_impossible_recipe_gets_the_reason_and_a_remedy(
     except MegagrpoError as error:
         problems = error.problems
     assert any(where in problem.where and given in problem.given and fix in problem.fix for problem in problems)
+
+
+def test_a_model_that_sglang_holds_in_no_layout_needs_another_engine(tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    recipe = make_run(tmp_path, model_type="mixtral", tie_word_embeddings=True, **experts)
+    with pytest.raises(MegagrpoError, match=r"mixtral on SGLang: tied(?s:.)*fix: rollout.engine: transformers"):
+        preflight(load(recipe, ["rollout.engine=sglang"]), plan_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(deepseek_v3.architecture_of, deepseek_v3.tensors_of),
     "llama": Family(llama_like.llama),
+    "mistral": Family(llama_like.mistral),
     "mixtral": Family(llama_like.mixtral, llama_like.mixtral_tensors),
     "qwen2": Family(llama_like.qwen2),
     "qwen3": Family(llama_like.qwen3),
@@ -40,11 +40,10 @@ FAMILIES: dict[str, Family] = {
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """The architecture that a config.json (as a dict) describes. Raises ModelError, naming what is not supported."""
-    family = config.get("model_type")
+    family = str(config.get("model_type"))
     if family not in FAMILIES:
-        near = get_close_matches(str(family), FAMILIES, n=1)
-        fix = f"did you mean {near[0]}?" if near else ""
-        raise ModelError(Problem("config.json: model_type", str(family), f"one of {', '.join(FAMILIES)}", fix))
+        fix = "choose a model of these families; docs/families.md says how to add one"
+        raise ModelError(Problem("config.json: model_type", family, f"one of {', '.join(FAMILIES)}", fix))
     return FAMILIES[family].architecture_of(config)
 
 

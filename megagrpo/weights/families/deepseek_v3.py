@@ -19,6 +19,8 @@ NORM_EPSILON = 1e-6
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
     read = ConfigReader(config)
+    config = read.config
+    config.known |= {"head_dim", "qk_head_dim"}  # they follow from other sizes
     read.refuse_if_set("attention_bias")
     if config.get("rms_norm_eps", NORM_EPSILON) != NORM_EPSILON:
         read.refuse("rms_norm_eps", config["rms_norm_eps"], f"{NORM_EPSILON:g}, as the norms inside attention have")
@@ -42,7 +44,7 @@ def _read_experts(read: ConfigReader) -> Experts:
     for key, usual in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if config.get(key, usual) != usual:
             read.refuse(key, config[key], str(usual))
-    if not config.get("norm_topk_prob", True):
+    if not read.flag("norm_topk_prob", default=True):
         read.refuse("norm_topk_prob", False, "true: weights of the chosen experts that add up to 1")
     layers, dense = read.integer("num_hidden_layers"), config.get("first_k_dense_replace", 3)
     if not isinstance(dense, int) or not 0 <= dense < layers:

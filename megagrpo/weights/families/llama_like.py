@@ -1,4 +1,4 @@
-"""Llama, Qwen and Mixtral: attention by query groups, and in every layer an MLP or the same number of experts.
+"""Llama, Mistral, Qwen and Mixtral: attention by query groups, and in every layer an MLP or the same number of experts.
 
 transformers 5 stacks experts in memory, under names of its own (sides/transformers.py). It splits them again when it
 saves, under the names of published checkpoints, which these are.
@@ -22,6 +22,15 @@ def llama(config: Mapping[str, Any]) -> Architecture:
     return read.architecture()
 
 
+def mistral(config: Mapping[str, Any]) -> Architecture:
+    """Mistral (`MistralForCausalLM`): llama, with windows of attention unless these are null."""
+    read = ConfigReader(config)
+    if read.config.get("sliding_window", 4096) is not None:
+        given = config.get("sliding_window", "absent, which means 4096")
+        read.refuse("sliding_window", given, "null: sliding windows are not supported")
+    return read.architecture()
+
+
 def qwen2(config: Mapping[str, Any]) -> Architecture:
     """Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): biases on q, k and v. The small models tie their embeddings."""
     return ConfigReader(config).architecture(qkv_bias=True)
@@ -39,15 +48,15 @@ def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
     read = ConfigReader(config)
     read.refuse_if_set("attention_bias")
     every_layer = "experts in every layer: mixed dense and sparse layers are not supported"
-    if config.get("mlp_only_layers"):
-        read.refuse("mlp_only_layers", config["mlp_only_layers"], every_layer)
-    if config.get("decoder_sparse_step", 1) != 1:
-        read.refuse("decoder_sparse_step", config["decoder_sparse_step"], every_layer)
+    if layers := read.config.get("mlp_only_layers"):
+        read.refuse("mlp_only_layers", layers, every_layer)
+    if (step := read.config.get("decoder_sparse_step", 1)) != 1:
+        read.refuse("decoder_sparse_step", step, every_layer)
     experts = Experts(
         count=read.integer("num_local_experts", "num_experts", most=EXPERTS_MAX),
         per_token=read.integer("num_experts_per_tok"),
         ffn=read.integer("moe_intermediate_size"),
-        normalize_top_k=bool(config.get("norm_topk_prob", False)),
+        normalize_top_k=read.flag("norm_topk_prob"),
     )
     return read.architecture(qk_norm=True, experts=experts)
 
