@@ -16,52 +16,26 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megagrpo.ports import free_port
+from tests.loop.small_run import REPOSITORY, own_environment, wait_until
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "slurm"
 EDIT = re.compile(r"^.*?( *# EDIT (\d).*)$", re.MULTILINE)
 NODES = ("n1", "n2")
-CPUS_PER_NODE = 1
-"""Two ranks of one CPU each then need both nodes."""
-GPUS_PER_NODE = 8
-"""Counted, not there: scripts ask for them, and Ray finds none."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "ip", "unshare", "mount", "hostname")
 START_SECONDS = 300.0
 """For daemons, and for one command of Slurm, on a busy machine."""
-KILL_WAIT_SECONDS = 10
-NODE_TIMEOUT_SECONDS = 300
-"""As on most clusters: Slurm notices a lost node late."""
 
-REACH_SECONDS = 60
-LISTEN = """
-import socket, sys
-with socket.create_server((sys.argv[1], 17000)) as server:
-    server.accept()
-"""
-CONNECT = f"""
-import socket, sys, time
-deadline = time.monotonic() + {REACH_SECONDS}
-while True:
-    try:
-        socket.create_connection((sys.argv[1], 17000), timeout={REACH_SECONDS}).close()
-        break
-    except OSError as error:
-        if time.monotonic() > deadline:
-            sys.exit(f"nodes cannot reach each other: {{error}}")
-        time.sleep(0.1)
-"""
-
+# Nodes have one CPU each: two ranks of one CPU then need both. GPUs are counted, not there: scripts ask for them, and
+# Ray finds none. As on most clusters, Slurm notices a lost node late.
 CONF = """
 ClusterName=test
-SlurmctldHost={host}({controller})
+SlurmctldHost={host}({network}.1)
 SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
@@ -76,10 +50,6 @@ SlurmdSpoolDir={state}/spool-%n
 # neither systemd nor cgroups
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SwitchType=switch/none
 GresTypes=gpu
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -87,13 +57,12 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sc
 SlurmctldParameters=node_reg_mem_percent=1
 SlurmdParameters=config_overrides
 ReturnToService=2
-KillWait={kill_wait}
-SlurmdTimeout={node_timeout}
-JobRequeue=1
+KillWait=10
+SlurmdTimeout=300
 MinJobAge=86400
-NodeName=n[1-{nodes}] NodeHostname=n[1-{nodes}] NodeAddr={network}.[11-{last}] Port=17000 CPUs={cpus} \
-RealMemory=2000 Gres=gpu:{gpus}
-PartitionName=test Nodes=n[1-{nodes}] Default=YES DefaultTime=10
+NodeName=n[1-2] NodeHostname=n[1-2] NodeAddr={network}.[11-12] Port=17000 CPUs=1 \
+RealMemory=2000 Gres=gpu:8
+PartitionName=test Nodes=n[1-2] Default=YES DefaultTime=10
 """
 
 
@@ -113,7 +82,7 @@ class Slurm:
     @property
     def environment(self) -> dict[str, str]:
         """For Slurm's commands. Without the tests' own settings, and a job's if tests run in one."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "SLURM_"))}
+        kept = {name: value for name, value in own_environment().items() if not name.startswith("SLURM_")}
         return kept | {"SLURM_CONF": str(self.state / "slurm.conf")}
 
     def command(self, *words: str, cwd: Path | None = None, check: bool = True) -> str:
@@ -124,23 +93,13 @@ class Slurm:
         assert done.returncode == 0 or not check, f"{' '.join(words)}: {done.stderr}"
         return done.stdout + done.stderr
 
-    def submit(self, *words: str, cwd: Path | None = None) -> int:
-        """The id of a new job."""
-        return int(self.command("sbatch", "--parsable", *words, cwd=cwd))
-
     def job(self, job: int) -> dict[str, str]:
         """Fields of `scontrol show job`: JobState, ExitCode, Restarts, ..."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "--oneliner", "show", "job", str(job))))
 
-    def wait(self, moment: Callable[[], bool], what: str, seconds: float = START_SECONDS) -> None:
-        deadline = time.monotonic() + seconds
-        while not moment():
-            assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-            time.sleep(0.2)
-
-    def wait_for_state(self, job: int, *states: str, seconds: float = START_SECONDS) -> dict[str, str]:
+    def wait_for_state(self, job: int, *states: str) -> dict[str, str]:
         """The job, once it is in one of these states and nothing of it is left."""
-        self.wait(lambda: self.job(job)["JobState"] in states, f"job {job} {' or '.join(states)}", seconds)
+        wait_until(lambda: self.job(job)["JobState"] in states, f"job {job} {' or '.join(states)}")
         return self.job(job)
 
     def pids(self, node: str) -> list[int]:
@@ -153,7 +112,8 @@ class Slurm:
         for pid in self.pids(node):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.processes.pop(node).wait(timeout=START_SECONDS)
+        if slurmd := self.processes.pop(node, None):
+            slurmd.wait(timeout=START_SECONDS)
 
     def start_node(self, node: str) -> None:
         self._start(node, *self._on(node, "slurmd", "-D", "-N", node))
@@ -172,68 +132,48 @@ class Slurm:
     def _namespace(self, node: str) -> str:
         return f"{self.tag}{node}"
 
-    def _link(self, node: str) -> str:
-        return f"{self.tag}v{node}"
-
-    def _ip(self, *words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=START_SECONDS)
+    def _run(self, *words: str) -> None:
+        subprocess.run(words, check=True, capture_output=True, text=True, timeout=START_SECONDS)
 
     def _start(self, name: str, *words: str) -> None:
         with (self.state / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(words, env=self.environment, stdout=log, stderr=log)
 
     def start(self) -> None:
-        self._start("slurmctld", "slurmctld", "-D", "-i")
-        for node in NODES:
-            self.start_node(node)
-        self.wait(lambda: all(self._is_idle(node) for node in NODES), "two idle nodes", START_SECONDS)
-
-    def prepare(self) -> None:
-        """All that a machine may not permit: the network, files, and munged. Raises UnavailableError."""
+        """Raises UnavailableError where a machine does not permit what it takes."""
         try:
             self._connect()
             self._write()
-            self._try_nodes()
-        except subprocess.CalledProcessError as failed:
-            said = str(failed.stderr).strip() or f"exit code {failed.returncode}"
-            raise UnavailableError(f"not permitted here: {' '.join(failed.cmd[:6])}: {said}") from failed
-        except OSError as failed:
-            raise UnavailableError(f"not permitted here: {failed}") from failed
-        self._start_munged()
+            self._start_munged()
+            self._start("slurmctld", "slurmctld", "-D", "-i")
+            for node in NODES:
+                (self.state / f"disk-{node}" / "tried").mkdir()
+                self._run(*self._on(node, "rmdir", f"{self.state}/disk/tried"))  # fails where mounts do nothing
+                self.start_node(node)
+            wait_until(lambda: all(self._is_idle(node) for node in NODES), "two idle nodes", START_SECONDS)
+            for node, other in (NODES, reversed(NODES)):  # firewalls may forbid what crosses a bridge
+                reach = f": </dev/tcp/{self._addresses()[other]}/17000"  # its slurmd
+                self._run(*self._on(node, "timeout", "60", "bash", "-c", reach))
+        except (OSError, subprocess.CalledProcessError) as failed:
+            raise UnavailableError(f"not permitted here: {failed} {getattr(failed, 'stderr', '')}") from failed
 
     def _connect(self) -> None:
         """A bridge, and a network namespace for each node with one link to it."""
-        self._ip("link", "add", f"{self.tag}br", "type", "bridge")
-        self._ip("addr", "add", f"{self.network}.1/24", "dev", f"{self.tag}br")
-        self._ip("link", "set", f"{self.tag}br", "up")
+        self._run("ip", "link", "add", f"{self.tag}br", "type", "bridge")
+        self._run("ip", "addr", "add", f"{self.network}.1/24", "dev", f"{self.tag}br")
+        self._run("ip", "link", "set", f"{self.tag}br", "up")
         for node, address in self._addresses().items():
             space = self._namespace(node)
-            self._ip("netns", "add", space)
-            self._ip("link", "add", self._link(node), "type", "veth", "peer", "name", "eth0", "netns", space)
-            self._ip("link", "set", self._link(node), "master", f"{self.tag}br", "up")
-            self._ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
-            self._ip("-n", space, "link", "set", "lo", "up")
-            self._ip("-n", space, "link", "set", "eth0", "up")
+            self._run("ip", "netns", "add", space)
+            link = f"{self.tag}v{node}"
+            self._run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
+            self._run("ip", "link", "set", link, "master", f"{self.tag}br", "up")
+            self._run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
+            self._run("ip", "-n", space, "link", "set", "lo", "up")
+            self._run("ip", "-n", space, "link", "set", "eth0", "up")
 
     def _addresses(self) -> dict[str, str]:
         return {node: f"{self.network}.{number}" for number, node in enumerate(NODES, start=11)}
-
-    def _try_nodes(self) -> None:
-        """Each node has what is its own, and reaches the other: firewalls may forbid what crosses a bridge."""
-        for node, other in (NODES, reversed(NODES)):
-            self._check(self._on(node, "mkdir", "-p", f"{self.state}/disk/tried"))
-            listening = subprocess.Popen(self._on(other, sys.executable, "-c", LISTEN, self._addresses()[other]))
-            try:
-                self._check(self._on(node, sys.executable, "-c", CONNECT, self._addresses()[other]))
-            finally:
-                listening.kill()
-                listening.wait()
-            if not (self.state / f"disk-{node}" / "tried").is_dir():
-                raise UnavailableError(f"mounts in namespaces do not work here: {node} has no disk of its own")
-            (self.state / f"disk-{node}" / "tried").rmdir()
-
-    def _check(self, words: list[str]) -> None:
-        subprocess.run(words, check=True, capture_output=True, text=True, timeout=START_SECONDS)
 
     def _start_munged(self) -> None:
         munge = self.state / "munge"
@@ -242,11 +182,9 @@ class Slurm:
             *("munged", "--foreground", f"--key-file={munge}/key", f"--socket={munge}/socket"),
             *(f"--pid-file={munge}/pid", f"--seed-file={munge}/seed"),
         )
-        deadline = time.monotonic() + START_SECONDS
-        while not (munge / "socket").exists():
-            if self.processes["munged"].poll() is not None or time.monotonic() > deadline:
-                raise UnavailableError(f"munged does not start here: {(self.state / 'munged.log').read_text().strip()}")
-            time.sleep(0.1)
+        wait_until(lambda: (munge / "socket").exists() or self.processes["munged"].poll() is not None, "munged")
+        if not (munge / "socket").exists():
+            raise UnavailableError(f"munged does not start here: {(self.state / 'munged.log').read_text().strip()}")
 
     def _is_idle(self, node: str) -> bool:
         return "State=IDLE " in self.command("scontrol", "--oneliner", "show", "node", node, check=False)
@@ -256,23 +194,11 @@ class Slurm:
         for directory in ("munge", "controller", "disk", *of_nodes):
             (self.state / directory).mkdir(mode=0o755)
         host = socket.gethostname()
-        conf = CONF.format(
-            host=host,
-            controller=f"{self.network}.1",
-            port=free_port(""),
-            state=self.state,
-            network=self.network,
-            nodes=len(NODES),
-            last=10 + len(NODES),
-            cpus=CPUS_PER_NODE,
-            gpus=GPUS_PER_NODE,
-            kill_wait=KILL_WAIT_SECONDS,
-            node_timeout=NODE_TIMEOUT_SECONDS,
-        )
+        conf = CONF.format(host=host, port=free_port(""), state=self.state, network=self.network)
         (self.state / "slurm.conf").write_text(conf)
         (self.state / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        (self.state / "gres.conf").write_text(f"Name=gpu File={self.state}/gpu[0-{GPUS_PER_NODE - 1}]\n")
-        for gpu in range(GPUS_PER_NODE):
+        (self.state / "gres.conf").write_text(f"Name=gpu File={self.state}/gpu[0-7]\n")
+        for gpu in range(8):
             (self.state / f"gpu{gpu}").touch()
         names = [f"{address} {node}" for node, address in self._addresses().items()]
         (self.state / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{self.network}.1 {host}", *names, ""]))
@@ -283,15 +209,13 @@ class Slurm:
     def stop(self) -> None:
         for node in NODES:
             with contextlib.suppress(subprocess.CalledProcessError):
-                for pid in self.pids(node):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                self._ip("netns", "del", self._namespace(node))
+                self.kill(node)
+                self._run("ip", "netns", "del", self._namespace(node))
         for process in self.processes.values():
             process.kill()
             process.wait(timeout=START_SECONDS)
         with contextlib.suppress(subprocess.CalledProcessError):
-            self._ip("link", "del", f"{self.tag}br")
+            self._run("ip", "link", "del", f"{self.tag}br")
 
 
 @contextlib.contextmanager
@@ -307,7 +231,6 @@ def slurm(state: Path) -> Iterator[Slurm]:
         raise UnavailableError("Slurm's daemons for two nodes need root")
     started = Slurm(state, f"10.231.{secrets.randbelow(254) + 1}", f"s{secrets.token_hex(2)}")
     try:
-        started.prepare()
         started.start()
         yield started
     finally:

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from tests.loop import small_run
-from tests.slurm.cluster import REPOSITORY, SCRIPTS, Slurm, UnavailableError, edited, overrides, slurm
+from tests.slurm.cluster import NODES, SCRIPTS, Slurm, UnavailableError, edited, overrides, slurm
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * small_run.RUN_SECONDS)]
-RUN_SECONDS = 600.0
-"""For a job to start Ray and to train, on two cores that others use as well."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +27,7 @@ def place() -> Iterator[Path]:
         pytest.skip(str(reason))
     directory.chmod(0o755)
     for name in ("slurm", "yaml_recipes"):
-        (directory / name).symlink_to(REPOSITORY / name)
+        (directory / name).symlink_to(small_run.REPOSITORY / name)
     yield directory
     shutil.rmtree(directory)
 
@@ -56,8 +54,8 @@ def recipe(place: Path, name: str, steps: int) -> dict[str, Any]:
 def submit(nodes: Slurm, place: Path, script: str, *arguments: str, options: tuple[str, ...] = ()) -> int:
     lines = ("#SBATCH --partition=test", f"cd {place}", f"source {sys.prefix}/bin/activate")
     (place / script).write_text(edited(SCRIPTS / script, *lines))
-    environment = f"--export=ALL,NODE_TMP={place}/state/disk"
-    return nodes.submit("--nodes=2", environment, *options, script, *arguments, cwd=place)
+    asked = ("--parsable", "--nodes=2", f"--export=ALL,NODE_TMP={place}/state/disk", *options)
+    return int(nodes.command("sbatch", *asked, script, *arguments, cwd=place))
 
 
 def train(nodes: Slurm, place: Path, values: dict[str, Any], *options: str) -> int:
@@ -79,28 +77,28 @@ def wait_until_saved(nodes: Slurm, place: Path, job: int, name: str) -> None:
         assert nodes.job(job)["JobState"] in {"PENDING", "RUNNING"}, output(place, job)
         return newest_step(place, name) > 0
 
-    nodes.wait(saved_or_over, f"a checkpoint of {name}", RUN_SECONDS)
+    small_run.wait_until(saved_or_over, f"a checkpoint of {name}")
 
 
-def nothing_left(nodes: Slurm, node: str) -> bool:
-    return nodes.pids(node) == [nodes.processes[node].pid]
+def nothing_left(nodes: Slurm) -> bool:
+    return all(nodes.pids(node) == [nodes.processes[node].pid] for node in NODES)
 
 
 def test_the_70b_script_trains_on_both_nodes(nodes: Slurm, place: Path) -> None:
     values = recipe(place, "grpo_70b", steps=2)
     job = submit(nodes, place, "grpo_70b.sh", *overrides(values))
-    ended = nodes.wait_for_state(job, "COMPLETED", "FAILED", seconds=RUN_SECONDS)
+    ended = nodes.wait_for_state(job, "COMPLETED", "FAILED")
     printed = output(place, job)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), printed
     assert "Ray has 2 of 2 nodes: n1 n2" in printed
     assert newest_step(place, "grpo_70b") == 2
     assert (place / "runs/grpo_70b/hugging_face/model.safetensors").exists()
     logs = place / "runs" / "slurm" / f"{job}_0"
-    for node in ("n1", "n2"):
+    for node in NODES:
         assert (logs / f"{node}.log").exists()
         assert any("RankActor" in path.read_text() for path in (logs / node).glob("worker-*")), f"no rank on {node}"
     assert not (logs / "token").exists()
-    nodes.wait(lambda: all(nothing_left(nodes, node) for node in ("n1", "n2")), "an end of all processes")
+    small_run.wait_until(lambda: nothing_left(nodes), "an end of all processes")
     assert not list((place / "state").glob("disk-*/*"))
 
 
@@ -115,27 +113,31 @@ def test_a_wrong_recipe_ends_the_job_before_ray_starts(nodes: Slurm, place: Path
     assert not list((place / "runs" / "slurm" / f"{job}_0").iterdir())
 
 
-def test_before_its_time_limit_the_job_saves_and_the_requeued_job_finishes(nodes: Slurm, place: Path) -> None:
-    values = recipe(place, "limit", steps=100_000)
-    job = train(nodes, place, values, "--signal=B:USR1@170", "--time=60")
+def test_before_its_time_limit_the_job_saves_and_the_requeued_job_goes_on_until_it_is_cancelled(
+    nodes: Slurm, place: Path
+) -> None:
+    job = train(nodes, place, recipe(place, "limit", steps=100_000), "--signal=B:USR1@170", "--time=60")
     wait_until_saved(nodes, place, job, "limit")
     hours, minutes, _ = map(int, nodes.job(job)["RunTime"].split(":"))
     nodes.command("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 3}")
-    nodes.wait(lambda: nodes.job(job)["Restarts"] == "1", "the job is back in the queue", RUN_SECONDS)
+    small_run.wait_until(lambda: nodes.job(job)["Restarts"] == "1", "the job is back in the queue")
     printed = output(place, job)
     assert "got SIGUSR1" in printed
     assert "the run ended with 75" in printed
 
     done = newest_step(place, "limit")
-    values["train"]["total_steps"] = done + 1
-    small_run.write(values, place)
     nodes.command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    ended = nodes.wait_for_state(job, "COMPLETED", "FAILED", seconds=RUN_SECONDS)
-    printed = output(place, job)
-    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), printed
-    assert f"continuing after step {done} " in printed
-    assert sorted(small_run.metrics(place / "runs" / "limit")) == list(range(done + 2))
+    small_run.wait_until(lambda: f"step {done + 1}/" in output(place, job), "its next step")
+    assert f"continuing after step {done} " in output(place, job)
     assert (place / "runs" / "slurm" / f"{job}_1" / "n2.log").exists()
+
+    nodes.command("scancel", str(job))
+    ended = nodes.wait_for_state(job, "CANCELLED")
+    assert (ended["Restarts"], ended["Requeue"]) == ("1", "1")
+    small_run.wait_until(lambda: nothing_left(nodes), "an end of all processes")
+    steps = sorted(small_run.metrics(place / "runs" / "limit"))
+    assert steps == list(range(len(steps)))
+    assert len(steps) > done + 1
 
 
 def test_a_lost_node_ends_the_job_and_the_same_command_continues(nodes: Slurm, place: Path) -> None:
@@ -143,7 +145,7 @@ def test_a_lost_node_ends_the_job_and_the_same_command_continues(nodes: Slurm, p
     job = train(nodes, place, values, "--no-requeue")
     wait_until_saved(nodes, place, job, "lost")
     nodes.kill("n2")
-    nodes.wait_for_state(job, "COMPLETING", "FAILED", "NODE_FAIL", seconds=RUN_SECONDS)
+    nodes.wait_for_state(job, "COMPLETING", "FAILED", "NODE_FAIL")
     nodes.start_node("n2")
     ended = nodes.wait_for_state(job, "FAILED")
     printed = output(place, job)
@@ -151,17 +153,7 @@ def test_a_lost_node_ends_the_job_and_the_same_command_continues(nodes: Slurm, p
     assert "n2" in printed.partition("node lost")[2]
 
     job = train(nodes, place, values)
-    nodes.wait(lambda: "continuing after step" in output(place, job), "the same command continues", RUN_SECONDS)
-    nodes.wait(lambda: "step " in output(place, job).partition("continuing after step")[2], "a step", RUN_SECONDS)
+    small_run.wait_until(lambda: "step " in output(place, job).partition("continuing after step")[2], "a step")
     nodes.command("scancel", "--batch", "--signal=TERM", str(job))
     ended = nodes.wait_for_state(job, "FAILED")
     assert (ended["ExitCode"], ended["Restarts"], ended["Requeue"]) == ("75:0", "0", "1"), output(place, job)
-
-
-def test_a_cancelled_job_leaves_no_process_behind(nodes: Slurm, place: Path) -> None:
-    job = train(nodes, place, recipe(place, "cancelled", steps=100_000))
-    wait_until_saved(nodes, place, job, "cancelled")
-    nodes.command("scancel", str(job))
-    ended = nodes.wait_for_state(job, "CANCELLED")
-    assert (ended["Restarts"], ended["Requeue"]) == ("0", "1")
-    nodes.wait(lambda: all(nothing_left(nodes, node) for node in ("n1", "n2")), "an end of all processes")

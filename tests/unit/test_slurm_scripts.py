@@ -16,7 +16,8 @@ import pytest
 from megagrpo.ports import EPHEMERAL
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.load import load
-from tests.slurm.cluster import EDIT, REPOSITORY, SCRIPTS, edited
+from tests.loop.small_run import REPOSITORY
+from tests.slurm.cluster import EDIT, SCRIPTS, edited
 
 JOBS = [SCRIPTS / "grpo_70b.sh", SCRIPTS / "train.sh"]
 
