@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megagrpo import __version__
-from megagrpo.errors import MegagrpoError, PreflightError
+from megagrpo.errors import MachineError, MegagrpoError, PreflightError, Problem
 
 if TYPE_CHECKING:
     from megagrpo.convert.job import Converted
@@ -19,17 +22,42 @@ EXIT_DIFFERENT = 1
 EXIT_WRONG = 1
 EXIT_INTERRUPTED = 130
 DIFFERENCES_SHOWN = 10
+SHORTAGES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+class Unfailing(io.FileIO):
+    """Standard output or error: what cannot be written, because nobody reads it or a disk is full, is dropped."""
+
+    def write(self, text: Any) -> int:
+        try:
+            return super().write(text) or 0
+        except OSError:
+            return len(text)
+
+    @classmethod
+    def standard(cls, descriptor: int) -> io.TextIOWrapper:
+        opened = cls(os.dup(descriptor), "w")
+        return io.TextIOWrapper(io.BufferedWriter(opened), encoding="utf-8", errors="replace", line_buffering=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for what the user can correct, others as in errors.py."""
     asked = parse(arguments)
+    if sys.stdout is sys.__stdout__:
+        sys.stdout, sys.stderr = Unfailing.standard(1), Unfailing.standard(2)
     try:
         code: int = asked.command(asked)
         return code
     except MegagrpoError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in SHORTAGES:
+            raise
+        fix = "make room (disk, memory, ulimit -n), then start the same command again: a run continues"
+        shortage = MachineError(Problem("this machine", str(error) or "out of memory", "room for the command", fix))
+        print(shortage, file=sys.stderr)
+        return shortage.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

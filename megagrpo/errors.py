@@ -163,6 +163,12 @@ class NodeLostError(MegagrpoError):
     exit_code = EXIT_NODE_LOST
 
 
+class MachineError(MegagrpoError):
+    """The machine has no room, memory or file descriptors left, or files of the run were taken away."""
+
+    title = "machine error"
+
+
 class RunStopped(MegagrpoError):  # noqa: N818  not a failure, because it was asked for
     """The run was told to stop, and has saved all finished steps."""
 

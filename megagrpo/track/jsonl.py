@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from megagrpo.errors import MachineError, Problem
 from megagrpo.track.sink import RunStart, Status
 from megagrpo.types import Group
 
@@ -57,29 +59,55 @@ class StepLines:
     """A file of JSON objects that each have a `step`, flushed line by line. NaN and infinity become null.
 
     A run that starts (resumed_step 0) empties it. A run that continues after `resumed_step` removes the lines of later
-    steps, which it will write again, and a last line that was cut off; if `unlogged`, also that step's line.
+    steps, which it will write again; if `unlogged`, also that step's line. Lines that cannot be read, such as one that
+    was cut off, go to a file of their own, which `say` names.
     """
 
-    def __init__(self, path: Path, resumed_step: int, unlogged: bool = False) -> None:
-        kept = _lines_up_to(path, resumed_step - unlogged) if resumed_step else []
+    def __init__(self, path: Path, resumed_step: int, say: Callable[[str], None], unlogged: bool = False) -> None:
+        kept, unread = _lines_up_to(path, resumed_step - unlogged) if resumed_step else ([], [])
+        if unread:
+            aside = path.with_name(f"{path.name}.unreadable")
+            with aside.open("ab") as file:
+                file.writelines(unread)
+            say(f"{path}: {len(unread)} lines cannot be read: set aside in {aside}")
         part = path.with_name(f"{path.name}.part")
-        part.write_text("".join(kept), encoding="utf-8")
+        part.write_bytes(b"".join(kept))
         part.replace(path)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        # Absolute, and without a buffer: what a full disk has refused is not written again when the file is closed.
+        self._path, self._file = path.absolute(), path.open("ab", buffering=0)
 
     def append(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(line), ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        """Raises MachineError if there is no room for it, or if the file is not at its place any more."""
+        require_in_place(self._path, self._file.fileno())
+        left = f"{json.dumps(_finite(line), ensure_ascii=False, allow_nan=False)}\n".encode(errors="replace")
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            fix = "make room, then start the same command again: it continues from the newest checkpoint"
+            given = error.strerror or str(error)
+            raise MachineError(Problem(str(self._path), given, "room for the run's files", fix)) from error
 
     def close(self) -> None:
         self._file.close()
 
 
+def require_in_place(path: Path, descriptor: int) -> None:
+    """Raises MachineError if this open file, or a directory above it, was renamed or deleted."""
+    if not path.exists() or not os.path.samestat(path.stat(), os.fstat(descriptor)):
+        needed = "the run's directory where it is, until the run's end"
+        fix = "move it back, if it still exists, and start the same command again"
+        raise MachineError(Problem(str(path), "renamed, deleted or replaced during the run", needed, fix))
+
+
 class JsonlMetrics:
     """metrics.jsonl: {"step": 1, "time": seconds since 1970, metric: value, …}."""
 
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
     def start(self, run: RunStart) -> None:
-        self._lines = StepLines(run.directory / "metrics.jsonl", run.resumed_step, run.unlogged)
+        self._lines = StepLines(run.directory / "metrics.jsonl", run.resumed_step, self._say, run.unlogged)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._lines.append({"step": step, "time": round(time.time(), 3), **{k: float(v) for k, v in metrics.items()}})
@@ -115,19 +143,19 @@ def rollout_line(step: int, group: Group) -> dict[str, Any]:
     }
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    if not path.exists():
-        return []
-    kept = []
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                at = json.loads(line)["step"]
-            except (json.JSONDecodeError, KeyError, TypeError):
-                continue  # cut off by a kill
-            if at <= step:
-                kept.append(line if line.endswith("\n") else line + "\n")
-    return kept
+def _lines_up_to(path: Path, step: int) -> tuple[list[bytes], list[bytes]]:
+    """The lines of steps up to this one, and those that cannot be read."""
+    kept, unread = [], []
+    if path.exists():
+        with path.open("rb") as lines:
+            for line in lines:
+                whole = line if line.endswith(b"\n") else line + b"\n"
+                try:
+                    if json.loads(line)["step"] <= step:
+                        kept.append(whole)
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    unread.append(whole)
+    return kept, unread
 
 
 def _finite(value: Any) -> Any:

@@ -61,7 +61,7 @@ class Tracker:
             self._with_run["wandb"] = WandBTracker(recipe.track.wandb)
         own_files = [TensorBoardTracker()] if recipe.track.tensorboard else []
         # The console is last: it shows a step once all other trackers have it.
-        self._sinks: list[Sink] = [JsonlMetrics(), *own_files, *self._with_run.values(), self._console]
+        self._sinks: list[Sink] = [JsonlMetrics(self.say), *own_files, *self._with_run.values(), self._console]
         self._undocumented: set[str] = set()
         directory = run_directory(recipe)
         directory.mkdir(parents=True, exist_ok=True)
@@ -69,8 +69,8 @@ class Tracker:
         described = json.dumps(environment(), indent=2) + "\n"
         (directory / "environment.json").write_text(described, encoding="utf-8")
         run = RunStart(recipe, directory, total_steps, resumed_step, run_ids or {}, unlogged)
-        self._rollouts = StepLines(directory / "rollouts.jsonl", resumed_step)
-        self._mismatches = StepLines(directory / MISMATCH_FILE, resumed_step)
+        self._rollouts = StepLines(directory / "rollouts.jsonl", resumed_step, self.say)
+        self._mismatches = StepLines(directory / MISMATCH_FILE, resumed_step, self.say)
         for sink in self._sinks:
             sink.start(run)
 

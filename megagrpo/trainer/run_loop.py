@@ -29,6 +29,7 @@ from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_direc
 from megagrpo.recipe.load import Kind
 from megagrpo.recipe.schema import AnyRecipe, DataFileConfig, Recipe
 from megagrpo.tokenizer import load_chat_tokenizer
+from megagrpo.track.jsonl import require_in_place
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.evaluation import EarlyStopping
 from megagrpo.trainer.run import PhaseClock
@@ -293,10 +294,12 @@ def _save(setup: Setup[Any, Any], training: Training, progress: Progress, *, goe
 def only_process_of(run_directory: Path) -> Iterator[None]:
     """Holds the run's lock, which ends with the process: a second process would truncate the metrics of the first.
 
-    Raises RecipeError if another process has it, or if the file system has no locks.
+    Raises RecipeError if another process has it, or if the file system has no locks; at the end, MachineError if the
+    directory is not at its place any more.
     """
     run_directory.mkdir(parents=True, exist_ok=True)
-    with (run_directory / "lock").open("a+", encoding="utf-8") as lock:
+    place = (run_directory / "lock").absolute()
+    with place.open("a+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -314,3 +317,4 @@ def only_process_of(run_directory: Path) -> Iterator[None]:
         lock.write(f"{os.getpid()}\n")
         lock.flush()
         yield
+        require_in_place(place, lock.fileno())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,9 @@ from types import FrameType
 
 from megagrpo.errors import Problem, RunStopped
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+AT_ONCE = (signal.SIGTERM, signal.SIGHUP)
+"""A second one of these, after a first, ends the process. SIGHUP comes when a terminal is closed."""
 
 
 class StopRequested(BaseException):
@@ -21,8 +25,8 @@ class StopRequested(BaseException):
 class Stopping:
     """Remembers a signal that asks the run to stop, until the run can stop without losing or half doing anything.
 
-    Inside `until_stopped`, on the main thread, it handles SIGTERM and SIGUSR1: the handler only notes the signal, and
-    the run looks at the note at safe points. A second SIGTERM ends the process at once.
+    Inside `until_stopped`, on the main thread, it handles SIGNALS: the handler only notes the signal, and the run looks
+    at the note at safe points. A second one of AT_ONCE ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -76,21 +80,31 @@ class Stopping:
 
     def handle_signals(self) -> None:
         for number in SIGNALS:
-            signal.signal(number, self._note)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal == signal.SIGTERM:
-            if number == signal.SIGTERM:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            return
-        self.signal = signal.Signals(number)
+        if self.signal not in AT_ONCE:
+            self.signal = signal.Signals(number)
+
+
+def end_at_second(numbers: socket.socket) -> None:
+    """Ends the process at the second signal of AT_ONCE, also while the main thread is inside Ray and handles none."""
+    seen = 0
+    while received := numbers.recv(1):
+        seen += received[0] in AT_ONCE
+        if seen > 1:
+            os._exit(128 + received[0])
 
 
 @contextmanager
 def until_stopped(newest: Callable[[], Path | None]) -> Iterator[Stopping]:
     """Around a run. Raises RunStopped if it was told to stop; `newest` then finds its newest checkpoint."""
     stopping, before = Stopping(), {number: signal.getsignal(number) for number in SIGNALS}
+    numbers, noted = socket.socketpair()
+    noted.setblocking(False)
+    woken_before = signal.set_wakeup_fd(noted.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=end_at_second, args=(numbers,), name="second signal", daemon=True).start()
     stopping.handle_signals()
     try:
         yield stopping
@@ -99,3 +113,5 @@ def until_stopped(newest: Callable[[], Path | None]) -> Iterator[Stopping]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(woken_before)
+        noted.close()

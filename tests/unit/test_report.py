@@ -30,7 +30,7 @@ FOUND = Mismatch(tokens=9, worst=(), **{name: number / 10 for number, name in en
 
 
 def write(directory: Path, *records: MismatchRecord) -> None:
-    traces = StepLines(directory / MISMATCH_FILE, resumed_step=0)
+    traces = StepLines(directory / MISMATCH_FILE, 0, print)
     for record in records:
         traces.append(asdict(record))
     traces.close()

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megagrpo.errors import MachineError
 from megagrpo.recipe.load import load
 from megagrpo.track import tracker as module
 from megagrpo.track.jsonl import JsonlMetrics
 from megagrpo.track.metrics import METRICS, UndocumentedMetric, as_markdown, undocumented
 from megagrpo.track.sink import RunStart
 from megagrpo.track.tracker import Tracker
+from megagrpo.trainer.run_loop import only_process_of
 from megagrpo.types import Group, Prompt, Sample, Score
 from tests.tiny_run import tracked_recipe
 
@@ -26,7 +31,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def write_metrics(directory: Path, resumed_step: int, steps: range) -> list[int]:
     """The steps in metrics.jsonl after a run, continued after `resumed_step`, logged these; it is still open."""
-    sink = JsonlMetrics()
+    sink = JsonlMetrics(print)
     sink.start(RunStart(tracked_recipe(directory), directory, 10, resumed_step))
     for step in steps:
         sink.log(step, {"reward/mean": step / 10})
@@ -42,8 +47,54 @@ def test_a_run_has_one_line_per_step_whenever_it_is_killed_or_starts_anew(tmp_pa
     assert write_metrics(tmp_path, 0, range(2)) == [0, 1]
 
 
+def test_lines_that_cannot_be_read_are_set_aside_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_metrics(tmp_path, 0, range(2))
+    torn = [b'{"step": 1, "a": "\xff\xfe', b"7\n", b'{"step": "x"}\n', b"[" * 100_000 + b"\n", b'{"step": 1, "rew']
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(torn[0] + b"\n" + b"".join(torn[1:]))
+    assert write_metrics(tmp_path, 1, range(2, 3)) == [0, 1, 2]
+    aside = tmp_path / "metrics.jsonl.unreadable"
+    assert aside.read_bytes().split(b"\n")[0] == torn[0]
+    assert aside.read_bytes().count(b"\n") == len(torn)
+    assert f"5 lines cannot be read: set aside in {aside}" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_full_disk_is_one_error_and_the_run_continues_once_there_is_room(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], check=True)
+    try:
+        sink = JsonlMetrics(print)
+        sink.start(RunStart(tracked_recipe(tmp_path), tmp_path, 10))
+        sink.log(1, {"lr": 1.0})
+        rest = (tmp_path / "rest").open("wb", buffering=0)
+        with pytest.raises(OSError, match="No space"):
+            while rest.write(b"x" * 4096):
+                pass
+        with pytest.raises(MachineError, match=r"metrics.jsonl(.|\n)*No space"):
+            for step in range(2, 1000):
+                sink.log(step, {f"metric {number}": 1.0 for number in range(100)})
+        sink.finish("failed")
+        rest.truncate(0)
+        rest.close()
+        assert write_metrics(tmp_path, 1, range(2, 3)) == [1, 2]
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("fault", [shutil.rmtree, lambda path: path.rename(path.with_name("elsewhere"))])
+def test_a_directory_that_is_taken_away_is_an_error_at_the_next_step_and_at_the_end(tmp_path: Path, fault: Any) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(MachineError, match=r"lock\n.*renamed, deleted"), only_process_of(run):
+        sink = JsonlMetrics(print)
+        sink.start(RunStart(tracked_recipe(run), run, 10))
+        sink.log(1, {"lr": 1.0})
+        fault(run)
+        with pytest.raises(MachineError, match=r"metrics.jsonl\n.*renamed, deleted"):
+            sink.log(2, {"lr": 1.0})
+
+
 def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
-    sink = JsonlMetrics()
+    sink = JsonlMetrics(print)
     sink.start(RunStart(tracked_recipe(tmp_path), tmp_path, 10))
     sink.log(1, {"grad_norm": math.nan, "clip/low": math.inf, "clip/high": -math.inf, "lr": 1.0})
     (line,) = lines(tmp_path / "metrics.jsonl")

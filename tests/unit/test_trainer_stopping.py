@@ -15,16 +15,19 @@ from megagrpo.errors import EXIT_NODE_LOST, EXIT_STOPPED, NodeLostError, Problem
 from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
 
 TWO_SIGNALS = """
-import os, signal, sys
+import os, signal, sys, time
 from megagrpo.trainer.stopping import until_stopped
 with until_stopped(lambda: None) as stopping:
     for number in map(int, sys.argv[1:]):
         os.kill(os.getpid(), number)
-    print(stopping.signal.name)
+    if sys.argv[1] != sys.argv[2]:
+        print(stopping.signal.name)
+    else:
+        time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_stop_ends_only_what_may_be_given_up(number: signal.Signals) -> None:
     with until_stopped(lambda: None) as stopping:
         with stopping.giving_up():
@@ -47,6 +50,21 @@ def test_the_handlers_before_it_come_back() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
+STUCK = """
+import ctypes, os, signal, threading, time
+from megagrpo.trainer.stopping import until_stopped
+def send():
+    for _ in range(2):
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGHUP)
+with until_stopped(lambda: None):
+    threading.Thread(target=send, daemon=True).start()
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second call never comes back, whatever signals arrive
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
 def outcome(*numbers: int) -> tuple[int, str]:
     """Exit status of a process that is sent these signals, and the one that it took for its reason to stop."""
     arguments = [sys.executable, "-c", TWO_SIGNALS, *map(str, numbers)]
@@ -55,8 +73,13 @@ def outcome(*numbers: int) -> tuple[int, str]:
 
 
 def test_a_second_sigterm_ends_the_process_at_once_and_one_after_sigusr1_does_not() -> None:
-    assert outcome(signal.SIGTERM, signal.SIGTERM) == (-signal.SIGTERM, "")
+    assert outcome(signal.SIGTERM, signal.SIGTERM)[0] == 128 + signal.SIGTERM
     assert outcome(signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1) == (0, "SIGTERM")
+
+
+def test_a_second_signal_ends_a_process_whose_main_thread_never_comes_back() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], timeout=60)
+    assert done.returncode == 128 + signal.SIGHUP
 
 
 def test_a_run_told_to_stop_ends_with_the_checkpoint_that_it_has_by_then() -> None:
