@@ -146,6 +146,12 @@ def report(asked: argparse.Namespace) -> int:
 
 
 def doctor(asked: argparse.Namespace) -> int:
+    if asked.clean:
+        from megagrpo.weights.transport.shared_memory import remove_abandoned
+
+        removed = remove_abandoned()
+        print("\n".join([*(f"removed {path}" for path in removed), f"{len(removed)} files of killed runs"]))
+        return 0
     from megagrpo.doctor.doctor import examine
 
     return 0 if examine(print) else EXIT_WRONG
@@ -278,7 +284,8 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--steps", type=_positive, default=20, metavar="N", help="last steps to show; default: 20")
 
     text = "check packages, GPUs, network and limits of this machine; each fault comes with a remedy, and exits with 1"
-    _add(commands, "doctor", text, doctor)
+    clean = "remove what killed runs of this user left in /dev/shm, instead"
+    _add(commands, "doctor", text, doctor).add_argument("--clean", action="store_true", help=clean)
     _add_prepare(commands)
     _add_convert(commands)
     return parser

@@ -11,14 +11,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import ray
+from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from megagrpo.cluster.waiting import SLICE_SECONDS, NodeWatch, node_names, wait_for
+from megagrpo.cluster.waiting import SLICE_SECONDS, NodeWatch, RayPulse, end_process, node_names, wait_for
 from megagrpo.errors import PreflightError, Problem, RankError
 from megagrpo.recipe.defaults import DevicePlan, checkpoint_directory, device_here, plan_devices, run_directory
 from megagrpo.recipe.schema import AnyRecipe
@@ -28,6 +30,8 @@ NODE_LABEL = "ray.io/node-id"
 LOOK_SECONDS = 1.0
 RESERVE_SECONDS = 30.0
 """Time for Ray to reserve devices that were free just before."""
+OOM_SCORE = 500
+"""Of Ray's workers, for the kernel's choice when memory is out. Reward workers have 1000 and go first."""
 APPEAR_SECONDS = 10.0
 """Time for a new file to appear on another node: network file systems cache that it does not exist."""
 
@@ -43,6 +47,7 @@ class Runtime:
     """Node and GPU of each bundle of the group."""
     watch: NodeWatch
     """Ends waits when a node of `places` is lost, or when the run is told to stop."""
+    pulse: RayPulse
 
     def start_rank(self, actor_class: Any, rank: int) -> Any:
         """Handle of a new actor on the device of a training rank. `actor_class` is decorated by ray.remote."""
@@ -84,24 +89,29 @@ def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None) -> R
     address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     with ExitStack() as undoing:
         undoing.callback(ray.shutdown)
+        patience = recipe.cluster.start_timeout_seconds
         if address == "local":
             device = device_here(recipe)
             # As many CPUs as the run reserves: Ray starts a worker for each before any is asked for.
-            _connect(address, {"num_cpus": plan_devices(recipe, device).bundles, "include_dashboard": False})
+            own: dict[str, Any] = {"num_cpus": plan_devices(recipe, device).bundles, "include_dashboard": False}
+            own["_system_config"] = {"worker_oom_score_adjustment": OOM_SCORE}
+            pulse = _connect(address, patience, own)
         else:
-            _connect(address, {})
+            pulse = _connect(address, patience, {})
             device = recipe.cluster.device
             if device == "auto":  # the driver's machine may have no GPU
                 device = "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
+        undoing.callback(pulse.shut_down)
         devices = plan_devices(recipe, device)
         names = node_names()
         group, nodes = _reserve(devices, recipe, names, NodeWatch({}, check_stop))
         watch = NodeWatch({node: names[node] for node in nodes}, check_stop)
         on = [names[node] for node in nodes]
         gpus = _gpus(group, on, recipe.cluster.start_timeout_seconds, watch) if device == "cuda" else {}
+        pulse.names = watch.names
         undoing.pop_all()
     places = tuple(Place(node, gpus.get(index)) for index, node in enumerate(nodes))
-    return Runtime(device, devices, group, places, watch)
+    return Runtime(device, devices, group, places, watch, pulse)
 
 
 def _reserve(
@@ -199,28 +209,34 @@ def _fill(blocks: list[int], free: Mapping[str, int]) -> tuple[str, ...] | None:
     return None if left else tuple(nodes)
 
 
-def _connect(address: str, settings: dict[str, Any]) -> None:
+def _connect(address: str, patience_seconds: float, settings: dict[str, Any]) -> RayPulse:
+    """Joins or starts Ray. One that does not answer in time ends the process: its client cannot be interrupted."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    local = address == "local"
+    ray_worker._worker_logs_enabled = False  # or it prints the state of a raylet that died
+
+    def problem(given: object) -> RankError:
+        where = "cluster: Ray does not start" if address == "local" else "cluster: Ray cannot be reached"
+        fix = "check cluster.address, RAY_ADDRESS and RAY_AUTH_MODE, and that `ray status` works there"
+        if address == "local":
+            fix = "start the same command again; if it fails again, see /tmp/ray/session_latest/logs"
+        return RankError(Problem(where, f"{address}: {given}", "a running Ray cluster, or local", fix))
+
+    late = Timer(patience_seconds, end_process, [problem(f"no answer after {patience_seconds:g} s")])
+    late.daemon = True
+    late.start()
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **settings)
     except Exception as error:  # Ray raises many types: a late node, a wrong token, ...
-        raise RankError(
-            Problem(
-                where="cluster: Ray does not start" if local else "cluster: Ray cannot be reached",
-                given=f"{address}: {error}",
-                needed="a running Ray cluster, or local",
-                fix="start the same command again; if it fails again, see /tmp/ray/session_latest/logs"
-                if local
-                else "check cluster.address, RAY_ADDRESS and RAY_AUTH_MODE, and that `ray status` works there",
-            )
-        ) from error
+        raise problem(error) from error
+    finally:
+        late.cancel()
+    return RayPulse()
 
 
 def stop(runtime: Runtime) -> None:
     """Gives the devices back; ends Ray if it was started here."""
     remove_placement_group(runtime.group)
-    ray.shutdown()
+    runtime.pulse.shut_down()
 
 
 @ray.remote(num_cpus=0, max_retries=0)

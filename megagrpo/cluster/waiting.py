@@ -6,10 +6,16 @@ then. Only the waits that close a run have no watch.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from select import select
+from threading import Event, Thread
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import (
     ActorUnavailableError,
@@ -30,8 +36,11 @@ DEATH_SECONDS = 2.0
 """From an actor's death until Ray knows that its node died."""
 SILENCE_SECONDS = 40.0
 """From an actor out of reach until Ray calls its node dead: several answers of the node must be missing."""
+CLOSE_SECONDS = 60.0
+"""For a run that has lost a node to end in order."""
 SLICE_SECONDS = 0.2
 """Part of a wait between two looks at its watch."""
+CONTINUES = "start the same command again: it continues from the newest checkpoint"
 
 
 def node_names() -> dict[str, str]:
@@ -48,7 +57,7 @@ class NodeWatch:
 
     def __init__(self, names: Mapping[str, str], check_stop: Callable[[], None] = lambda: None) -> None:
         """names: of the nodes that the run needs, by Ray's id. check_stop: raises to end a wait."""
-        self._names, self._check_stop = dict(names), check_stop
+        self.names, self._check_stop = dict(names), check_stop
         self._next_look = 0.0
 
     def check(self) -> None:
@@ -68,17 +77,78 @@ class NodeWatch:
             time.sleep(0.1)
 
     def _look(self) -> None:
-        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        if lost := [name for node, name in self._names.items() if node not in living]:
-            raise NodeLostError(
-                Problem(
-                    where=f"node {name}",
-                    given="Ray has lost it: it is down, or cannot be reached",
-                    needed="every node that the run started on, until its end",
-                    fix="start the same command again: it continues from the newest checkpoint",
-                )
-                for name in lost
-            )
+        if lost := _lost(self.names):
+            raise lost
+
+
+def _lost(names: Mapping[str, str]) -> NodeLostError | None:
+    """The error that names those of these nodes that Ray has lost."""
+    living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    lost = [name for node, name in names.items() if node not in living]
+    needed = "every node that the run started on, until its end"
+    given = "Ray has lost it: it is down, stopped, or cannot be reached"
+    return NodeLostError(Problem(f"node {name}", given, needed, CONTINUES) for name in lost) if lost else None
+
+
+class RayPulse:
+    """Asks Ray every second from a thread: a main thread that is inside Ray may wait for ever. Ends the process,
+    as NodeLostError does: when Ray's head is silent; when this node is lost, without whose raylet the next call of Ray
+    would end the process without a word; when another lost node has not ended the run in CLOSE_SECONDS.
+    """
+
+    def __init__(self) -> None:
+        self.names: Mapping[str, str] = {}  # of the nodes that the run needs, by Ray's id
+        context = ray.get_runtime_context()
+        self._head, own = context.gcs_address, context.get_node_id()
+        self._here = {own: node_names()[own]}
+        socket = next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == own)
+        raylets = (each for each in psutil.process_iter(["name", "cmdline"]) if each.info["name"] == "raylet")
+        raylet = next(each.pid for each in raylets if any(word.endswith(socket) for word in each.info["cmdline"]))
+        self._raylet = os.pidfd_open(raylet)
+        self._silent_seconds, self._lost_seconds = 0, 0
+        self._lost: NodeLostError | None = None
+        self._leaving, self._left = Event(), Event()
+        self._asking = Thread(target=self._ask, name="asking Ray", daemon=True)
+        self._asking.start()
+        Thread(target=self._count, name="Ray's silence", daemon=True).start()
+
+    def shut_down(self) -> None:
+        """ray.shutdown, which is given SILENCE_SECONDS."""
+        self._leaving.set()
+        self._asking.join()
+        ray.shutdown()
+        self._left.set()
+
+    def _ask(self) -> None:
+        while not self._leaving.wait(CHECK_SECONDS):
+            with suppress(RayError, RuntimeError):
+                if own := _lost(self._here):
+                    end_process(own)
+                self._lost = _lost(self.names)
+                self._silent_seconds = 0
+
+    def _count(self) -> None:
+        # Seconds are counted, not measured: a process that was itself stopped has not waited for Ray.
+        while not self._left.is_set():
+            if select([self._raylet], [], [], 1.0)[0]:
+                if not self._leaving.is_set():
+                    given = "its raylet has ended"
+                    end_process(NodeLostError(Problem(f"node {next(iter(self._here.values()))}", given, fix=CONTINUES)))
+                time.sleep(1.0)
+            self._silent_seconds += 1
+            self._lost_seconds += self._lost is not None
+            if self._silent_seconds > SILENCE_SECONDS:
+                given = f"no answer for {SILENCE_SECONDS:g} s: its GCS is dead or stopped, or its node is down"
+                self._lost = NodeLostError(Problem(f"Ray's head node, {self._head}", given, fix=CONTINUES))
+                end_process(self._lost)
+            if self._lost and self._lost_seconds > CLOSE_SECONDS:
+                end_process(self._lost)
+
+
+def end_process(error: MegagrpoError) -> None:
+    """For a process whose main thread does not come back from Ray."""
+    print(error, file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
 
 
 def wait_for(
@@ -97,9 +167,21 @@ def wait_for(
     done: dict[str, Any] = {}
     for name, answer in _as_they_come(results, doing, timeout_seconds, error, watch):
         if isinstance(answer, MegagrpoError):
-            raise answer
+            left = {other: ref for other, ref in results.items() if other not in done and other != name}
+            raise _death(left, doing, error, watch) or answer
         done[name] = answer
     return {name: done[name] for name in results}  # they came in the order in which the actors answered
+
+
+def _death(
+    results: Mapping[str, ray.ObjectRef[Any]], doing: str, error: type[MegagrpoError], watch: NodeWatch
+) -> MegagrpoError | None:
+    """The error of one that died, which the others may have noticed, and raised about, before Ray did."""
+    ready, _ = (
+        ray.wait(list(results.values()), num_returns=len(results), timeout=DEATH_SECONDS) if results else ([], [])
+    )
+    answers = (_answer(ref, name, doing, error, watch) for name, ref in results.items() if ref in ready)
+    return next((a for a in answers if isinstance(a, MegagrpoError) and " died" in a.problems[0].where), None)
 
 
 def settle(
@@ -178,7 +260,6 @@ def _answer(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[Megagrpo
     except (RayActorError, WorkerCrashedError, TaskUnschedulableError, NodeDiedError) as failure:
         if watch:
             watch.after_failure(failure)
-        fix = "start the same command again: it continues from the newest checkpoint"
-        return error(Problem(f"{doing}: {name} died", str(failure).strip(), fix=fix))
+        return error(Problem(f"{doing}: {name} died", str(failure).strip(), fix=CONTINUES))
     except (GetTimeoutError, RayError) as failure:
         return error(Problem(where=f"{doing}: no result from {name}", given=str(failure).strip()))

@@ -49,11 +49,17 @@ class Stopping:
 
     @contextmanager
     def while_ray_starts(self) -> Iterator[None]:
-        """Around ray.init, which installs a handler that exits at SIGTERM. Installs our handlers again afterwards."""
+        """Around ray.init, which installs a handler that exits at SIGTERM. Installs our handlers again afterwards.
+
+        Ray's processes inherit that SIGHUP is ignored: a closed terminal must leave them to the run.
+        """
+        hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
             yield
         except SystemExit:
             raise StopRequested from None
+        finally:
+            signal.signal(signal.SIGHUP, hangup)
         self.handle_signals()
 
     def stop_here(self) -> None:

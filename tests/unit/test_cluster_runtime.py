@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +37,9 @@ def stop() -> None:
 def connected(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was done to Ray, which is not there: settings it was started with, and its end."""
     done: list[Any] = []
+    pulse = SimpleNamespace(shut_down=lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(runtime, "_connect", lambda address, settings: done.append(settings))
+    monkeypatch.setattr(runtime, "_connect", lambda address, patience, settings: done.append(settings) or pulse)
     monkeypatch.setattr(runtime, "node_names", lambda: {"a": "host-a"})
     monkeypatch.setattr(runtime, "_reserve", lambda devices, recipe, names, watch: (None, ("a",) * devices.bundles))
     monkeypatch.setattr(ray, "shutdown", lambda: done.append("end"))
@@ -44,7 +48,9 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_ray_starts_here_with_as_many_cpus_as_the_run_reserves(connected: list[Any]) -> None:
     started = runtime.start(RECIPE)
-    assert connected == [{"num_cpus": started.devices.bundles, "include_dashboard": False}]
+    (settings,) = connected
+    assert settings["num_cpus"] == started.devices.bundles
+    assert settings["include_dashboard"] is False
 
 
 @pytest.mark.parametrize("raised", [AuthenticationError("no such token"), Exception("late"), ConnectionError()])
@@ -57,7 +63,17 @@ def test_whatever_ray_raises_at_its_start_is_told_with_a_remedy(
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(RankError, match=rf"{address}(.|\n)*{remedy}"):
-        runtime._connect(address, {})
+        runtime._connect(address, 60.0, {})
+
+
+def test_a_cluster_that_does_not_answer_ends_the_command_in_time_and_with_one_sentence() -> None:
+    code = "import sys; from megagrpo.cluster import runtime; runtime._connect(sys.argv[1], 3.0, {})"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        done = subprocess.run([sys.executable, "-c", code, address], capture_output=True, text=True, timeout=100)
+    assert done.returncode == RankError.exit_code
+    assert f"given: {address}: no answer after 3 s" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_run_told_to_stop_while_it_reserves_devices_leaves_ray(
@@ -80,7 +96,7 @@ def test_a_stop_ends_the_wait_for_the_numbers_of_gpus(monkeypatch: pytest.Monkey
 def test_only_gpus_are_shared() -> None:
     def shares(resource: str, *engine: int) -> bool:
         devices = DevicePlan(resource, 2, (0,), (engine,), 0.5, 0.5)
-        return runtime.Runtime("", devices, None, (), NodeWatch({})).shares_gpus  # type: ignore[arg-type]
+        return runtime.Runtime("", devices, None, (), NodeWatch({}), None).shares_gpus  # type: ignore[arg-type]
 
     found = [shares("GPU", 0), shares("GPU", 1), shares("GPU"), shares("CPU", 0)]
     assert found == [True, False, False, False], "not with an engine beside, or one that a user runs, and no CPU"

@@ -67,12 +67,9 @@ def test_a_full_disk_is_one_error_and_the_run_continues_once_there_is_room(tmp_p
         sink.start(RunStart(tracked_recipe(tmp_path), tmp_path, 10))
         sink.log(1, {"lr": 1.0})
         rest = (tmp_path / "rest").open("wb", buffering=0)
-        with pytest.raises(OSError, match="No space"):
-            while rest.write(b"x" * 4096):
-                pass
+        rest.write(bytes(1 << 20))  # as much as there is room for
         with pytest.raises(MachineError, match=r"metrics.jsonl(.|\n)*No space"):
-            for step in range(2, 1000):
-                sink.log(step, {f"metric {number}": 1.0 for number in range(100)})
+            sink.log(2, {f"metric {number}": 1.0 for number in range(1000)})
         sink.finish("failed")
         rest.truncate(0)
         rest.close()
@@ -84,7 +81,7 @@ def test_a_full_disk_is_one_error_and_the_run_continues_once_there_is_room(tmp_p
 @pytest.mark.parametrize("fault", [shutil.rmtree, lambda path: path.rename(path.with_name("elsewhere"))])
 def test_a_directory_that_is_taken_away_is_an_error_at_the_next_step_and_at_the_end(tmp_path: Path, fault: Any) -> None:
     run = tmp_path / "run"
-    with pytest.raises(MachineError, match=r"lock\n.*renamed, deleted"), only_process_of(run):
+    with pytest.raises(MachineError, match=r"lock\n.*renamed, deleted"), only_process_of(run):  # noqa: PT012
         sink = JsonlMetrics(print)
         sink.start(RunStart(tracked_recipe(run), run, 10))
         sink.log(1, {"lr": 1.0})

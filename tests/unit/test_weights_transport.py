@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megagrpo import cli
 from megagrpo.errors import ModelError, Problem, WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.boxes import ITEM_BYTES
@@ -393,22 +395,26 @@ def test_a_full_shared_memory_is_named_and_nothing_is_left(host: RendezvousHost)
 
 
 def test_the_next_file_on_a_node_removes_those_of_killed_owners_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What an owner that lives holds stays, and what is too young to be locked."""
     monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path)
     stem = "megagrpo-0"
-    left, young = tmp_path / f"{stem}-left", tmp_path / f"{stem}-young"
+    left, young, watched = (tmp_path / f"{stem}-{name}" for name in ("left", "young", "watched"))
     owner_code = (
-        "import pathlib, sys, time; from megagrpo.weights.transport import shared_memory; "
+        "import os, pathlib, sys, time; from megagrpo.weights.transport import shared_memory; "
         "shared_memory.DIRECTORY = pathlib.Path(sys.argv[1]); "
+        "sys.argv[3:] or setattr(shared_memory, 'remove_after_me', lambda path: open(os.devnull, 'wb')); "
         "area = shared_memory.FileArea(sys.argv[2], 4096); print(flush=True); time.sleep(1000)"
     )
     command = [sys.executable, "-c", owner_code, str(tmp_path), left.name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
+    other = [*command[:-1], watched.name, "watched"]
+    with subprocess.Popen(command, stdout=-1) as owner, subprocess.Popen(other, stdout=-1) as watched_owner:
         try:
-            assert owner.stdout is not None
-            assert owner.stdout.readline() == b"\n"
+            for process in (owner, watched_owner):
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"\n"
+            assert watched.exists()
             young.touch()
             os.utime(young, (2**32, 2**32))  # stays young
             os.utime(left, (0, 0))
@@ -416,12 +422,18 @@ def test_the_next_file_on_a_node_removes_those_of_killed_owners_alone(
             assert left.exists()
         finally:
             owner.kill()
+            watched_owner.kill()
+    deadline = time.monotonic() + 20
+    while watched.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not watched.exists(), "a shell that outlives its owner removes it"
     assert left.exists()
     FileArea(f"{stem}-two", 4096).close()
     assert not left.exists()
     assert young.exists()
     os.utime(young, (0, 0))
-    shared_memory.remove_abandoned()
+    assert cli.main(["doctor", "--clean"]) == 0
+    assert f"removed {young}" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 

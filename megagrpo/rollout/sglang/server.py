@@ -23,6 +23,7 @@ from typing import Any
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.ports import free_port
+from megagrpo.remove_after_me import remove_after_me
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE
 
 LAUNCH = Path(__file__).with_name("launch.py")
@@ -60,6 +61,7 @@ class Server:
         port = free_port(HOST)
         self.url = f"http://{HOST}:{port}"
         self._directory = tempfile.mkdtemp(prefix="sglang-")  # a short path: SGLang makes sockets in it
+        self._watched = remove_after_me(Path(self._directory))
         self._shared: set[Path] = set()
         settings = {
             "owner": os.getpid(),
@@ -154,6 +156,7 @@ class Server:
             time.sleep(0.02)
         remove(self._shared)
         shutil.rmtree(self._directory, ignore_errors=True)
+        self._watched.close()
         self._note.unlink(missing_ok=True)
 
     def _note_leftovers(self) -> None:

@@ -1,9 +1,9 @@
 """Buckets in memory that both ends map: a file in /dev/shm on CPUs, a buffer shared by CUDA IPC on GPUs.
 
 A sender owns one area with two slots and keeps it from sync to sync, so that its pages are mapped already from the
-second sync on. A file's name holds the run's token. The file is removed when its owner closes it. An owner that is
-killed leaves its file behind: the next process that makes a file on the node, in any run, removes all files that no
-process has locked.
+second sync on. A file's name holds the run's token. The file is removed when its owner closes it, or by a shell that
+outlives an owner that is killed. What is left all the same, the next process that makes a file on the node removes, in
+any run, and so does `megagrpo doctor --clean`: all files that no process has locked.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from megagrpo.errors import Problem, WeightSyncError
+from megagrpo.remove_after_me import remove_after_me
 from megagrpo.weights.transport.buckets import SLOTS, Peer
 from megagrpo.weights.transport.rendezvous import Member, Sync
 
@@ -95,8 +96,9 @@ def remove_left_over(run: str) -> None:
         file.unlink(missing_ok=True)
 
 
-def remove_abandoned() -> None:
+def remove_abandoned() -> list[Path]:
     """Removes the files on this node, of any run, whose owners were killed. Other users' files stay."""
+    removed = []
     for path in DIRECTORY.glob("megagrpo-*"):
         with suppress(OSError):  # it is gone, or another user's, or locked by an owner that lives
             found = path.lstat()
@@ -106,8 +108,10 @@ def remove_abandoned() -> None:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
+                removed.append(path)
             finally:
                 os.close(descriptor)
+    return removed
 
 
 class FileArea:
@@ -119,6 +123,7 @@ class FileArea:
         self._path = DIRECTORY / name
         # Also removes it when the owner is collected, or ends without closing it.
         self._remove = weakref.finalize(self, self._path.unlink, missing_ok=True)
+        self._watched = remove_after_me(self._path)
         descriptor = -1
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -143,6 +148,7 @@ class FileArea:
     def close(self) -> None:
         """Removes the name; the memory goes with the last mapping."""
         self._remove()
+        self._watched.close()
 
 
 def map_file(stem: str, name: str, label: str) -> torch.Tensor:
