@@ -33,7 +33,7 @@ from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.server import Server
-from megagrpo.weights.boxes import ITEM_BYTES, Place, Topology
+from megagrpo.weights.boxes import ITEM_BYTES, Place, Storage, Topology
 from megagrpo.weights.digest import digest_problems, expected_digests
 from megagrpo.weights.families import architecture_of, read_architecture, tensors_of
 from megagrpo.weights.files.export import begin_export, finish_export, write_part
@@ -74,7 +74,8 @@ def make_model(directory: Path, config: Mapping[str, Any]) -> None:
         for tensor in tensors_of(arch)
     }
     export = begin_export(directory, given, arch, DTYPE)
-    source = checkpoint.new_file(checkpoint.SINGLE, tensors_of(arch), DTYPE)
+    stored = [Storage(tensor.name, tensor.shape, DTYPE) for tensor in tensors_of(arch)]
+    source = checkpoint.new_file(checkpoint.SINGLE, stored)
     write_part(export, make_plan([source], export.files), 0, values)
     finish_export(export)
 
