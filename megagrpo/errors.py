@@ -12,6 +12,9 @@ EXIT_STOPPED = 75
 """EX_TEMPFAIL of sysexits.h: nothing is wrong, and the same command continues."""
 
 
+DIVERGED_FIX = "lower train.optimizer.lr, or clip gradients (train.optimizer.clip_grad: 1.0), and start it again"
+"""What to do about a run whose numbers are not finite any more."""
+
 CHARACTERS_MAX = 10_000
 
 

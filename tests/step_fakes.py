@@ -82,6 +82,7 @@ class FakePolicy:
     """Notes what it is asked, in order."""
 
     kl: float = 0.1
+    step: int | None = None
     calls: list[str] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     advantages: Any = None
@@ -94,6 +95,12 @@ class FakePolicy:
         yield
 
     needed = released
+
+    @contextmanager
+    def updating(self, step: int) -> Iterator[None]:
+        self.step = None
+        yield
+        self.step = step
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):

@@ -80,6 +80,9 @@ class RankProcess:
     def restore(self, parts: Sequence[str]) -> None:
         self.rank.restore(parts)
 
+    def broken(self) -> dict[str, str]:
+        return self.rank.broken()
+
     def save(self, directory: Path) -> tuple[SavedFile, ...]:
         return self.rank.save(directory)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +20,7 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.cluster.actors import RankActor, SftActor
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import wait_for
-from megagrpo.errors import RankError
+from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, ModelError, Problem, RankError
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.boxes import Manifest, Place
@@ -31,12 +32,18 @@ if TYPE_CHECKING:
     from megagrpo.weights.plan import WeightPlan
 
 
+BROKEN_NAMED = 3
+"""Tensors that an error names of those that are not finite."""
+
+
 class TrainRanks:
     """One actor per training rank. Ready once constructed."""
 
     actor_class: ClassVar[Any]  # decorated by ray.remote
 
     def __init__(self, runtime: Runtime, recipe: AnyRecipe, model_directory: Path) -> None:
+        self.step: int | None = None
+        """The step that all ranks have finished in this process; None: none, or an update has begun."""
         self._timeout, self.watch = recipe.cluster.step_timeout_seconds, runtime.watch
         self._offload = list(recipe.train.offload)
         self._away: set[str] = set()
@@ -98,9 +105,36 @@ class TrainRanks:
         written = self.wait("save", [actor.save.remote(directory) for actor in self.ranks])
         return list(chain.from_iterable(written))
 
-    def load(self, directory: Path) -> None:
-        """Replaces the training state by a saved one, of any layout."""
-        self.wait("load", [actor.load.remote(directory) for actor in self.ranks])
+    def begin(self, model: Path, saved: Path | None) -> None:
+        """Loads the state of a checkpoint's rank directory if there is one. Raises ModelError, or CheckpointError for a
+        saved one, if weights are not finite."""
+        if saved is None:
+            self._require_finite(str(model), ModelError, "download the model again, or take another")
+        else:
+            self.wait("load", [actor.load.remote(saved) for actor in self.ranks])
+            self._require_finite(str(saved), CheckpointError, "remove this checkpoint: the run continues from another")
+
+    @contextmanager
+    def updating(self, step: int) -> Iterator[None]:
+        """Inside, the state becomes that of `step`. Raises RankError if weights are not finite afterwards."""
+        self.step = None
+        try:
+            yield
+        except RankError as error:
+            raise RankError(replace(found, where=f"step {step}: {found.where}") for found in error.problems) from error
+        self._require_finite(f"step {step} has diverged", RankError, f"{DIVERGED_FIX} (checkpoints are not affected)")
+        self.step = step
+
+    def _require_finite(self, where: str, error: type[MegagrpoError], fix: str) -> None:
+        """Raises `error`, naming tensors, if weights are NaN, infinite, or so large that products overflow."""
+        found: dict[str, str] = {}
+        for broken in self.wait("broken", [actor.broken.remote() for actor in self.ranks]):
+            found |= broken
+        if found:
+            needed = "finite weights: nothing is saved, sent to an engine or sampled with these"
+            left = len(found) - BROKEN_NAMED
+            problems = [Problem(f"{where}: {name}", found[name], needed, fix) for name in sorted(found)[:BROKEN_NAMED]]
+            raise error(problems + [Problem(f"{where}: {left} more tensors")] * (left > 0))
 
     @property
     def away(self) -> bool:

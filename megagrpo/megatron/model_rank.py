@@ -119,6 +119,10 @@ class ModelRank:
         self.policy.offload.require(["parameters"])
         write_part(export, plan, source, self.policy.trained_adapters.tensors() if adapters else self.tensors())
 
+    def broken(self) -> dict[str, str]:
+        """What is wrong with weights that are not finite, by their names in checkpoints."""
+        return self.policy.broken()
+
     # --- checkpoints, memory, process ---------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> tuple[SavedFile, ...]:

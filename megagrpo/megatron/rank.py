@@ -213,6 +213,10 @@ class TrainRank(ModelRank):
 
     # --- checkpoints and memory, with the critic ----------------------------------------------------------------------
 
+    def broken(self) -> dict[str, str]:
+        critic = self._critic.model.broken() if self._critic else {}
+        return super().broken() | {f"the critic's {name}": given for name, given in critic.items()}
+
     def save(self, directory: Path) -> tuple[SavedFile, ...]:
         """Also writes the critic's state, into a directory of its own in this one."""
         files = super().save(directory)

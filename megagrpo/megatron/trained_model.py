@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megagrpo.checkpoint.store import SavedFile
-from megagrpo.errors import Problem, RankError
+from megagrpo.errors import DIVERGED_FIX, Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron import state
 from megagrpo.megatron.batch import Batch, PackedTensors, ResponseTokens, TokenTensors
@@ -33,6 +33,7 @@ from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.loading import load_files
+from megagrpo.weights.finite import broken_storages, broken_weights
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
 
@@ -83,6 +84,17 @@ class TrainedModel:
         weights = named_tensors(self.chunks)
         return self.adapters.merged(weights) if self.adapters else weights
 
+    def broken(self) -> dict[str, str]:
+        """What is wrong with weights and adapters that are not finite, by their names in checkpoints."""
+        self.offload.require(["parameters"])
+        weights = named_tensors(self.chunks)
+        found = {}
+        if names := broken_storages(weights):
+            found = broken_weights(self.manifest(), {name: weights[name] for name in names})
+        if self.adapters and (names := broken_storages(adapters := self.adapters.tensors())):
+            found |= broken_weights(self.adapters.manifest, {name: adapters[name] for name in names})
+        return found
+
     @property
     def trained_adapters(self) -> Adapters:
         """Raises RankError if the weights themselves are trained."""
@@ -127,7 +139,7 @@ class TrainedModel:
         set_learning_rate(self.optimizer, lr, self._settings.weight_decay)
         _, grad_norm, _ = self.optimizer.step()
         if not math.isfinite(grad_norm):
-            fix = "look at the last steps' metrics and lower train.optimizer.lr; checkpoints are not affected"
+            fix = f"{DIVERGED_FIX} (checkpoints are not affected)"
             raise RankError(Problem("update: the gradient is not finite", f"norm {grad_norm}", fix=fix))
         return float(grad_norm)
 
@@ -200,7 +212,7 @@ def make_optimizer(
         adam_beta1=settings.beta1,
         adam_beta2=settings.beta2,
         adam_eps=settings.epsilon,
-        clip_grad=settings.clip_grad,
+        clip_grad=settings.clip_grad or math.inf,  # with 0 Megatron does not even compute the norm
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=distributed_optimizer,

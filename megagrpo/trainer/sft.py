@@ -30,8 +30,7 @@ def start_fine_tuning(setup: Setup[SftRecipe, Example], ray: Runtime, closing: E
     check_files(ray, setup.recipe, read=(model,))
     ranks = SftRanks(ray, setup.recipe, model)
     closing.callback(ranks.close)
-    if setup.resumed:
-        ranks.load(setup.resumed.rank_directory)
+    ranks.begin(model, setup.resumed and setup.resumed.rank_directory)
     return FineTuning(setup, ranks, work_of(setup.checked.architecture))
 
 
@@ -51,7 +50,7 @@ class FineTuning:
             examples = cursor.next(recipe.data.examples_per_step)
             batches = self._pack(examples)
             lr = learning_rate(step, self.setup.total_steps, recipe.train.optimizer)
-            with clock.phase("update"):
+            with clock.phase("update"), self.ranks.updating(step):
                 update = self.ranks.update(batches, lr)
             tokens = sum(len(example.tokens) for example in examples)
             layout = recipe.train.layout.parallel()

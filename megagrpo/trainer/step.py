@@ -267,13 +267,14 @@ class Trained:
 def train(run: Run, loaded: Loaded, step: int, kl_coefficient: float) -> Trained:
     """Updates critic and policy on the loaded batch, if there is one, and the reference where it is due."""
     trained = Trained(kl_coefficient)
-    if loaded.batches:
-        with run.clock.phase("update"):
-            trained = _update_policy(run, _update_critic(run, trained, loaded, step), loaded, step)
-    every = run.recipe.algorithm.reference.update_every_steps
-    if every is not None and step % every == 0:
-        with run.clock.phase("update"):
-            run.policy.update_reference()
+    with run.policy.updating(step):
+        if loaded.batches:
+            with run.clock.phase("update"):
+                trained = _update_policy(run, _update_critic(run, trained, loaded, step), loaded, step)
+        every = run.recipe.algorithm.reference.update_every_steps
+        if every is not None and step % every == 0:
+            with run.clock.phase("update"):
+                run.policy.update_reference()
     return trained
 
 

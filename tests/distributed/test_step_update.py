@@ -34,6 +34,7 @@ from tests.distributed.step_ranks import (
     update,
 )
 from tests.rank_group import CALL_SECONDS, ENVIRONMENT, REPOSITORY
+from tests.safetensors_files import saved, with_tensors
 
 ALONE = ParallelLayout()
 LAYOUTS = ["tensor, data", "unequal, context, expert", "virtual, context"]
@@ -220,9 +221,28 @@ def refused_updates(rank: TrainRank, batch: RankBatch, advantages: np.ndarray) -
         update(rank, advantages * np.nan)
 
 
-def test_updates_without_the_passes_that_they_need_or_with_gradients_that_are_not_finite_are_refused(case):
+@pytest.mark.parametrize("clip_grad", [0.5, 0.0], ids=["clipped", "not clipped"])
+def test_updates_without_the_passes_that_they_need_or_with_gradients_that_are_not_finite_are_refused(clip_grad, case):
     """The recipe has several optimizer steps, which need old logprobs, and a KL term, which needs the reference's."""
-    on_ranks(refused_updates, make_recipe(ALONE, algorithm=SEVERAL), case)
+    optimizer = {"optimizer": {"lr": LR, "clip_grad": clip_grad}}
+    on_ranks(refused_updates, make_recipe(ALONE, algorithm=SEVERAL, train=optimizer), case)
+
+
+def broken_weights(rank: TrainRank, batch: RankBatch, advantages: np.ndarray) -> list[str]:
+    return sorted(rank.broken())
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["weights", "adapters"])
+def test_weights_that_are_not_finite_or_too_large_are_named_on_the_ranks_that_hold_them(lora, case, tmp_path):
+    tensors, layer = saved(case.directory), "model.layers.1."
+    embedding, key, up = "model.embed_tokens.weight", f"{layer}self_attn.k_proj.weight", f"{layer}mlp.up_proj.weight"
+    tensors[key][0, 3] = np.nan
+    tensors[up][-1, 0] = -1e20
+    tensors[embedding][-1, 0] = np.inf
+    broken = replace(case, directory=with_tensors(case.directory, tmp_path, tensors))
+    recipe = make_recipe(ParallelLayout(tensor=2), algorithm=NO_KL, train={"lora": lora} if lora else {})
+    assert on_ranks(broken_weights, recipe, broken) == [[key], sorted([embedding, up])]
+    assert on_ranks(broken_weights, recipe, case) == [[], []]
 
 
 # --- torchrun ---------------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megagrpo.data.messages import load_examples
-from megagrpo.errors import EXIT_STOPPED
+from megagrpo.errors import EXIT_RUN_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
 from megagrpo.recipe.schema import ConversationFileConfig
 from megagrpo.recipe.schema.sft import SftDataConfig
 from megagrpo.tokenizer import load_tokenizer
 from tests.loop import small_run
+from tests.safetensors_files import saved, with_tensors
 
 STEPS = 6
 
@@ -93,6 +94,35 @@ def test_the_loss_falls_and_the_exported_model_has_it(inputs: Path, finished_sft
         assert metrics[step]["eval/loss"] == pytest.approx(loss, rel=1e-4)
     assert metrics[STEPS]["epoch"] == 1.0
     assert metrics[1]["example_tokens/trained_share"] == pytest.approx(0.5), "8 of prompt, 8 of answer"
+
+
+def test_a_run_that_diverges_keeps_its_last_finite_checkpoint_and_continues_from_it_with_a_better_recipe(
+    inputs: Path, finished_sft: Path, tmp_path: Path, ray: Mapping[str, str]
+) -> None:
+    """And a model that has diverged already is refused."""
+    values = recipe(inputs, tmp_path)
+    values["checkpoint"]["keep_last"] = 1
+    recipe_file = small_run.write(values, tmp_path)
+    directory = shutil.copytree(finished_sft, tmp_path / "small_sft")
+    shutil.rmtree(directory / f"checkpoints/step_{STEPS:06}")
+    tensors, name = saved(inputs / "model"), "model.layers.1.self_attn.v_proj.weight"
+    tensors[name][0, 0] = torch.nan
+    shutil.copytree(inputs / "model", tmp_path / "model")
+    model = with_tensors(inputs / "model", tmp_path / "model", tensors)
+
+    wild = ("train.optimizer.lr=10", "train.optimizer.weight_decay=1e9", "train.optimizer.schedule=constant")
+    other = (f"model.path={model}", "name=other")
+    how: Any = {"command": "sft", "environment": ray}
+    diverged, refused = small_run.side_by_side(
+        lambda: small_run.end(small_run.start(recipe_file, *wild, **how), EXIT_RUN_FAILED),
+        lambda: small_run.end(small_run.start(recipe_file, *other, **how), EXIT_USER_ERROR),
+    )
+    assert f"{model}: {name}" in refused
+    assert "step 6" in diverged
+    assert "not finite" in diverged
+    assert "lower train.optimizer.lr" in diverged
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_000004"]
+    assert "continuing after step 4" in small_run.train(recipe_file, **how)
 
 
 @pytest.mark.long
