@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from megagrpo.algorithm.kl import divergence
-from megagrpo.algorithm.policy_losses import bounded
+from megagrpo.algorithm.policy_losses import LIMIT, bounded
 from megagrpo.errors import Problem
 from megagrpo.section import ByName, NonNegativeFloat, Number, PositiveFloat, Section
 
@@ -53,6 +53,8 @@ class ImportanceConfig(Section):
             given = f"weights in [{self.low}, {self.high}]"
             needed = "bounds around 1, the weight where engine and trainer agree"
             yield Problem("high" if self.high < 1 else "low", given, needed, "low: 0.5 and high: 2.0")
+        elif self.high > math.exp(LIMIT):
+            yield Problem("high", f"{self.high}", f"at most e^{LIMIT:g}, what any weight is bounded by", "high: 2.0")
 
 
 class Rejection(Section):
@@ -88,6 +90,21 @@ class Rejection(Section):
             given = f"[{'-inf' if low is None else low}, {'inf' if high is None else high}] for {self.statistic}"
             needed = f"bounds around {agreed:g}, its value where engine and trainer agree"
             yield Problem("low" if low is not None and low > agreed else "high", given, needed, "widen it")
+        elif self.statistic == "ratio" or getattr(self, "over", None) != "sum":  # sums of the others have no end
+            yield from self._never_acting()
+
+    def _never_acting(self) -> Iterator[Problem]:
+        """Bounds that nothing can be beyond, because log ratios are bounded by LIMIT on both sides."""
+        ratio = math.exp(LIMIT)
+        smallest = {"ratio": 1 / ratio, "k1": -LIMIT}.get(self.statistic, 0.0)
+        largest = {"ratio": ratio, "k1": LIMIT, "k2": LIMIT**2 / 2, "k3": ratio - 1 - LIMIT}[self.statistic]
+        needed = (
+            f"within [{smallest:g}, {largest:g}]: no token's {self.statistic} is outside (log ratios end at {LIMIT:g})"
+        )
+        if self.low is not None and self.low < smallest:
+            yield Problem("low", f"{self.low}, which never acts", needed, "raise it, or remove it")
+        if self.high is not None and self.high > largest:
+            yield Problem("high", f"{self.high}, which never acts", needed, "lower it, or remove it")
 
 
 class TokenRejectionConfig(Rejection):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from megagrpo.algorithm.policy_losses import bounded
 from megagrpo.errors import Problem
 from megagrpo.section import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
@@ -16,6 +15,8 @@ Estimator = Literal["k1", "k2", "k3", "abs"]
 
 K3_LIMIT = 10.0
 """One token that both policies see quite differently must not drown the others."""
+K3_FAR = (-10.99999, 2.61086)
+"""Log ratios outside of which k3 is K3_LIMIT, with the gradient that it has there."""
 
 CHANGE_MAX = 0.2
 
@@ -93,14 +94,20 @@ def kl_estimate(
 
     k1: -d, unbiased and of high variance (as a loss term its expected gradient is 0: use it in the reward);
     k2: d^2 / 2, biased, low variance; its expected gradient is that of the divergence;
-    k3: r - 1 - d, unbiased, low variance, never negative; d is clamped before exp and the value at K3_LIMIT;
+    k3: r - 1 - d, unbiased, low variance, never negative; at most K3_LIMIT, from where on its gradient stays the same;
     abs: |d|.
     straight_through: this value, with the gradient of k2 (arXiv:2510.01555).
     """
     difference = reference_logprobs - logprobs
-    value = divergence(bounded(difference) if estimator == "k3" else difference, estimator)
     if estimator == "k3":
-        value = value.clamp(max=K3_LIMIT)
+        low, high = K3_FAR
+        near = difference.clamp(low, high)
+        far = near.detach().expm1() * (difference.detach() != near.detach())  # the slope at the limit; 0 before it
+        value = divergence(near, "k3").clamp(max=K3_LIMIT).where(far == 0, K3_LIMIT) + far * (
+            logprobs.detach() - logprobs
+        )
+    else:
+        value = divergence(difference, estimator)
     if not straight_through:
         return value
     k2 = divergence(difference, "k2")

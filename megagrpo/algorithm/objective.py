@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megagrpo.algorithm.kl import Estimator, kl_estimate
@@ -49,9 +50,13 @@ def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Obje
     """
     if settings.kl_coefficient and inputs.reference_logprobs is None:
         raise ValueError("a KL term without reference logprobs")
+    used = inputs.weights != 0
+    # NaN in a token that a correction left out, times a weight of 0, would still be NaN: in the loss and its gradient.
+    old = inputs.old_logprobs
+    inputs = replace(inputs, old_logprobs=torch.where(used | old.isfinite(), old, inputs.logprobs.detach()))
     policy = settings.loss.of_tokens(inputs)
     per_token = policy.loss if inputs.importance is None else inputs.importance * policy.loss
-    policy_term = inputs.weights * per_token.detach()
+    policy_term = torch.where(used, inputs.weights * per_token.detach(), 0.0)
     kl = None
     if inputs.reference_logprobs is not None:
         kl = kl_estimate(
@@ -61,5 +66,5 @@ def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Obje
             per_token = per_token + settings.kl_coefficient * kl
     if settings.entropy_coefficient:
         per_token = per_token - settings.entropy_coefficient * inputs.entropy
-    loss = (inputs.weights * per_token).sum()
+    loss = torch.where(used, inputs.weights * per_token, 0.0).sum()
     return Objective(loss, policy, policy_term, None if kl is None else kl.detach())

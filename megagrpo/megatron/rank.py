@@ -19,7 +19,7 @@ from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grp
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import SavedFile
-from megagrpo.errors import Problem, RankError
+from megagrpo.errors import DIVERGED_FIX, Problem, RankError
 from megagrpo.megatron.batch import Minibatch, Passes, TokenTensors, TokenWeights, of_tokens, weigh
 from megagrpo.megatron.critic import Critic
 from megagrpo.megatron.metrics import MetricSums, reduce_mismatch
@@ -77,7 +77,7 @@ class TrainRank(ModelRank):
 
     def compute_old_logprobs(self) -> None:
         """Logprobs of the batch under the policy as it is now; they stay here."""
-        found = self._compute_logprobs()
+        found = self._compute_logprobs("policy")
         self.passes = replace(self.passes, before_update=found, old_logprobs=found)
 
     def use_rollout_logprobs_as_old(self) -> None:
@@ -88,7 +88,7 @@ class TrainRank(ModelRank):
     def compute_reference_logprobs(self) -> None:
         """Logprobs of the batch under the reference; they stay here."""
         with self.reference.in_place_of(self.policy.chunks):
-            self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs())
+            self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs("reference"))
 
     def token_kl(self) -> TokenNumbers | None:
         """KL estimates of the batch's response tokens. Old and reference logprobs must be there."""
@@ -235,11 +235,21 @@ class TrainRank(ModelRank):
 
     # --- numbers by token ---------------------------------------------------------------------------------------------
 
-    def _compute_logprobs(self) -> TokenTensors:
-        """A pass over the batch: logprobs of its response tokens under the weights in the policy's chunks, float32."""
-        return self.policy.read_tokens(
+    def _compute_logprobs(self, of: str) -> TokenTensors:
+        """A pass over the batch: logprobs of its response tokens under the weights in the policy's chunks, float32.
+
+        Raises RankError, naming tokens, if one is not finite: in a KL of the reward it would only mask its sample.
+        """
+        found = self.policy.read_tokens(
             self.batch, lambda output, response: self.logprobs(output, response, entropy=False)[0]
         )
+        numbers = self.token_numbers(found)
+        if numbers and (wrong := np.flatnonzero(~np.isfinite(numbers.values))).size:
+            tokens = [f"token {numbers.index[at]} of response {numbers.rows[at]} of the step" for at in wrong[:3]]
+            given = f"{numbers.values[wrong[0]]} for {wrong.size} of {numbers.values.size}: {', '.join(tokens)}"
+            fix = f"{DIVERGED_FIX} (checkpoints are not affected)"
+            raise RankError(Problem(f"logprobs of the {of} are not finite", given, "numbers", fix))
+        return found
 
     def of_tokens(self, values: RowOrTokenValues) -> TokenTensors:
         """What the driver made for the rows or tokens of the step, by response token of the batch, float32."""

@@ -23,7 +23,15 @@ from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.data.cursor import Cursor
 from megagrpo.data.mixture import AnyItem, Mixture
-from megagrpo.errors import MegagrpoError, Problem, RecipeError
+from megagrpo.errors import (
+    EngineError,
+    MegagrpoError,
+    MismatchError,
+    Problem,
+    RecipeError,
+    RewardError,
+    WeightSyncError,
+)
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory, total_steps
 from megagrpo.recipe.load import Kind
@@ -188,7 +196,8 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
     """Steps until the run's length or early stopping; evaluates and saves when due.
 
     A step is logged before it is saved: a run killed in between repeats the step, and its line is written again.
-    Raises a step's failure once the step is saved, and StopRequested once all steps that are done are saved.
+    Raises a step's failure once the step is saved, and StopRequested once all steps that are done are saved; so too the
+    errors of engines, weight syncs, rewards and files, where the ranks still hold the last step.
     """
     recipe, tracker, cursor, saved = setup.recipe, setup.tracker, setup.cursor, progress.step
     failure: MegagrpoError | None = None
@@ -201,6 +210,8 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
         while progress.unlogged is not None or (progress.step < setup.total_steps and not reason):
             if progress.unlogged is None:
                 progress, failure = _step(setup, training, progress)
+                if failure and not isinstance(failure, MismatchError):  # nothing can be evaluated
+                    raise failure
             last = progress.step == setup.total_steps or cursor.exhausted
             if setup.held_out and (last or progress.step % recipe.eval.every_steps == 0):
                 progress = _evaluate(setup, training, progress)
@@ -220,6 +231,16 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
             _save(setup, training, progress, goes_on=False)
         if failure:
             raise failure from None
+        raise
+    except (EngineError, WeightSyncError, RewardError, OSError):
+        # An error of others' making: the ranks may still be whole, and hold the last step.
+        if progress.step > saved and training.ranks.step == progress.step:
+            training.give_up()
+            try:
+                _save(setup, training, progress, goes_on=False)
+                tracker.say(f"step {progress.step} is saved: the same command continues after it")
+            except MegagrpoError as also:
+                tracker.say(f"step {progress.step} could not be saved: {also}")
         raise
     if reason:
         tracker.say(f"stopped after step {progress.step}: {reason}")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megagrpo.algorithm.mismatch import Mismatch
+from megagrpo.errors import EngineError, MegagrpoError, WeightSyncError
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.step import load, sample, solved_prompts, sync, train
 from megagrpo.trainer.step_metrics import step_metrics
@@ -21,6 +22,7 @@ class Step:
     sampled: Sequence[Group]  # all that were sampled, `groups` among them
     mismatch: Mismatch | None  # None: the policy was not trained
     kl_coefficient: float  # of the next step
+    failure: MegagrpoError | None = None  # engines did not get the new weights
 
 
 def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
@@ -38,9 +40,13 @@ def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
 
     loaded = load(run, sampled, step, kl_coefficient)
     trained = train(run, loaded, step, kl_coefficient)
+    failure = None
     if not run.stopping.requested:
-        sync(run, version=step)
+        try:
+            sync(run, version=step)
+        except (EngineError, WeightSyncError) as error:
+            failure = error
 
     metrics = step_metrics(run, sampled, loaded, trained, step, kl_coefficient)
     mismatch = trained.policy.mismatch if trained.policy else None
-    return Step(metrics, sampled.groups, sampled.all, mismatch, trained.kl_coefficient)
+    return Step(metrics, sampled.groups, sampled.all, mismatch, trained.kl_coefficient, failure)

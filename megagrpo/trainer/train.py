@@ -103,7 +103,7 @@ class GrpoTraining:
             tokens=sum(tokens),
             responses=len(tokens),
             kl_coefficient=done.kl_coefficient,
-            failure=MismatchError(excess) if excess else None,
+            failure=done.failure or (MismatchError(excess) if excess else None),
         )
 
     def evaluate(self) -> dict[str, float]:

@@ -228,6 +228,19 @@ def test_updates_without_the_passes_that_they_need_or_with_gradients_that_are_no
     on_ranks(refused_updates, make_recipe(ALONE, algorithm=SEVERAL, train=optimizer), case)
 
 
+def logprobs_of_broken_references(rank: TrainRank, batch: RankBatch, advantages: np.ndarray) -> None:
+    rank.load_batch(batch)
+    rank.compute_reference_logprobs()
+    for tensor in rank.reference.tensors:
+        tensor.fill_(np.nan)
+    with pytest.raises(RankError, match=r"reference are not finite\n.*nan for 164 of 164: token 0 of response \d"):
+        rank.compute_reference_logprobs()
+
+
+def test_logprobs_that_are_not_finite_are_an_error_that_names_tokens(case):
+    on_ranks(logprobs_of_broken_references, make_recipe(ALONE), case)
+
+
 def broken_weights(rank: TrainRank, batch: RankBatch, advantages: np.ndarray) -> list[str]:
     return sorted(rank.broken())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -117,14 +118,30 @@ def test_estimates_are_those_of_the_formulas_with_their_gradients_or_straight_th
     torch.testing.assert_close(gradient, log_ratio)
 
 
-def test_k3_of_a_token_that_is_far_off_is_limited_and_pulls_no_more():
-    logprobs = torch.tensor([-1e4, 0.0, -2.0], requires_grad=True)
-    found = kl_estimate(logprobs, torch.tensor([0.0, -1e4, 0.0]), "k3")
-    assert found[0] == K3_LIMIT
+def test_k3_of_a_token_that_is_far_off_is_limited_and_pulls_as_at_the_limit():
+    logprobs = torch.tensor([-1e4, 0.0, -2.6, -2.62, -2.0, 0.0], requires_grad=True)
+    found = kl_estimate(logprobs, torch.tensor([0.0, -1e4, 0.0, 0.0, 0.0, -math.inf]), "k3")
     found.sum().backward()
-    assert torch.isfinite(found).all()
-    assert logprobs.grad[0] == 0
-    assert logprobs.grad[2] != 0
+    assert found.tolist() == pytest.approx(
+        [K3_LIMIT, K3_LIMIT, math.exp(2.6) - 3.6, K3_LIMIT, math.exp(2) - 3, K3_LIMIT]
+    )
+    assert logprobs.grad.tolist() == pytest.approx(
+        [-12.61, 1, 1 - math.exp(2.6), -12.61, 1 - math.exp(2), 1], rel=1e-3
+    ), "the slope is -expm1(d), and that of the limit beyond it"
+
+
+@pytest.mark.parametrize("rollout", [math.nan, math.inf])
+def test_a_token_that_is_left_out_reaches_neither_loss_nor_gradient_whatever_its_old_logprob(rollout):
+    inputs = random_inputs()
+    weights = inputs.weights.clone()
+    weights[3] = 0
+    without = replace(inputs, weights=weights)
+    old = inputs.old_logprobs.clone()
+    old[3] = rollout
+    losses = [grpo_objective(given, SETTINGS).loss for given in (without, replace(without, old_logprobs=old))]
+    assert torch.equal(losses[0], losses[1])
+    gradients = [torch.autograd.grad(loss, inputs.logprobs)[0] for loss in losses]
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 # The adaptive coefficient, by figures worked out by hand.

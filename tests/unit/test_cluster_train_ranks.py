@@ -40,7 +40,8 @@ class OnDevice(Policy):
         self._offload, self._away, self.device = [*PARTS], set(), device
         self.updates = FakePolicy()
         moves = {method: SimpleNamespace(remote=partial(device.move, method)) for method in ("release", "restore")}
-        self.actors = {"train rank 0": SimpleNamespace(**moves)}
+        broken = SimpleNamespace(remote=lambda: None)
+        self.actors = {"train rank 0": SimpleNamespace(**moves, broken=broken)}
 
     def wait(self, doing: str, answers: Sequence[Any]) -> list[Any]:
         return []

@@ -90,6 +90,9 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("algorithm.correction.reject.0.high", ["algorithm.correction.reject=[{level: token}]"]),
     ("algorithm.correction.reject.0.high", ["algorithm.correction.reject=[{level: token, high: 0.5}]"]),
     ("algorithm.correction.reject.0.low", ["algorithm.correction.reject=[{level: token, low: 0.1, statistic: k1}]"]),
+    ("algorithm.correction.reject.0.low", ["algorithm.correction.reject=[{level: token, low: 1e-9}]"]),
+    ("algorithm.correction.reject.0.high", ["algorithm.correction.reject=[{level: token, statistic: k2, high: 201}]"]),
+    ("algorithm.correction.weights.high", ["algorithm.correction.weights={high: 5e8}"]),
     ("reward.functions", ["reward.functions.0.weight=0"]),
     ("reward.functions", ["reward.functions.0.counts=when_others_score"]),
     ("reward.overlong.buffer_tokens", ["reward.overlong={buffer_tokens: 17}"]),
@@ -143,6 +146,7 @@ def test_a_broken_rule_names_the_field_and_a_fix(field: str, overrides: list[str
         ["algorithm.aggregation=seq_mean_token_sum_norm", "algorithm.aggregation.divisor=8.0"],
         ["algorithm.correction={weights: {low: 0.5, outside: zero}, veto: 1e-4}"],
         ["algorithm.correction.reject=[{level: sequence, over: max, statistic: k2, high: 0.1}]"],
+        ["algorithm.correction.reject=[{level: sequence, over: sum, statistic: k1, high: 50}]"],
         ["algorithm.correction.weights.outside=zero"],  # only large weights are masked
         [AS_OLD, "algorithm.minibatches=2"],
         [AS_OLD, REINFORCE, KL_IN_REWARD],  # reads the old logprobs

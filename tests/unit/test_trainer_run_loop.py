@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.errors import MismatchError, Problem, RecipeError
+from megagrpo.errors import EngineError, MismatchError, Problem, RankError, RecipeError
 from megagrpo.trainer import run_loop, train
 from megagrpo.trainer.run_loop import only_process_of
 from megagrpo.trainer.stopping import StopRequested
@@ -112,6 +112,40 @@ def test_a_run_told_to_stop_still_ends_with_the_mismatch_that_it_found(monkeypat
     with pytest.raises(MismatchError):
         recorder.start(at_call("rollouts", "generate_for_evaluation", 2))
     assert recorder.saved[-1].step == 2
+
+
+ENGINE, DISK = EngineError(Problem("engine 0 died")), OSError("no space left")
+
+
+@pytest.mark.parametrize(
+    ("error", "part", "method", "count", "step"),
+    [
+        (ENGINE, "rollouts", "generate", 3, 1),  # the first is an evaluation
+        (DISK, "scorer", "score", 3, 2),
+        (ENGINE, "weights", "sync", 1, 1),
+        (ENGINE, "weights", "sync", 2, 2),
+        (DISK, "rollouts", "generate_for_evaluation", 2, 2),
+        (ENGINE, "policy", "update", 2, None),  # the ranks are between two steps
+        (RankError(Problem("rank 0 died")), "scorer", "score", 3, None),
+    ],
+)
+def test_an_error_of_others_saves_the_last_step_that_is_whole_and_the_run_continues_as_if_there_had_been_none(
+    error: Exception, part: str, method: str, count: int, step: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = Recorder(monkeypatch)
+    undisturbed.start(nothing)
+
+    def failing() -> None:
+        raise error
+
+    recorder = Recorder(monkeypatch)
+    with pytest.raises(type(error)):
+        recorder.start(lambda run, stop: at_call(part, method, count)(run, failing))
+    assert [state.step for state in recorder.saved] == ([step] if step else [])
+    if step:
+        recorder.start(nothing)
+        assert recorder.lines == undisturbed.lines
+        assert recorder.saved[-1] == undisturbed.saved[-1]
 
 
 def test_a_run_told_to_stop_before_its_first_step_is_done_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
