@@ -96,6 +96,7 @@ def test_the_loss_falls_and_the_exported_model_has_it(inputs: Path, finished_sft
     assert metrics[1]["example_tokens/trained_share"] == pytest.approx(0.5), "8 of prompt, 8 of answer"
 
 
+@pytest.mark.long
 def test_a_run_that_diverges_keeps_its_last_finite_checkpoint_and_continues_from_it_with_a_better_recipe(
     inputs: Path, finished_sft: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:
