@@ -30,7 +30,7 @@ def start_fine_tuning(setup: Setup[SftRecipe, Example], ray: Runtime, closing: E
     check_files(ray, setup.recipe, read=(model,))
     ranks = SftRanks(ray, setup.recipe, model)
     closing.callback(ranks.close)
-    ranks.begin(model, setup.resumed and setup.resumed.rank_directory)
+    ranks.begin(model, setup.resumed.rank_directory if setup.resumed else None)
     return FineTuning(setup, ranks, work_of(setup.checked.architecture))
 
 

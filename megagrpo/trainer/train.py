@@ -51,7 +51,7 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
     early = None if ray.shares_gpus else start_engines()
     policy = Policy(ray, placed, model, critic)
     closing.callback(policy.close)
-    policy.begin(model, setup.resumed and setup.resumed.rank_directory)
+    policy.begin(model, setup.resumed.rank_directory if setup.resumed else None)
     policy.release()
     rollouts = early or start_engines()
     rollouts.wait_until_ready()
