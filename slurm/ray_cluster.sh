@@ -76,6 +76,7 @@ start_ray() {
     export RAY_PORT RAY_ADDRESS=${addresses[0]}:$RAY_PORT RAY_LOGS=$LOGS
     # Said outright: what Ray does by itself depends on files in the user's home. Who has no token stays out.
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$LOGS/token
+    export RAY_worker_oom_score_adjustment=500 # reward workers have 1000: without memory, they end first
     (umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
     # Short, because sockets lie in it, and the job's own: another job may be on the same node.
     export RAY_TEMP=$NODE_TMP/ray_$SLURM_JOB_ID RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1

@@ -18,6 +18,7 @@ from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.server import SHARED_MEMORY, Server, members, note_leftovers, shared_files
 from megagrpo.types import SamplingParams
+from tests.loop.small_run import wait_until
 from tests.rollout_engines import model_directory, request
 from tests.sglang.servers import START_SECONDS, WAIT_SECONDS, Served, serve_directory
 from tests.sglang.test_weights import check_holds, check_logprobs
@@ -133,6 +134,37 @@ def test_a_server_that_does_not_start_is_named_and_quoted(
     finally:
         server.close()
     assert not members(server._process.pid)
+
+
+def test_a_server_ends_at_once_when_one_of_its_processes_is_killed(tmp_path: Path) -> None:
+    """A package in SGLang's place has a process that sleeps, as a scheduler without work does."""
+    schedulers = (
+        "import pathlib, subprocess, time\n"
+        "def run_server(arguments):\n"
+        "    subprocess.run(['true'])\n"
+        f"    pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(subprocess.Popen(['sleep', '1000']).pid))\n"
+        "    time.sleep(1000)\n"
+    )
+    for name, code in (
+        ("__init__.py", ""),
+        ("srt/__init__.py", ""),
+        ("launch_server.py", schedulers),
+        ("srt/plugins.py", "def load_plugins(): pass"),
+        ("srt/server_args.py", "class ServerArgs:\n    def __init__(self, **arguments): pass"),
+    ):
+        (tmp_path / "sglang" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sglang" / name).write_text(code)
+    settings = {"device": "cuda"}  # what SGLang lacks on CPUs is not added
+    server = Server(settings, name="engine 0", log=tmp_path / "log", environment={"PYTHONPATH": str(tmp_path)})
+    try:
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", "its process", 60)
+        server.check_running()
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        wait_until(lambda: not members(server._process.pid), "an end", 10)
+        with pytest.raises(EngineError, match="the server has ended"):
+            server.check_running()
+    finally:
+        server.close()
 
 
 def test_an_interpreter_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,10 +85,11 @@ def fork_processes() -> None:
 
 
 def end_with(owner: int, directory: str) -> None:
-    """Ends every process of this server once the process that started it is gone, however it ended."""
+    """Ends every process of this server once the process that started it is gone, or one of its own was killed: SGLang
+    itself notices a killed scheduler only after minutes."""
     from megagrpo.rollout.sglang.server import kill_group, members, remove, shared_files
 
-    while os.getppid() == owner:
+    while os.getppid() == owner and not child_was_killed():
         time.sleep(OWNER_CHECK_SECONDS)
     group = os.getpgrp()
     try:
@@ -96,6 +97,15 @@ def end_with(owner: int, directory: str) -> None:
         shutil.rmtree(directory, ignore_errors=True)
     finally:
         kill_group(group)
+
+
+def child_was_killed() -> bool:
+    """Whether a direct child was killed and nobody has asked for its end yet. Leaves that to SGLang."""
+    try:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there is none
+        return False
+    return ended is not None and ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
 
 
 def main() -> None:
