@@ -23,6 +23,7 @@ EXIT_WRONG = 1
 EXIT_INTERRUPTED = 130
 DIFFERENCES_SHOWN = 10
 SHORTAGES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+GPUS_MAX = 100_000
 
 
 class Unfailing(io.FileIO):
@@ -243,10 +244,13 @@ def _print_prepared(prepared: Prepared) -> int:
     return 0
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    return whole
 
 
 def _add(
@@ -274,14 +278,18 @@ def _parser() -> argparse.ArgumentParser:
     ):
         added = _add(commands, name, text, command)
         added.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file, see docs/recipes.md")
-        added.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as train.layout.tensor=4")
+        added.add_argument(
+            "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="such as train.layout.tensor=4"
+        )
         if command is plan:
             _add_plan(added)
 
     text = "print how far a run's training and rollout logprobs differ, and in which tokens"
     added = _add(commands, "report", text, report)
     added.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
-    added.add_argument("--steps", type=_positive, default=20, metavar="N", help="last steps to show; default: 20")
+    added.add_argument(
+        "--steps", type=_whole(1, 10**9), default=20, metavar="N", help="last steps to show; default: 20"
+    )
 
     text = "check packages, GPUs, network and limits of this machine; each fault comes with a remedy, and exits with 1"
     clean = "remove what killed runs of this user left in /dev/shm, instead"
@@ -295,7 +303,9 @@ def _add_plan(planner: argparse.ArgumentParser) -> None:
     planner.add_argument("--html", type=Path, metavar="FILE", help="write the plan as one self-contained page")
     planner.add_argument("--json", action="store_true", help="print everything as JSON instead, see docs/plan.md")
     planner.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
-    planner.add_argument("--gpus", type=_positive, metavar="N", help="GPUs for --search; default: the recipe's")
+    planner.add_argument(
+        "--gpus", type=_whole(1, GPUS_MAX), metavar="N", help="GPUs for --search; default: the recipe's"
+    )
     planner.add_argument(
         "--assume", action="append", default=[], metavar="NAME=VALUE", help="such as response_tokens=2000; repeatable"
     )
@@ -330,7 +340,8 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     jsonl.add_argument(
         "--test-share", type=float, default=0.0, metavar="X", help="share of the questions held out; default: 0"
     )
-    jsonl.add_argument("--seed", type=int, default=0, metavar="N", help="chooses the questions held out; default: 0")
+    seed = "chooses the questions held out; default: 0"
+    jsonl.add_argument("--seed", type=_whole(0, 2**63 - 1), default=0, metavar="N", help=seed)
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -6,15 +6,17 @@ import heapq
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megagrpo.errors import Problem, ReportError, printable
+from megagrpo.errors import Problem, ReportError, brief, printable
 from megagrpo.track.jsonl import MISMATCH_FIGURES, MISMATCH_FILE, MismatchRecord, WorstToken
 
 WORST_SHOWN = 10
 CHARACTERS_BEFORE = 30
 CHARACTERS_AFTER = 10
+KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str}
 
 
 def report(directory: Path, steps: int) -> str:
@@ -22,7 +24,10 @@ def report(directory: Path, steps: int) -> str:
     if not directory.is_dir():
         needed = "the directory of a run: track.directory and name of its recipe, such as runs/NAME"
         raise ReportError(Problem(f"{directory}: no such directory", needed=needed))
-    return "\n".join(_mismatch(read_mismatch(directory), steps))
+    records, recipe = read_mismatch(directory), directory / "recipe.yaml"
+    if not records and recipe.is_file() and b"\nkind: sft\n" in b"\n" + recipe.read_bytes():
+        return f"A fine-tuning run has no rollouts to compare. Its losses are in {directory / 'metrics.jsonl'}."
+    return "\n".join(_mismatch(records, steps))
 
 
 def read_mismatch(directory: Path) -> list[MismatchRecord]:
@@ -32,7 +37,7 @@ def read_mismatch(directory: Path) -> list[MismatchRecord]:
     """
     path = directory / MISMATCH_FILE
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     except OSError as error:
         needed = f"the directory of a run that has started: each writes {MISMATCH_FILE}"
         raise ReportError(Problem(f"{path}: {error.strerror}", needed=needed)) from error
@@ -40,7 +45,7 @@ def read_mismatch(directory: Path) -> list[MismatchRecord]:
     for number, line in enumerate(lines, 1):
         try:
             records.append(_record(json.loads(line)))
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
             raise ReportError(
                 Problem(f"{path}:{number}", given=f"{line[:80]} ({error})", needed=f"a line that {MISMATCH_FILE} has")
             ) from error
@@ -92,7 +97,13 @@ def _token_row(step: int, token: WorstToken) -> list[str]:
 
 def _record(values: dict[str, Any]) -> MismatchRecord:
     worst = tuple(WorstToken(**_numbers(token)) for token in values["worst"])
-    return MismatchRecord(**_numbers({**values, "worst": worst}))
+    record = MismatchRecord(**_numbers({**values, "worst": worst}))
+    parts: list[MismatchRecord | WorstToken] = [record, *worst]
+    for part in parts:
+        for field in fields(part):
+            if not isinstance(value := getattr(part, field.name), KINDS.get(str(field.type), object)):
+                raise TypeError(f"{field.name} is {brief(value)}")
+    return record
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:

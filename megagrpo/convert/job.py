@@ -156,7 +156,7 @@ def bar(title: str, total_bytes: int, done_bytes: int = 0) -> Iterator[Advance]:
 
 @contextmanager
 def _locked(path: Path, directory: Path) -> Iterator[IO[str]]:
-    with path.open("a+", encoding="utf-8") as journal:
+    with path.open("a+", encoding="utf-8", errors="replace") as journal:
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -168,10 +168,14 @@ def _entries(journal: IO[str], identity: str) -> list[Any]:
     """The units recorded as done. A last line without its end was being written when the process died."""
     journal.seek(0)
     lines = [line for line in journal.read().splitlines(keepends=True) if line.endswith("\n")]
-    if not lines or json.loads(lines[0]) != identity:
+    try:
+        first, *entries = [json.loads(line) for line in lines] or [None]
+    except (ValueError, RecursionError):  # not what was written
+        return []
+    if first != identity:
         return []
     journal.truncate(len("".join(lines).encode("utf-8")))
-    return [json.loads(line) for line in lines[1:]]
+    return entries
 
 
 def _append(journal: IO[str], entry: Any) -> None:

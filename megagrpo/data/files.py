@@ -58,7 +58,7 @@ def column_problem(path: Path, column: str, present: Iterable[str], documentatio
     names = list(present)
     near = difflib.get_close_matches(column, names, n=1)
     given = f"columns {', '.join(names) or '(none)'}"
-    fix = f"rename {near[0]!r} to {column!r}" if near else f"see {documentation} for the columns of such a file"
+    fix = f"rename {near[0]!r} to {column!r}" if near else f"see {documentation}"
     return Problem(f"{path}: no column {column!r}", given, f"a column {column!r}", fix)
 
 

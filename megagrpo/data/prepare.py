@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 
 from megagrpo.data.files import Record
 from megagrpo.data.mixture import permutation
-from megagrpo.data.rows import RowSchema, read
+from megagrpo.data.rows import RowSchema, read, text_problems
 from megagrpo.errors import DataError, Problem, brief, first_line
 
 PromptRow = dict[str, Any]
@@ -142,9 +143,14 @@ def prepare_jsonl(
             problems.append(Problem(f"{where}, {prompt_column}", given=brief(question), needed="text"))
         if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
             problems.append(Problem(f"{where}, {answer_column}", given=brief(answer), needed="text or a number"))
+        elif isinstance(answer, float) and not math.isfinite(answer):
+            problems.append(Problem(f"{where}, {answer_column}", given=brief(answer), needed="a finite number"))
+        for column, value in ((prompt_column, question), (answer_column, answer)):
+            problems += text_problems(value, f"{where}, {column}") if isinstance(value, str) else []
         return problems
 
-    found = read(source, _records((prompt_column, answer_column), None, problems_of))
+    named = "the file's columns, and name yours: --prompt-column NAME, --answer-column NAME"
+    found = read(source, _records((prompt_column, answer_column), None, problems_of, named))
     held_out = _held_out([record[prompt_column] for record in found], test_share, seed)
     splits: dict[str, list[PromptRow]] = {"train": [], "test": []}
     for record in found:
@@ -174,10 +180,13 @@ def _held_out(questions: list[str], share: float, seed: int) -> set[str]:
 
 
 def _records(
-    required: tuple[str, ...], optional: tuple[str, ...] | None, problems: Callable[[Record, str], list[Problem]]
+    required: tuple[str, ...],
+    optional: tuple[str, ...] | None,
+    problems: Callable[[Record, str], list[Problem]],
+    documentation: str = "docs/data.md",
 ) -> RowSchema[Record]:
     """A file whose rows are taken as they are."""
-    return RowSchema(required, optional, problems, lambda record, number: record, "docs/data.md")
+    return RowSchema(required, optional, problems, lambda record, number: record, documentation)
 
 
 def prompt_row(
@@ -232,6 +241,6 @@ def write_splits(output: Path, sources: Sequence[Path], *, train: list[PromptRow
 def _table(path: Path, rows: list[PromptRow]) -> pa.Table:
     try:
         return pa.Table.from_pylist(rows)
-    except pa.ArrowException as error:
-        given, needed = first_line(error), "the same type in every row of a column"
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        given, needed = first_line(error), "the same type in every row of a column, integers below 2^63, valid Unicode"
         raise DataError(Problem(f"{path}: the rows do not form a table", given, needed)) from None

@@ -98,7 +98,7 @@ def message_problems(messages: object, where: str) -> list[Problem]:
         if message.get("role") not in ROLES:
             given = brief(message.get("role"))
             problems.append(Problem(f"{at}.role", given, needed=f"one of {', '.join(ROLES)}"))
-        problems += _text_problems(message.get("content"), f"{at}.content")
+        problems += text_problems(message.get("content"), f"{at}.content")
     return problems
 
 
@@ -120,11 +120,11 @@ class Row:
 
 
 def _row_problems(record: Record, where: str) -> list[Problem]:
-    problems = _text_problems(record["data_source"], f"{where}, data_source")
+    problems = text_problems(record["data_source"], f"{where}, data_source")
     problems += _prompt_problems(record["prompt"], f"{where}, prompt")
     problems += _ground_truth_problems(record["reward_model"], f"{where}, reward_model")
     if record.get("ability") is not None:
-        problems += _text_problems(record["ability"], f"{where}, ability")
+        problems += text_problems(record["ability"], f"{where}, ability")
     extra = record.get("extra_info")
     if extra is not None and not isinstance(extra, Mapping):
         needed = "an object with named fields, or null"
@@ -148,10 +148,10 @@ def _ground_truth_problems(reward_model: object, where: str) -> list[Problem]:
         return [Problem(where, given=brief(reward_model), needed="{style, ground_truth}")]
     if "ground_truth" not in reward_model:
         return [Problem(where, given=f"fields {', '.join(map(str, reward_model))}", needed="a field ground_truth")]
-    return _text_problems(reward_model["ground_truth"], f"{where}.ground_truth")
+    return text_problems(reward_model["ground_truth"], f"{where}.ground_truth")
 
 
-def _text_problems(value: object, where: str) -> list[Problem]:
+def text_problems(value: object, where: str) -> list[Problem]:
     if not isinstance(value, str):
         fix = f"write it as text: {str(value)!r}" if isinstance(value, int | float) else ""
         return [Problem(where, given=brief(value), needed="text", fix=fix)]
@@ -175,5 +175,5 @@ PROMPT_ROWS = RowSchema(
         ability=record.get("ability") or "",
         extra_info=record.get("extra_info") or {},
     ),
-    documentation="docs/data.md",
+    documentation="docs/data.md; `megagrpo prepare jsonl --prompt-column NAME --answer-column NAME` writes such files",
 )

@@ -36,6 +36,8 @@ class Places:
 
     def where(self, path: str) -> str:
         """`FILE:LINE path` of a written value, of the section around it if it was left at its default."""
+        if below := next((text for at, text in self.overrides.items() if at.startswith(f"{path}.")), None):
+            return f"override {below} ({path})"
         for at in _outwards(path):
             if at in self.overrides:
                 text = f"override {self.overrides[at]}"

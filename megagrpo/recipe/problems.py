@@ -33,8 +33,20 @@ MOVED: Mapping[str, str] = {
     "weights.transfer: tensors": "write auto or shared_memory",
     "weights.transfer: broadcast": "write auto or process_group",
     "weights.pause: abort": "write retract",
+    "rollout.n": "write samples_per_prompt: VALUE",
+    "rollout.name": "write engine: VALUE",
+    "rollout.tensor_model_parallel_size": "write layout: {tensor: VALUE}",
+    "rollout.gpu_memory_utilization": "write sglang: {mem_fraction_static: VALUE}",
+    "data.train_files": "write train: [{path: VALUE}]",
+    "data.val_files": "remove it, and write eval: {files: [{path: VALUE}]}",
+    "data.train_batch_size": "remove it, and write rollout: {prompts_per_step: VALUE}",
+    "data.max_prompt_length": "write prompt_tokens_max: VALUE",
+    "data.max_response_length": "remove it, and write rollout: {response_tokens_max: VALUE}",
+    "algorithm.adv_estimator": "write advantage: VALUE",
+    "actor_rollout_ref": "remove it: actor is train and algorithm here, rollout is rollout, ref is algorithm.kl",
+    "trainer": "remove it: total_epochs is in train, save_freq and test_freq are every_steps of checkpoint and eval",
 }
-"""Keys, and values of keys, of earlier versions, and how to say the same now."""
+"""Keys, and values of keys, of earlier versions and of verl, and how to say the same now."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "loss": ("loss/tokens", ".4f"),
     "KL": ("kl/mean", ".2g"),
     "grad norm": ("grad_norm", ".2f"),
+    "critic expl. var.": ("critic/explained_variance", ".2f"),
     "response": ("response_tokens/mean", ".1f"),
     "tokens/s": ("tokens_per_second", ",.0f"),
     "s/step": (WHOLE_STEP, ".2f"),
@@ -37,15 +38,20 @@ SHOWN_ABOVE_ZERO = ("errors",)
 class Pace:
     """Seconds left, from the wall-clock time of the last steps."""
 
-    def __init__(self, total_steps: int, resumed_step: int, now: float) -> None:
+    def __init__(self, total_steps: int) -> None:
         self._total = total_steps
-        self._marks: deque[tuple[int, float]] = deque([(resumed_step, now)], maxlen=STEPS_OF_PACE + 1)
+        self._marks: deque[tuple[int, float]] = deque(maxlen=STEPS_OF_PACE + 1)
 
-    def reached(self, step: int, now: float) -> None:
+    def reached(self, step: int, now: float, seconds: float) -> None:
+        """A step is done, and took so long: the first one tells when it began, which is after the start-up."""
+        if not self._marks:
+            self._marks.append((max(0, step - 1), now - seconds))
         self._marks.append((step, now))
 
     def seconds_left(self) -> float | None:
         """None before the first step is done."""
+        if not self._marks:
+            return None
         (first, began), (last, ended) = self._marks[0], self._marks[-1]
         return (ended - began) / (last - first) * (self._total - last) if last > first else None
 
@@ -61,10 +67,10 @@ class PlainConsole:
 
     def start(self, run: RunStart) -> None:
         self._total = run.total_steps
-        self._pace = Pace(run.total_steps, run.resumed_step, time.monotonic())
+        self._pace = Pace(run.total_steps)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._pace.reached(step, time.monotonic())
+        self._pace.reached(step, time.monotonic(), metrics.get(WHOLE_STEP, 0.0))
         parts = [f"step {step}/{self._total}", *evaluation(metrics)]
         parts += [f"{heading} {text}" for heading, text in entries(metrics).items()]
         if phases := phase_seconds(metrics):
@@ -89,14 +95,14 @@ class LiveConsole:
 
     def start(self, run: RunStart) -> None:
         self._run, self._began = run, time.monotonic()
-        self._pace = Pace(run.total_steps, run.resumed_step, self._began)
+        self._pace = Pace(run.total_steps)
         self._steps: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=STEPS_SHOWN)
         self._evaluations: list[str] = []
         self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=REFRESHES_PER_SECOND)
         self._live.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._pace.reached(step, time.monotonic())
+        self._pace.reached(step, time.monotonic(), metrics.get(WHOLE_STEP, 0.0))
         self._evaluations = evaluation(metrics) or self._evaluations
         self._steps.append((step, metrics))
         if self._live:

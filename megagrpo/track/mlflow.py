@@ -116,7 +116,8 @@ class _MLflowRun:
 
     def _make_experiment(self, settings: schema.MLflowConfig, run: RunStart) -> str:
         # By default sqlite's is mlruns/ in whatever the current directory is.
-        local = None if settings.uri else (Path(run.recipe.track.directory).resolve() / "mlruns").as_uri()
+        server = settings.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        local = None if server else (Path(run.recipe.track.directory).resolve() / "mlruns").as_uri()
         return self._client.create_experiment(settings.experiment, artifact_location=local)
 
     def _log_recipe(self, recipe: AnyRecipe) -> None:
@@ -139,9 +140,13 @@ class _MLflowRun:
 
 
 def tracking_uri(recipe: AnyRecipe) -> str:
-    """The recipe's server, or the sqlite file in track.directory."""
+    """The recipe's server, that of MLFLOW_TRACKING_URI, or the sqlite file in track.directory."""
     uri = recipe.track.mlflow.uri if recipe.track.mlflow else None
-    return uri or f"sqlite:///{(Path(recipe.track.directory) / 'mlflow.db').resolve()}"
+    return (
+        uri
+        or os.environ.get("MLFLOW_TRACKING_URI")
+        or f"sqlite:///{(Path(recipe.track.directory) / 'mlflow.db').resolve()}"
+    )
 
 
 def mlflow_name(name: str) -> str:

@@ -116,7 +116,7 @@ class Tracker:
         for sink in self._sinks:
             sink.finish(status)
         self.say(f"run directory: {run_directory(self._recipe)}")
-        self.say("to resume it, or to train longer: the same command continues from the newest checkpoint")
+        self.say("the same command continues it; to train longer, give it a larger train.total_steps or total_epochs")
         if self._recipe.track.mlflow:
             self.say(f"metrics in MLflow: mlflow ui --backend-store-uri {tracking_uri(self._recipe)}")
 

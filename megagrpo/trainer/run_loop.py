@@ -33,7 +33,7 @@ from megagrpo.errors import (
     WeightSyncError,
 )
 from megagrpo.preflight.preflight import Preflight
-from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory, total_steps
+from megagrpo.recipe.defaults import adapter_directory, checkpoint_directory, dtype_name, run_directory, total_steps
 from megagrpo.recipe.load import Kind
 from megagrpo.recipe.schema import AnyRecipe, DataFileConfig, Recipe
 from megagrpo.tokenizer import load_chat_tokenizer
@@ -157,6 +157,7 @@ def run_to_end(
         clock, held_out = PhaseClock(), evaluated.items
         setup = Setup(checked, tokenizer, cursor, held_out, steps, store, resumed, tracker, stopping, clock)
         with stopping.giving_up():
+            tracker.say(f"starting {'Ray' if recipe.cluster.address is None else 'on the cluster'}, then the processes")
             with stopping.while_ray_starts():
                 ray = runtime.start(recipe, stopping.check)
             closing.callback(runtime.stop, ray)
@@ -167,6 +168,8 @@ def run_to_end(
                 dtype = dtype_name(recipe, ray.device)
                 directory = export(training.ranks, checked, tokenizer, progress.step, dtype)
             tracker.say(f"Hugging Face model: {directory}")
+            if recipe.train.lora is not None:
+                tracker.say(f"its adapters, for PEFT: {adapter_directory(recipe)}")
     return 0
 
 

@@ -28,6 +28,7 @@ def start_fine_tuning(setup: Setup[SftRecipe, Example], ray: Runtime, closing: E
     """Starts the training ranks."""
     model = setup.checked.model_directory.absolute()
     check_files(ray, setup.recipe, read=(model,))
+    setup.tracker.say(f"starting {setup.recipe.train.layout.parallel().ranks} training ranks with {model}")
     ranks = SftRanks(ray, setup.recipe, model)
     closing.callback(ranks.close)
     ranks.begin(model, setup.resumed.rank_directory if setup.resumed else None)

@@ -71,7 +71,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def sampling_metrics(recipe: Recipe, sampled: Sampled, cursor: Cursor[Prompt]) -> dict[str, float]:
     """How many groups teach anything, and what happened to the others."""
-    metrics = {"groups/with_signal_share": len(with_signal(sampled.all, recipe)) / len(sampled.all)}
+    metrics = {}
+    if recipe.algorithm.critic is None:  # with a critic every response teaches
+        metrics["groups/with_signal_share"] = len(with_signal(sampled.all, recipe)) / len(sampled.all)
     if sampled.baselines is not None and not np.isnan(sampled.baselines).all():
         metrics["reward/greedy"] = float(np.nanmean(sampled.baselines))
     if recipe.rollout.dynamic_sampling:

@@ -42,6 +42,9 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
     check_files(ray, recipe, read=(model, tokenizer_directory, critic))
     placed = with_absolute_directories(recipe)
 
+    engines, ranks = recipe.rollout.engines, recipe.train.layout.parallel().ranks
+    setup.tracker.say(f"starting {ranks} training ranks and {engines} engines ({recipe.rollout.engine}) with {model}")
+
     def start_engines() -> Rollouts:
         started = Rollouts(ray, placed, model, tokenizer_directory)
         closing.callback(started.close)
@@ -58,6 +61,7 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
     rollouts.release_memory(["kv_cache"])  # a sync needs this memory for the parameters
     scorer = Scorer(recipe.reward, recipe.rollout.response_tokens_max, stopping.check, setup.tracker.say)
     closing.callback(scorer.close)
+    setup.tracker.say("bringing the weights to the engines")
     weights = WeightSync(policy, rollouts, placed, setup.tracker.say)
     closing.callback(weights.close)
     with policy.needed(["parameters"]):

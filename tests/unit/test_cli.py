@@ -78,13 +78,25 @@ def test_a_failed_run_and_an_interrupted_one_have_their_own_exit_codes(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["trian"], ["train"], ["plan", "r.yaml", "--tensor=2"], ["prepare"], ["prepare", "gsm8k"]]
+    ("arguments", "said"),
+    [
+        ([], "COMMAND"),
+        (["trian"], "invalid choice"),
+        (["train"], "the following arguments are required: RECIPE\n"),
+        (["plan", "r.yaml", "--tensor=2"], "--tensor=2"),
+        (["plan", "r.yaml", "--search", "--gpus", str(10**18)], "a whole number from 1 to 100000"),
+        (["prepare"], "DATA_SET"),
+        (["prepare", "gsm8k"], "--source"),
+        (["prepare", "jsonl", "--source", "x", "--output", "y", "--seed=-1"], "a whole number from 0"),
+    ],
 )
-def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_exit_code_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == EXIT_USER_ERROR
-    assert "usage: megagrpo" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "usage: megagrpo" in printed
+    assert said in printed
 
 
 def test_prepare_gsm8k_writes_both_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

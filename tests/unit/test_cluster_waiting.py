@@ -76,8 +76,10 @@ def test_addresses_of_servers_for_clients_or_jobs_are_refused_with_the_command_t
     problem = address_problem(address, "cluster.address")
     assert problem is not None
     assert "ray job submit --address http://head:8265" in problem.fix
-    for usable in ("auto", "head:6379", "local"):
+    for usable in ("auto", "head:6379", "local", "10.0.0.1:6379", "[::1]:6379"):
         assert address_problem(usable, "cluster.address") is None
+    for malformed in ("head", "head:", "head:0", "head:99999", ":6379", "head:6379:1", "head :6379", "a/b:1", "\x00:1"):
+        assert address_problem(malformed, "cluster.address") is not None, malformed
 
 
 def test_the_interface_is_the_one_that_has_the_address() -> None:

@@ -114,6 +114,16 @@ def test_a_killed_conversion_continues_where_it_was(
         assert_same_files(model, output)
 
 
+@pytest.mark.parametrize("garbage", [b"\xff\xfe\n", b"[" * 100_000 + b"\n"], ids=["bytes", "nested"])
+def test_a_conversion_whose_journal_is_damaged_begins_again(garbage: bytes, model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    assert in_child(lambda: killed_after(300_000, lambda: to_hugging_face(model, output))) == -signal.SIGKILL
+    journal = tmp_path / ".out.partial" / "journal"
+    journal.write_bytes(journal.read_bytes().splitlines(keepends=True)[0] + garbage)
+    assert to_hugging_face(model, output).continued == 0
+    assert not verify(model, output).differences
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", None], ids=["options", "source"])
 def test_a_conversion_of_something_else_is_not_continued(dtype: str | None, model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"

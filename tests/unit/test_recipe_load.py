@@ -226,3 +226,8 @@ def test_every_field_has_a_description() -> None:
         return found
 
     assert undescribed(Recipe) == []
+
+
+def test_a_section_that_an_override_switched_on_is_at_the_override(path: Path) -> None:
+    places = load(path, ["track.wandb.project=sums"]).places
+    assert places.where("track.wandb") == "override track.wandb.project=sums (track.wandb)"

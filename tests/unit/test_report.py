@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -111,14 +113,27 @@ def test_what_is_not_a_run_is_refused_by_name(tmp_path: Path, capsys: pytest.Cap
     assert "absent: no such directory" in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == EXIT_USER_ERROR
     assert "mismatch.jsonl: No such file" in capsys.readouterr().err
-    (tmp_path / "mismatch.jsonl").write_text('{"step": 1}\n')
-    assert main(["report", str(tmp_path)]) == EXIT_USER_ERROR
-    assert "mismatch.jsonl:1" in capsys.readouterr().err
+    whole = json.dumps(asdict(RECORD))
+    garbage = ['{"step": 1}', "\udcff\x00", "[" * 100_000, whole.replace("640", '"640"'), whole.replace('"6#"', "6")]
+    for line in (*garbage, whole.replace("2.25", "[]"), whole.replace('"worst": [', '"worst": [7, ')):
+        (tmp_path / "mismatch.jsonl").write_bytes(f"{line}\n".encode("utf-8", "surrogateescape"))
+        assert main(["report", str(tmp_path)]) == EXIT_USER_ERROR, line[:80]
+        assert "mismatch.jsonl:1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path), "--steps", "0"])
     write(tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     assert "No step has trained" in capsys.readouterr().out
+    (tmp_path / "recipe.yaml").write_text("name: sums\nkind: sft\n")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "fine-tuning run" in capsys.readouterr().out
+
+
+def test_a_report_that_nothing_reads_to_its_end_is_no_error(tmp_path: Path) -> None:
+    write(tmp_path, *records(range(1, 3000)))
+    command = f"{sys.executable} -m megagrpo.cli report {tmp_path} --steps 3000 | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # --- from rows to text, and the threshold -----------------------------------------------------------------------------

@@ -59,11 +59,17 @@ def test_on_a_terminal_there_is_a_table_with_bars(tmp_path: Path, monkeypatch: p
 
 
 def test_the_time_left_follows_the_last_steps() -> None:
-    pace = Pace(total_steps=100, resumed_step=10, now=0.0)
+    pace = Pace(total_steps=100)
     assert pace.seconds_left() is None
     for step in range(11, 41):
-        pace.reached(step, now=2.0 * (step - 10))
+        pace.reached(step, now=2.0 * (step - 10), seconds=1.0)
     assert pace.seconds_left() == pytest.approx(2.0 * 60)
+
+
+def test_the_time_left_does_not_count_the_start() -> None:
+    pace = Pace(total_steps=10)
+    pace.reached(1, now=702.0, seconds=2.0)  # 700 s after the command
+    assert pace.seconds_left() == pytest.approx(2.0 * 9)
 
 
 def test_failed_rewards_have_a_column_once_there_are_some(tmp_path: Path) -> None:

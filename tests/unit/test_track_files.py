@@ -132,7 +132,7 @@ def test_a_run_directory_tells_what_was_run_and_the_last_lines_how_to_go_on(
     said = capsys.readouterr().out
     assert str(directory) in said
     assert f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/runs/mlflow.db" in said
-    assert "the same command continues" in said
+    assert "to train longer, give it a larger train.total_steps" in said
 
 
 @pytest.mark.parametrize(

@@ -89,3 +89,11 @@ def test_names_are_ones_that_mlflow_allows(name: str, allowed: str) -> None:
 def test_nested_values_become_dotted_names() -> None:
     tree = {"a": {"b": 1, "c": {}}, "d": [{"e": None}, {"e": 2}], "f": [1, 2]}
     assert flat(tree) == {"a.b": "1", "a.c": "{}", "d.0.e": "None", "d.1.e": "2", "f": "[1, 2]"}
+
+
+def test_the_server_is_the_recipes_or_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tracked_recipe(tmp_path, mlflow={"uri": None})
+    assert tracking_uri(recipe).startswith("sqlite:///")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
+    assert tracking_uri(recipe) == "http://tracking:5000"
+    assert tracking_uri(tracked_recipe(tmp_path, mlflow={"uri": "http://ours:1"})) == "http://ours:1"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megagrpo.errors import Problem
+from megagrpo.errors import Problem, brief
 from megagrpo.section import Count, NonNegativeInt, PositiveInt, Seconds, Section
 
 
@@ -87,7 +88,7 @@ class MLflowConfig(Section):
     """MLflow tracking."""
 
     uri: str | None = None
-    """Tracking server; the default is a local sqlite file, mlflow.db, in track.directory."""
+    """Tracking server; the default is MLFLOW_TRACKING_URI, or else a sqlite file, mlflow.db, in track.directory."""
 
     experiment: str = "megagrpo"
     """Experiment's name."""
@@ -154,10 +155,13 @@ class ClusterConfig(Section):
 
 
 def address_problem(address: str, where: str) -> Problem | None:
-    """What is wrong with an address that has a scheme: it is one of Ray's servers for clients or jobs, not a node."""
+    """What is wrong with an address: it is no node's, or it has a scheme, of Ray's servers for clients or jobs."""
     scheme, found, rest = address.partition("://")
     if not found:
-        return None
+        port = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address, re.ASCII)
+        if address in ("", "auto", "local") or (port and 0 < int(port[1]) < 2**16):
+            return None
+        return Problem(where, brief(address), "auto or HOST:PORT, on a node of the cluster", "such as head:6379")
     host = rest.partition("/")[0].rpartition(":")[0] or "HOST"
     given = f"{scheme}://, a server of Ray for clients or jobs, not a node"
     reason = "training ranks and engines connect to the driver, and it shares directories with them"
