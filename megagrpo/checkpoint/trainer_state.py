@@ -116,6 +116,13 @@ def allow_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         raise RecipeError(problems)
 
 
+def changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs between two resolved recipes (as JSON values), a line for each setting."""
+    return [
+        f"{where}: {_show(before)} -> {_show(given)}" for where, before, given in _changes("", dict(saved), dict(new))
+    ]
+
+
 def _reason(where: str) -> str | None:
     return next((why for key, why in FIXED.items() if where == key or where.startswith((f"{key}.", f"{key}["))), None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -17,7 +17,8 @@ Status = Literal["finished", "failed", "interrupted"]
 class RunStart:
     """A run that starts (resumed_step 0), or continues after `resumed_step`.
 
-    unlogged: the run was stopped before that step was evaluated, and logs it now.
+    unlogged: the run was stopped before that step was evaluated, and logs it now. number: of this start, from 1.
+    changed: lines about settings that were others until then.
     """
 
     recipe: AnyRecipe
@@ -26,6 +27,8 @@ class RunStart:
     resumed_step: int = 0
     run_ids: Mapping[str, str] = field(default_factory=dict)  # by tracker, the id that it gave this run before
     unlogged: bool = False
+    number: int = 1
+    changed: Sequence[str] = ()
 
 
 class Sink(Protocol):

@@ -46,11 +46,13 @@ class Tracker:
         run_ids: Mapping[str, str] | None = None,
         *,
         unlogged: bool = False,
+        changed: Sequence[str] = (),
     ) -> None:
-        """Writes recipe.yaml and environment.json to the run's directory and starts every tracker.
+        """Writes recipe.yaml and environment.json to the run's directory, and for every start a numbered copy of both;
+        starts every tracker.
 
         resumed_step: the last step that the run keeps (0 for a new run). run_ids: what `run_ids` was after that step.
-        unlogged: the metrics of that step are still to come.
+        unlogged: the metrics of that step are still to come. changed: what differs from the recipe until then, by line.
         """
         self._recipe = recipe
         self._console = make_console(recipe.track.console, sys.stdout)
@@ -65,10 +67,12 @@ class Tracker:
         self._undocumented: set[str] = set()
         directory = run_directory(recipe)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
+        number = len(list(directory.glob("recipe.*.yaml"))) + 1
         described = json.dumps(environment(), indent=2) + "\n"
-        (directory / "environment.json").write_text(described, encoding="utf-8")
-        run = RunStart(recipe, directory, total_steps, resumed_step, run_ids or {}, unlogged)
+        for part in ("", f".{number}"):
+            (directory / f"recipe{part}.yaml").write_text(dump(recipe), encoding="utf-8")
+            (directory / f"environment{part}.json").write_text(described, encoding="utf-8")
+        run = RunStart(recipe, directory, total_steps, resumed_step, run_ids or {}, unlogged, number, changed)
         self._rollouts = StepLines(directory / "rollouts.jsonl", resumed_step, self.say)
         self._mismatches = StepLines(directory / MISMATCH_FILE, resumed_step, self.say)
         for sink in self._sinks:

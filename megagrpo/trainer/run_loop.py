@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
-from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.checkpoint.trainer_state import TrainerState, changes
 from megagrpo.cluster import runtime
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.train_ranks import TrainRanks
@@ -140,7 +140,8 @@ def run_to_end(
         steps = total_steps(recipe, len(cursor))
 
         runs, unlogged = resumed.state.tracker_runs if resumed else None, progress.unlogged is not None
-        tracker = closing.enter_context(Tracker(recipe, steps, progress.step, runs, unlogged=unlogged))
+        changed = changes(resumed.state.recipe, recipe.model_dump(mode="json")) if resumed else []
+        tracker = closing.enter_context(Tracker(recipe, steps, progress.step, runs, unlogged=unlogged, changed=changed))
         noun = "prompts" if isinstance(recipe, Recipe) else "examples"
         for file in (*data.files, *evaluated.files):
             overlong = f", {file.overlong} over-long" if file.overlong else ""
@@ -148,6 +149,8 @@ def run_to_end(
         if resumed:
             for line in (f"continuing after step {progress.step} from {resumed.path}", *resumed.warnings):
                 tracker.say(line)
+            for line in changed:
+                tracker.say(f"changed: {line}")
             exported = not recipe.checkpoint.export_hugging_face or exported_step(recipe) == progress.step
             over = progress.step >= steps or _reason_to_stop(progress, cursor)
             if exported and over and progress.unlogged is None:

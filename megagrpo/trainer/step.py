@@ -28,6 +28,9 @@ from megagrpo.types import Group, Prompt, Sample
 if TYPE_CHECKING:
     from megagrpo.rank_results import CriticMetrics, StepMetrics
 
+ATTEMPTS = 3
+"""Times that engines are asked for a step's responses while they give up on every one."""
+
 # --- sample and score -------------------------------------------------------------------------------------------------
 
 
@@ -56,11 +59,19 @@ def sample(run: Run, step: int) -> Sampled:
 
 
 def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
-    """A group of responses to each prompt. Raises EngineError if other weights than the policy's sampled a token."""
-    with run.clock.phase("rollout"):
-        groups = run.rollouts.generate(prompts, step)
-        require_version(groups, run.weights.version)
-    return groups
+    """A group of responses to each prompt. Raises EngineError if other weights than the policy's sampled a token, or if
+    engines give up on every response, ATTEMPTS times.
+    """
+    for _ in range(ATTEMPTS):
+        with run.clock.phase("rollout"):
+            groups = run.rollouts.generate(prompts, step)
+            require_version(groups, run.weights.version)
+        if any(sample.finish != "abort" for group in groups for sample in group.samples):
+            return groups
+    limit = f"rollout.timeout_seconds ({run.recipe.rollout.timeout_seconds:g})"
+    given = f"engines gave up on all of them, {ATTEMPTS} times"
+    fix = "raise it, lower rollout.response_tokens_max, or give the engines more of the machine"
+    raise EngineError(Problem(f"responses of step {step}", given, f"one that ends within {limit}", fix))
 
 
 def score(run: Run, groups: Sequence[Group]) -> list[Group]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from megagrpo.errors import EXIT_NODE_LOST, EXIT_STOPPED
 from tests.loop import small_run
@@ -128,7 +129,12 @@ def test_in_another_layout_and_with_two_engines_elsewhere_a_run_continues_with_a
     shutil.rmtree(run / "checkpoints" / "step_000004")
     layout = ("train.layout.tensor=1", "train.layout.pipeline=2")
     elsewhere = ("cluster.placement=disaggregated", "rollout.engines=2")
-    assert "continuing after step 2" in small_run.train(recipe, *layout, *elsewhere, environment=ray)
+    printed = small_run.train(recipe, *layout, *elsewhere, environment=ray)
+    assert "continuing after step 2" in printed
+    assert "changed: train.layout.tensor: 2 -> 1" in printed
+    layouts = [yaml.safe_load((run / f"recipe.{n}.yaml").read_text())["train"]["layout"]["tensor"] for n in (1, 2)]
+    assert layouts == [2, 1], "each start leaves its recipe"
+    assert (run / "environment.2.json").exists()
     ours, theirs = small_run.metrics(run), small_run.metrics(finished.directory)
     assert ours[3]["grad_norm"] != theirs[3]["grad_norm"], "the step was made anew"
     assert ours[3]["grad_norm"] == pytest.approx(theirs[3]["grad_norm"], rel=1e-3)

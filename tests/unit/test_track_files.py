@@ -121,6 +121,9 @@ def test_a_run_directory_tells_what_was_run_and_the_last_lines_how_to_go_on(
         tracker.log(1, {"reward/mean": 0.5})
     directory = tmp_path / "runs" / "adder"
     assert load(directory / "recipe.yaml").recipe == recipe
+    with Tracker(tracked_recipe(tmp_path, console="off"), 10, resumed_step=1):
+        assert (directory / "recipe.1.yaml").read_text() != (directory / "recipe.2.yaml").read_text()
+        assert (directory / "environment.2.json").exists()
     environment = json.loads((directory / "environment.json").read_text())
     assert environment["libraries"]["torch"]
     assert environment["command"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -42,7 +43,10 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "adder"
     first = run_once(recipe, directory, range(1, 5), said)
     assert first.run_id
-    again = run_once(recipe, directory, range(3, 7), said, resumed_step=2, run_ids={"mlflow": first.run_id})
+    (directory / "recipe.2.yaml").write_text("name: adder\n")
+    changed, runs = ("train.optimizer.lr: 1.0 -> 0.5",), {"mlflow": first.run_id}
+    resumed: dict[str, Any] = {"resumed_step": 2, "run_ids": runs, "number": 2, "changed": changed}
+    again = run_once(recipe, directory, range(3, 7), said, **resumed)
     assert again.run_id == first.run_id
     assert said == []
 
@@ -50,7 +54,8 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path) -> None:
     run = client.get_run(first.run_id)
     assert run.info.status == "FINISHED"
     assert run.data.params["rollout.prompts_per_step"] == "4"
-    assert [file.path for file in client.list_artifacts(first.run_id)] == ["recipe.yaml"]
+    assert run.data.tags["start_2_after_step_2"] == changed[0]
+    assert [file.path for file in client.list_artifacts(first.run_id)] == ["recipe.2.yaml", "recipe.yaml"]
     assert (tmp_path / "runs" / "mlruns").is_dir()
     history = client.get_metric_history(first.run_id, "eval/mean_at_1")
     assert [(point.step, point.value) for point in history] == [(step, step / 10) for step in range(1, 7)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.algorithm.ragged import Ragged
+from megagrpo.errors import EngineError
 from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.schedule import Step, grpo_step
 from megagrpo.trainer.step import (
+    ATTEMPTS,
     critic_learning_rate,
     policy_learning_rate,
     sample,
     solved_prompts,
     with_signal,
 )
-from megagrpo.types import Group
+from megagrpo.types import Group, Prompt
 from tests.step_fakes import Scores, make_run
 
 DYNAMIC = "rollout.dynamic_sampling={rounds_max: 3}"
@@ -46,6 +49,26 @@ def stepped(*overrides: str, scores: Scores = one_right, step: int = 1, **more: 
     done = grpo_step(run, step, run.recipe.algorithm.kl.coefficient)
     assert not undocumented(done.metrics)
     return run, done
+
+
+@pytest.mark.parametrize("given_up", [2, 3])
+def test_a_step_whose_responses_engines_all_give_up_on_is_asked_again_and_then_an_error(given_up: int) -> None:
+    run = make_run(scores=one_right, shuffle=False)
+    whole, left = run.rollouts.generate, [None] * given_up
+
+    def generate(prompts: Sequence[Prompt], step: int) -> list[Group]:
+        groups = whole(prompts, step)
+        finish = "abort" if left else "stop"
+        left.pop() if left else None
+        return [replace(group, samples=tuple(replace(s, finish=finish) for s in group.samples)) for group in groups]
+
+    run.rollouts.generate = generate
+    if given_up < ATTEMPTS:
+        assert grpo_step(run, 1, 0.0).metrics["response_tokens/aborted_share"] == 0
+    else:
+        with pytest.raises(EngineError, match=r"responses of step 1(.|\n)*rollout.timeout_seconds"):
+            grpo_step(run, 1, 0.0)
+        assert "update" not in run.policy.calls
 
 
 def calls(*overrides: str, scores: Scores = one_right, step: int = 1) -> list[str]:
