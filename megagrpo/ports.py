@@ -1,4 +1,4 @@
-"""TCP ports for servers that start to listen seconds after their port is chosen."""
+"""TCP ports for servers that start to listen seconds after their port is chosen, and this node's address."""
 
 from __future__ import annotations
 
@@ -33,3 +33,11 @@ def _is_free(host: str, port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def own_address(peer: str) -> str:
+    """The address of this node on the way to `peer`. Nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

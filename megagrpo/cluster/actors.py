@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
-from megagrpo.ports import free_port
 from megagrpo.recipe.defaults import dtype_name, sync_directory
 from megagrpo.recipe.schema import Recipe, SftRecipe
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from megagrpo.algorithm.ragged import Ragged
     from megagrpo.batching.rank_batches import RankBatch
     from megagrpo.checkpoint.store import SavedFile
+    from megagrpo.guarded_store import StoreAddress
     from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss, TokenNumbers
     from megagrpo.weights.boxes import Box, Manifest
     from megagrpo.weights.files.export import Export
@@ -54,10 +54,6 @@ class RankProcess:
     """One training rank in its own process. `start` makes `rank`; the other methods call those of `rank`."""
 
     rank: Any
-
-    def free_address(self) -> str:
-        """tcp://host:port on this node, reachable by the other ranks, with a port that is free now."""
-        return f"tcp://{ray.util.get_node_ip_address()}:{free_port('')}"
 
     def prepare(self, device: str) -> None:
         """Call it before torch is imported."""
@@ -97,11 +93,11 @@ class RankProcess:
 class SftActor(RankProcess):
     """A rank of supervised fine-tuning."""
 
-    def start(self, recipe: SftRecipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
+    def start(self, recipe: SftRecipe, rank: int, store: StoreAddress, model_directory: str, device: str) -> None:
         self.prepare(device)
         from megagrpo.megatron.sft_rank import SftRank
 
-        self.rank = SftRank(recipe, rank, init_method, model_directory, device)
+        self.rank = SftRank(recipe, rank, store, model_directory, device)
 
     def update(self, lr: float) -> SftUpdate | None:
         return self.rank.update(lr)
@@ -114,12 +110,12 @@ class SftActor(RankProcess):
 class RankActor(RankProcess):
     """A rank of GRPO or PPO. It keeps its end of the weight sync, which every sync reuses."""
 
-    def start(self, recipe: Recipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
+    def start(self, recipe: Recipe, rank: int, store: StoreAddress, model_directory: str, device: str) -> None:
         self.prepare(device)
         from megagrpo.megatron.rank import TrainRank
 
         self.recipe, self.model_directory = recipe, model_directory
-        self.rank = TrainRank(recipe, rank, init_method, model_directory, device)
+        self.rank = TrainRank(recipe, rank, store, model_directory, device)
 
     def add_critic(self, directory: str) -> None:
         self.rank.add_critic(directory)

@@ -15,6 +15,7 @@ from threading import Timer
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -213,6 +214,10 @@ def _connect(address: str, patience_seconds: float, settings: dict[str, Any]) ->
     """Joins or starts Ray. One that does not answer in time ends the process: its client cannot be interrupted."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray_worker._worker_logs_enabled = False  # or it prints the state of a raylet that died
+    # Ray has no public name for it: where this is false, Ray listens on loopback alone.
+    ray_constants.ENABLE_RAY_CLUSTER = address != "local"
+    if address == "local" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray's own is in a file that all may read
 
     def problem(given: object) -> RankError:
         where = "cluster: Ray does not start" if address == "local" else "cluster: Ray cannot be reached"

@@ -21,6 +21,7 @@ from megagrpo.cluster.actors import RankActor, SftActor
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import wait_for
 from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, ModelError, Problem, RankError
+from megagrpo.guarded_store import StoreHost
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.boxes import Manifest, Place
@@ -52,11 +53,10 @@ class TrainRanks:
         self.actors: dict[str, Any] = {
             name: runtime.start_rank(self.actor_class, rank) for rank, name in enumerate(self._data_rank)
         }
-        first = next(iter(self.actors))
         starting = recipe.cluster.start_timeout_seconds
-        address = self._wait({first: self.actors[first].free_address.remote()}, "starting", starting)[first]
+        self._store = StoreHost(ray.util.get_node_ip_address())  # in which the ranks find each other
         started = {
-            name: actor.start.remote(recipe, rank, address, str(model_directory), runtime.device)
+            name: actor.start.remote(recipe, rank, self._store.address, str(model_directory), runtime.device)
             for rank, (name, actor) in enumerate(self.actors.items())
         }
         self._wait(started, "starting", starting)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
@@ -14,6 +15,8 @@ from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem, RankError, WeightSyncError
+from megagrpo.guarded_store import LOOPBACK
+from megagrpo.ports import own_address
 from megagrpo.recipe.defaults import sync_directory
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.boxes import Box, Manifest, Topology, classes_of
@@ -43,7 +46,7 @@ class WeightSync:
         self.transport = choose_transport(recipe.weights.transfer_to(external=rollouts.external), topology)
         ends = accumulate(map(len, manifests.values()), initial=0)
         self._destinations = {name: tuple(range(*span)) for name, span in zip(manifests, pairwise(ends), strict=True)}
-        self._host = RendezvousHost(ray.util.get_node_ip_address(), recipe.weights.timeout_seconds)
+        self._host = RendezvousHost(_host(recipe.rollout.urls), recipe.weights.timeout_seconds)
         self._channel = Channel(self.transport, self._host.rendezvous, recipe.weights.bucket_bytes)
         self._shared_plan = ray.put(self.plan)
         connecting = {
@@ -236,6 +239,13 @@ class WeightSync:
             error=WeightSyncError,
             watch=self._policy.watch,
         )
+
+
+def _host(urls: Iterable[str]) -> str:
+    """This node's address for ranks and engines: external servers elsewhere do not reach a Ray on loopback."""
+    node = ray.util.get_node_ip_address()
+    ways = [own_address(urlsplit(url).hostname or node) for url in urls] if node == LOOPBACK else []
+    return next((way for way in ways if way != LOOPBACK), node)
 
 
 def sharing(manifests: Sequence[Manifest]) -> list[Manifest]:

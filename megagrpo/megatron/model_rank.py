@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import SavedFile
+from megagrpo.guarded_store import StoreAddress
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
 from megagrpo.megatron.batch import Batch, ResponseTokens, as_tensors
@@ -31,7 +32,9 @@ from megagrpo.weights.plan import WeightPlan, require_own
 
 
 class ModelRank:
-    def __init__(self, recipe: AnyRecipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
+    def __init__(
+        self, recipe: AnyRecipe, rank: int, meeting: StoreAddress | str, model_directory: str, device: str
+    ) -> None:
         """Joins the other ranks and loads this rank's weights of the policy.
 
         device: cpu, cuda or cuda:N. Raises RankError, ModelError or RecipeError.
@@ -39,7 +42,7 @@ class ModelRank:
         self.layout = recipe.train.layout.parallel()
         self.where = rank_grid(self.layout)[rank]
         cluster, train = recipe.cluster, recipe.train
-        process.start(rank, self.layout.ranks, init_method, device, cluster.start_timeout_seconds)
+        process.start(rank, self.layout.ranks, meeting, device, cluster.start_timeout_seconds)
         process.start_parallel(self.layout, recipe.seed, cluster.step_timeout_seconds)
         self.device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
         self.policy = TrainedModel(

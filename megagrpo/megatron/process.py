@@ -17,11 +17,12 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megagrpo.errors import Problem, RankError
+from megagrpo.guarded_store import LOOPBACK, StoreAddress
 from megagrpo.layout.parallel import ParallelLayout
 
 
-def start(rank: int, ranks: int, init_method: str, device: str, timeout_seconds: float) -> None:
-    """Joins `ranks` processes through `init_method`: tcp://host:port, file:///path, or env:// under torchrun.
+def start(rank: int, ranks: int, meeting: StoreAddress | str, device: str, timeout_seconds: float) -> None:
+    """Joins `ranks` processes through a store, or an `init_method` of torch: file:///path, or env:// under torchrun.
 
     `device` is cpu (gloo), or cuda (the first visible) or cuda:N (NCCL). `timeout_seconds` is the deadline of this
     call and, until start_parallel, of every collective operation. Raises RankError if the other ranks do not join.
@@ -30,20 +31,21 @@ def start(rank: int, ranks: int, init_method: str, device: str, timeout_seconds:
     _silence_harmless_warnings()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps communication by launch order
     if device == "cpu":
-        _use_loopback_if_local(init_method)
+        _use_loopback_if_local(meeting)
     else:
         torch.cuda.set_device(cuda_index(device))
     try:
         dist.init_process_group(
             "gloo" if device == "cpu" else "nccl",
-            init_method=init_method,
+            init_method=meeting if isinstance(meeting, str) else None,
+            store=None if isinstance(meeting, str) else meeting.connect(timeout_seconds),
             rank=rank,
             world_size=ranks,
             timeout=timeout,
             device_id=None if device == "cpu" else torch.device("cuda", torch.cuda.current_device()),
         )
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        given = f"{init_method}: {error}"
+    except (dist.DistError, OSError, RuntimeError, ValueError) as error:
+        given = f"{meeting}: {error}"
         needed = f"all {ranks} ranks within {timeout_seconds:.0f} s"
         raise RankError(Problem(f"training rank {rank} could not join the other {ranks - 1}", given, needed)) from error
 
@@ -99,9 +101,10 @@ def _silence_harmless_warnings() -> None:
     )
 
 
-def _use_loopback_if_local(init_method: str) -> None:
+def _use_loopback_if_local(meeting: StoreAddress | str) -> None:
     """gloo looks its own address up by host name, which fails on machines whose name does not resolve."""
-    if urlparse(init_method).hostname in (None, "localhost", "127.0.0.1"):
+    host = urlparse(meeting).hostname if isinstance(meeting, str) else meeting.host
+    if host in (None, "localhost", LOOPBACK):
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

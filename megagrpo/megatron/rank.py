@@ -20,6 +20,7 @@ from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import SavedFile
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
+from megagrpo.guarded_store import StoreAddress
 from megagrpo.megatron.batch import Minibatch, Passes, TokenTensors, TokenWeights, of_tokens, weigh
 from megagrpo.megatron.critic import Critic
 from megagrpo.megatron.metrics import MetricSums, reduce_mismatch
@@ -47,9 +48,11 @@ class Update:
 
 
 class TrainRank(ModelRank):
-    def __init__(self, recipe: Recipe, rank: int, init_method: str, model_directory: str, device: str) -> None:
+    def __init__(
+        self, recipe: Recipe, rank: int, meeting: StoreAddress | str, model_directory: str, device: str
+    ) -> None:
         """Also keeps the reference policy if the recipe has a KL penalty."""
-        super().__init__(recipe, rank, init_method, model_directory, device)
+        super().__init__(recipe, rank, meeting, model_directory, device)
         self.recipe = recipe
         self.passes = Passes()
         train, algorithm = recipe.train, recipe.algorithm

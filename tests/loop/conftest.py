@@ -28,11 +28,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that was not interrupted. `actors`: the class of each Ray actor that it ever had, by process id."""
+    """A run that was not interrupted. `actors`: the class of each Ray actor that it ever had, by process id;
+    `listeners`: every address on which one of its processes ever listened, and the names of those processes."""
 
     directory: Path
     printed: str
     actors: Mapping[int, str]
+    listeners: Mapping[str, frozenset[str]]
 
 
 @pytest.fixture(scope="session")
@@ -43,12 +45,15 @@ def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished
     values["track"]["mlflow"] = {}
     process = small_run.start(small_run.write(values, output))
     actors: dict[int, str] = {}
+    listeners: dict[str, frozenset[str]] = {}
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(small_run.end, process)
         while not ended.done():
             actors |= actors_of(process.pid)
+            for address, names in listeners_of(process.pid).items():
+                listeners[address] = listeners.get(address, frozenset()) | names
             time.sleep(0.5)
-    return Finished(output / values["name"], ended.result(), actors)
+    return Finished(output / values["name"], ended.result(), actors, listeners)
 
 
 def actors_of(pid: int) -> dict[int, str]:
@@ -59,6 +64,21 @@ def actors_of(pid: int) -> dict[int, str]:
             with contextlib.suppress(psutil.Error):
                 if match := ACTOR.match(" ".join(child.cmdline())):
                     found[child.pid] = match[1]
+    return found
+
+
+def listeners_of(pid: int) -> dict[str, frozenset[str]]:
+    """By address: the names of those of a driver's processes that listen there now."""
+    found: dict[str, frozenset[str]] = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        driver = psutil.Process(pid)
+        for process in (driver, *driver.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                name = (process.cmdline() or [""])[0].rpartition("/")[2]
+                for socket in process.net_connections(kind="inet"):
+                    if socket.status == psutil.CONN_LISTEN:
+                        address = socket.laddr.ip.removeprefix("::ffff:")
+                        found[address] = found.get(address, frozenset()) | {name}
     return found
 
 

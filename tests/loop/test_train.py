@@ -40,6 +40,13 @@ def test_a_run_has_one_actor_for_each_rank_and_engine(finished: Finished) -> Non
     assert Counter(finished.actors.values()) == {"RankActor": 2, "EngineActor": 1}
 
 
+def test_everything_of_a_run_on_one_node_listens_on_loopback_alone(finished: Finished) -> None:
+    assert finished.listeners.keys() == {"127.0.0.1"}, finished.listeners
+    names = " ".join(finished.listeners["127.0.0.1"])
+    for one in ("gcs_server", "raylet", "ray::RankActor", "ray::EngineActor"):
+        assert one in names
+
+
 def test_rollout_and_training_logprobs_agree_and_the_worst_tokens_of_every_step_are_written(finished: Finished) -> None:
     directory, metrics = finished.directory, small_run.metrics(finished.directory)
     lines = [json.loads(line) for line in (directory / "mismatch.jsonl").read_text(encoding="utf-8").splitlines()]

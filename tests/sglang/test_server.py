@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megagrpo import cli
@@ -47,10 +48,14 @@ def test_a_server_answers_on_loopback_alone_and_only_with_its_key_which_others_c
             assert server.api_key.encode() not in Path(f"/proc/{process}/{shown}").read_bytes()
     assert server.log.stat().st_mode & 0o077 == 0
     assert server.api_key not in server.log_end()
-    port = int(server.url.rpartition(":")[2])
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    listening = {line[1] for line in lines if line[3] == "0A" and int(line[1].rpartition(":")[2], 16) == port}
-    assert listening == {f"0100007F:{port:04X}"}
+    listening = [
+        socket.laddr
+        for process in members(server._process.pid)
+        for socket in psutil.Process(process).net_connections(kind="inet")
+        if socket.status == psutil.CONN_LISTEN
+    ]
+    assert int(server.url.rpartition(":")[2]) in {address.port for address in listening}
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}, listening
 
 
 @pytest.mark.long

@@ -73,7 +73,7 @@ def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyP
         actors={}, external=False, places=tuple, manifests=lambda: {"engine 0": []}, bring_back=None
     )
     ranks: Any = SimpleNamespace(actors={}, places=tuple, manifests=list)
-    recipe: Any = SimpleNamespace(weights=WeightsConfig())
+    recipe: Any = SimpleNamespace(weights=WeightsConfig(), rollout=SimpleNamespace(urls=[]))
     for name in ("make_plan", "sharing", "Topology", "choose_transport", "RendezvousHost", "Channel"):
         monkeypatch.setattr(weight_sync, name, lambda *given, **named: SimpleNamespace(rendezvous=None))
     monkeypatch.setattr(ray, "put", lambda value: value)

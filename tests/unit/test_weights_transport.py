@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from megagrpo import cli
 from megagrpo.errors import ModelError, Problem, WeightSyncError
+from megagrpo.guarded_store import StoreAddress
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.digest import digests
@@ -154,7 +155,7 @@ def test_another_version_than_the_open_one_is_refused_for_all(host: RendezvousHo
 
 
 def test_a_driver_that_is_gone_is_named() -> None:
-    nowhere = Rendezvous("127.0.0.1", 9, "run", 0.5)
+    nowhere = Rendezvous(StoreAddress("127.0.0.1", 9, None, "secret"), "run", 0.5)
     with pytest.raises(WeightSyncError, match=r"train rank 3: the driver's rendezvous at 127\.0\.0\.1:9"):
         nowhere.join("train rank 3")
 
@@ -296,8 +297,8 @@ def alone(host: RendezvousHost) -> Iterator[Callable[[], None]]:
 def test_a_peer_that_ends_between_the_roll_call_and_connecting_keeps_no_process_past_an_abort(
     host: RendezvousHost, alone: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connects, own_address = threading.Event(), process_group._own_address
-    monkeypatch.setattr(process_group, "_own_address", lambda peer: connects.set() or own_address(peer))
+    connects, own_address = threading.Event(), process_group.own_address
+    monkeypatch.setattr(process_group, "own_address", lambda peer: connects.set() or own_address(peer))
 
     def notice() -> None:
         connects.wait()
@@ -314,7 +315,7 @@ def test_an_error_while_a_group_is_made_ends_the_sync(
     def fail(peer: str) -> str:
         raise raised
 
-    monkeypatch.setattr(process_group, "_own_address", fail)
+    monkeypatch.setattr(process_group, "own_address", fail)
     with pytest.raises((WeightSyncError, ValueError), match=str(raised)):
         alone()
 

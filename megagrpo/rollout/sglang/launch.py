@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -63,8 +64,23 @@ def prepare_server_process() -> None:
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]
     sys.meta_path.insert(0, MegagrpoFinder())
+    listen_on_loopback()
     if on_cpus():
         fill_gaps_on_cpus()
+
+
+def listen_on_loopback() -> None:
+    """The ranks of a server are on one node. torch's store would listen on every interface, for whoever comes."""
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function has the same name
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    tcp_store = rendezvous.TCPStore
+
+    def on_its_host(host_name: str, port: int, **options: Any) -> Any:
+        if options["is_master"]:
+            options["master_listen_fd"] = socket.create_server((host_name, port)).detach()
+        return tcp_store(host_name, port, **options)
+
+    rendezvous.TCPStore = on_its_host
 
 
 def end_with_parent() -> None:

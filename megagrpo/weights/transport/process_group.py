@@ -7,7 +7,6 @@ has failed: see Sync.generation.
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.errors import Problem, WeightSyncError
+from megagrpo.ports import own_address
 from megagrpo.weights.transport.buckets import SLOTS, Peer
 from megagrpo.weights.transport.rendezvous import Member, Rendezvous, Sync
 
@@ -135,7 +135,7 @@ class ProcessGroup:
                 return dist.ProcessGroupNCCL(store, rank, ranks, options)
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(rendezvous.host))]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(rendezvous.store.host))]
         return dist.ProcessGroupGloo(store, rank, ranks, options)
 
     def _timeout(self) -> timedelta:
@@ -151,11 +151,3 @@ def _transport_errors(where: str) -> Iterator[None]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         fix = "look for what ended or stopped that process"
         raise WeightSyncError(Problem(where, reason, "both ends alive and connected", fix)) from error
-
-
-def _own_address(peer: str) -> str:
-    """The address of this node on the way to `peer`. Nothing is sent."""
-    family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from megagrpo.errors import MegagrpoError, Problem, WeightSyncError
+from megagrpo.guarded_store import StoreAddress, StoreHost
 
 LONGEST_PAUSE_SECONDS = 0.25
 """Between two looks at the store. Thousands of waiting ranks ask a few thousand times a second, which it can bear."""
@@ -29,8 +28,7 @@ LONGEST_PAUSE_SECONDS = 0.25
 class Rendezvous:
     """Where the store is. Sent to every training rank and engine rank."""
 
-    host: str
-    port: int
+    store: StoreAddress
     run: str
     """A random token: part of the name of everything that this run leaves outside its processes."""
     timeout_seconds: float
@@ -61,17 +59,13 @@ NO_SYNC = Sync(0, -1, 0, frozenset())
 class RendezvousHost:
     """The driver's end: it owns the store and says which sync is open.
 
-    `host` is the address of this node by which every training rank and engine rank reaches it; the store listens there
-    alone.
+    `host` is the address of this node by which every training rank and engine rank reaches it.
     """
 
     def __init__(self, host: str, timeout_seconds: float) -> None:
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
-            port = listening.getsockname()[1]
-            self._store = dist.TCPStore(
-                host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-            )
-        self.rendezvous = Rendezvous(host, port, secrets.token_hex(8), timeout_seconds)
+        self._host = StoreHost(host)
+        self._store = self._host.store
+        self.rendezvous = Rendezvous(self._host.address, secrets.token_hex(8), timeout_seconds)
         self._sync = NO_SYNC
         self._opened = 0
 
@@ -107,13 +101,7 @@ class Member:
         self._sync = NO_SYNC
         self._deadline = time.monotonic() + rendezvous.timeout_seconds
         with self._reaching():
-            self._store = dist.TCPStore(
-                rendezvous.host,
-                rendezvous.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=rendezvous.timeout_seconds),
-            )
+            self._store = rendezvous.store.connect(rendezvous.timeout_seconds)
 
     @property
     def store(self) -> dist.Store:
@@ -233,8 +221,8 @@ class Member:
     def _reaching(self) -> Iterator[None]:
         try:
             yield
-        except dist.DistError as error:
-            where = f"{self.name}: the driver's rendezvous at {self.rendezvous.host}:{self.rendezvous.port}"
+        except (dist.DistError, OSError) as error:
+            where = f"{self.name}: the driver's rendezvous at {self.rendezvous.store.host}:{self.rendezvous.store.port}"
             raise WeightSyncError(
                 Problem(where, str(error).splitlines()[0], "a driver that runs and is reachable from here")
             ) from error

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem, WeightSyncError
+from megagrpo.guarded_store import StoreAddress
 from megagrpo.weights.boxes import Manifest, in_groups
 from megagrpo.weights.digest import combine, digests
 from megagrpo.weights.files.loading import load_files
@@ -239,7 +240,8 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     [(_, data)] = named_tensors
     command = json.loads(bytes(data.cpu().numpy()))
     state: _Loader | None = getattr(model, ATTRIBUTE, None)
-    rendezvous = Rendezvous(**command["rendezvous"])
+    where = command["rendezvous"]
+    rendezvous = Rendezvous(**(where | {"store": StoreAddress(**where["store"])}))
     try:
         if state is None or state.rendezvous != rendezvous:
             if state is not None:

@@ -1,0 +1,68 @@
+"""The store in which a run's processes find each other: who reaches it, and who does not."""
+
+from __future__ import annotations
+
+import hmac
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megagrpo.guarded_store import LOOPBACK, NONCE_BYTES, StoreAddress, StoreHost
+
+OWN, OTHER, THIRD = "127.0.0.31", "127.0.0.32", "127.0.0.33"
+"""Addresses of this machine that stand for those of three nodes."""
+
+
+def reaches(host: str, port: int, source: str) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=0.3, source_address=(source, 0)).close()
+    except TimeoutError:
+        return False
+    return True
+
+
+def knock(address: StoreAddress, source: str, secret: str) -> bytes:
+    assert address.gate is not None
+    with socket.create_connection((OWN, address.gate), timeout=5.0, source_address=(source, 0)) as gate:
+        gate.sendall(hmac.digest(secret.encode(), gate.recv(NONCE_BYTES, socket.MSG_WAITALL), "sha256"))
+        return gate.recv(1)
+
+
+def test_only_an_address_that_has_shown_the_secret_reaches_the_store() -> None:
+    owner = StoreHost(OWN)
+    address = owner.address
+    owner.store.set("key", "value")
+    assert not reaches(OWN, address.port, OTHER)
+    assert knock(address, OTHER, "guessed") == b""
+    assert not reaches(OWN, address.port, OTHER)
+    assert knock(address, OTHER, address.secret) == b"1"
+    assert reaches(OWN, address.port, OTHER)
+    assert not reaches(OWN, address.port, THIRD)
+    assert address.connect(5.0).get("key") == b"value"
+    with pytest.raises(ConnectionRefusedError, match="refused this process"):
+        replace(address, secret="guessed").connect(5.0)
+    assert address.secret not in repr(address)
+
+
+@pytest.mark.parametrize("host", [LOOPBACK, OWN, "::1"])
+def test_a_store_listens_on_its_address_alone(host: str) -> None:
+    owner = StoreHost(host)
+    owner.address.connect(5.0).set("key", "value")
+    listening = {
+        line.split()[1].partition(":")[0]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if int(line.split()[1].partition(":")[2], 16) == owner.address.port and line.split()[3] == "0A"
+    }
+    packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
+    words = [packed[at : at + 4][::-1].hex().upper() for at in range(0, len(packed), 4)]
+    assert listening == {"".join(words)}
+
+
+def test_a_gate_closes_with_its_store() -> None:
+    address = StoreHost(OWN).address
+    with pytest.raises((OSError, dist.DistError)):
+        address.connect(1.0)
