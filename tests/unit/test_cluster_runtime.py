@@ -14,6 +14,7 @@ import pytest
 import ray
 from hypothesis import given
 from hypothesis import strategies as st
+from ray._private import ray_constants
 from ray.exceptions import AuthenticationError, WorkerCrashedError
 
 from megagrpo.cluster import runtime, waiting
@@ -61,6 +62,8 @@ def test_whatever_ray_raises_at_its_start_is_told_with_a_remedy(
     def init(**settings: object) -> None:
         raise raised
 
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a token")
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)  # which _connect changes
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(RankError, match=rf"{address}(.|\n)*{remedy}"):
         runtime._connect(address, 60.0, {})
