@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,18 @@ TOKENIZER_FILES = (
 )
 CONFIG_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json")
 TEMPLATE_NEEDED = "a Jinja template that turns messages into text"
+RENDERER_SECONDS = 2
+RENDERER = f"""
+import json, resource, sys
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+template = sys.stdin.buffer.read().decode()
+resource.setrlimit(resource.RLIMIT_CPU, ({RENDERER_SECONDS}, {RENDERER_SECONDS}))
+resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+made.filters["tojson"] = json.dumps
+question = [{{"role": "user", "content": "1+1="}}]
+print(made.from_string(template).render(messages=question, add_generation_prompt=True)[:1000])
+"""
 VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
 # Tags that transformers adds to Jinja. They have no effect when a prompt is rendered.
 GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -222,4 +237,21 @@ def _syntax_problems(template: str, where: str) -> list[Problem]:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", template))
     except jinja2.TemplateSyntaxError as error:
         return [Problem(where, f"line {error.lineno}: {error.message}", "a valid Jinja template")]
-    return []
+    given = _rendering(GENERATION_TAG.sub("", template))
+    return [Problem(where, given, TEMPLATE_NEEDED)] if given else []
+
+
+@lru_cache
+def _rendering(template: str) -> str:
+    """What is wrong with what the template makes of a question: it has no end, takes all memory, or is nothing.
+
+    A template that refuses the question may take those of the data, which a run renders at its start.
+    """
+    command, limit = [sys.executable, "-I", "-c", RENDERER], 60 * RENDERER_SECONDS
+    try:
+        done = subprocess.run(command, input=template.encode(errors="replace"), capture_output=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return f"a question takes more than {limit} s to render"
+    if done.returncode < 0 or b"MemoryError" in done.stderr:
+        return f"a question takes more than {RENDERER_SECONDS} s or 2 GB to render"
+    return "a question renders as nothing" if done.returncode == 0 and not done.stdout.strip() else ""

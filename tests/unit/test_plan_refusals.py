@@ -99,3 +99,17 @@ def test_a_model_that_sglang_holds_in_no_layout_needs_another_engine(tmp_path: P
     recipe = make_run(tmp_path, model_type="mixtral", tie_word_embeddings=True, **experts)
     with pytest.raises(MegagrpoError, match=r"mixtral on SGLang: tied(?s:.)*fix: rollout.engine: transformers"):
         preflight(load(recipe, ["rollout.engine=sglang"]), plan_only=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "given"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "2 s or 2 GB"),
+        ("{{ 'a' * 10**10 }}", "2 s or 2 GB"),
+        ("{% if messages[0].role == 'robot' %}{{ messages }}{% endif %}", "renders as nothing"),
+    ],
+)
+def test_a_chat_template_without_an_end_or_a_result_is_refused(template: str, given: str, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(template)
+    with pytest.raises(MegagrpoError, match=f"chat_template(?s:.)*{given}"):
+        preflight(load(make_run(tmp_path), [f"model.chat_template={tmp_path}/own.jinja"]), plan_only=True)
