@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,12 @@ def processes_of(mark: str) -> list[psutil.Process]:
     return found
 
 
+def listening(pid: int) -> Counter[str]:
+    """How many sockets of a process listen on each address."""
+    sockets = psutil.Process(pid).net_connections(kind="inet")
+    return Counter(socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(2 * small_run.RUN_SECONDS)
 def test_stopped_killed_and_without_a_node_a_run_continues_with_the_same_numbers(
@@ -106,6 +113,7 @@ def test_stopped_killed_and_without_a_node_a_run_continues_with_the_same_numbers
     with RayNodes(cpus_per_node=1) as cluster:
         cluster.start_worker()
         process = run.held_in_step(3, cluster.environment)
+        assert listening(process.pid) == {"::": 1, cluster.head: 4}, "Ray; two stores, each with a gate"
         cluster.kill_worker()
         killed = time.monotonic()
         run.hold.unlink()

@@ -25,6 +25,7 @@ from megagrpo import cli
 from megagrpo.errors import ModelError, Problem, WeightSyncError
 from megagrpo.guarded_store import StoreAddress
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.ports import own_address
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.digest import digests
 from megagrpo.weights.transport import process_group, rendezvous, shared_memory
@@ -297,7 +298,7 @@ def alone(host: RendezvousHost) -> Iterator[Callable[[], None]]:
 def test_a_peer_that_ends_between_the_roll_call_and_connecting_keeps_no_process_past_an_abort(
     host: RendezvousHost, alone: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connects, own_address = threading.Event(), process_group.own_address
+    connects = threading.Event()
     monkeypatch.setattr(process_group, "own_address", lambda peer: connects.set() or own_address(peer))
 
     def notice() -> None:
