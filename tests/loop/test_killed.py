@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from megagrpo.errors import EXIT_NODE_LOST, EXIT_RUN_FAILED, EXIT_STOPPED
 from tests.loop import small_run
+from tests.loop.conftest import actors_of
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -64,6 +66,14 @@ def test_two_signals_end_a_run_that_waits_for_a_stopped_raylet(inputs: Path, tmp
         time.sleep(1.0)  # two that come at once are one
     run.process.wait(timeout=10)
     run.end(128 + signal.SIGTERM)
+
+
+@pytest.mark.long
+def test_a_killed_rank_is_named_in_place_of_what_the_other_raised_because_of_it(inputs: Path, tmp_path: Path) -> None:
+    run = Faulty(inputs, tmp_path)
+    ranks = [pid for pid, actor in actors_of(run.process.pid).items() if actor == "RankActor"]
+    os.kill(ranks[0], signal.SIGKILL)
+    assert re.search(r"train rank \d died", run.end(EXIT_RUN_FAILED))
 
 
 @pytest.mark.long

@@ -1,6 +1,8 @@
 """The command line: exit codes, what is printed, and that nothing heavy is imported before it is needed."""
 
 import json
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +121,16 @@ def test_prepare_jsonl_reads_the_named_columns(tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
     assert main(["prepare", "jsonl", "--source", str(source), "--output", str(output)]) == EXIT_USER_ERROR
     assert "no column 'prompt'" in capsys.readouterr().err
+
+
+def test_a_lack_of_file_descriptors_is_one_sentence_and_code_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "doctor", lambda asked: [Path(os.devnull).open() for _ in range(10_000)])  # noqa: SIM115
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        assert cli.main(["doctor"]) == EXIT_RUN_FAILED
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "Too many open files" in capsys.readouterr().err
