@@ -77,6 +77,7 @@ def test_failed_rewards_have_a_column_once_there_are_some(tmp_path: Path) -> Non
     console.start(RunStart(tracked_recipe(tmp_path), tmp_path, 10))
     console.log(1, STEP | {"reward/errors": 0.0})
     assert "errors" not in entries(STEP | {"reward/errors": 0.0})
+    assert entries(STEP | {"critic/explained_variance": 0.5})["critic expl. var."] == "0.50"
     assert "errors" not in headings(console)
     console.log(2, STEP | {"reward/errors": 3.0})
     console.finish("finished")
