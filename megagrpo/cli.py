@@ -27,7 +27,7 @@ GPUS_MAX = 100_000
 
 
 class Unfailing(io.FileIO):
-    """Standard output or error: what cannot be written, because nobody reads it or a disk is full, is dropped."""
+    """Standard output or error: what cannot be written, because its reader is gone or a disk is full, is dropped."""
 
     def write(self, text: Any) -> int:
         try:

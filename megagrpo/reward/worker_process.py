@@ -113,7 +113,7 @@ def _pass_on(output: int) -> Iterator[bool]:
 
 
 def _say(data: bytes) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it
+    with contextlib.suppress(OSError):  # its reader is gone
         os.write(2, data)
 
 

@@ -114,7 +114,9 @@ def train(inputs: Path, output: Path, ray: Mapping[str, str], names: Sequence[st
         whole = small_run.metrics(directory)
         if name in RESUMED:
             shutil.rmtree(directory / "checkpoints" / f"step_{STEPS:06}")
-            assert f"continuing after step {SAVED}" in small_run.train(path, environment=ray)
+            said = small_run.train(path, environment=ray)
+            assert f"continuing after step {SAVED}" in said
+            assert ("its adapters, for PEFT: " in said) == (name == "lora_rloo_dapo")
         found[name] = Trained(directory, whole, small_run.metrics(directory))
     return found
 
@@ -164,6 +166,9 @@ def test_the_critic_learns_before_the_policy_does_and_is_saved(trained: dict[str
         assert metrics[step]["critic/lr"] == 1e-2
         assert metrics[step]["critic/grad_norm"] > 0
         assert step == 1 or metrics[step]["grad_norm"] > 0
+    assert not any("groups/with_signal_share" in line for line in metrics.values()), (
+        "with a critic every response teaches"
+    )
     assert (trained["ppo"].directory / f"checkpoints/step_{STEPS:06}/rank/critic/.metadata").is_file()
 
 

@@ -70,7 +70,7 @@ def test_the_page_does_what_it_says(place: Path, capfd: pytest.CaptureFixture[st
             said = capfd.readouterr()
             assert code == (1 if shown else 0), said.err
             assert shown in said.out
-            assert "\x1b" not in said.err  # no bar where nobody watches
+            assert "\x1b" not in said.err  # no bar without a terminal
             ran += 1
     assert ran == 8
     assert_same_files(place / "model", place / "model-again")

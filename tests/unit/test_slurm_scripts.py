@@ -59,7 +59,7 @@ def first_of_free_ports(job: int, listening: Sequence[int] = ()) -> int:
 
 def test_jobs_have_ports_of_their_own() -> None:
     firsts = [first_of_free_ports(job) for job in (100, 101, 200, 201, 300, 301)]
-    # Whoever listens on the ports of one job moves it to those of the next.
+    # A process that listens on the ports of one job moves the job to those of the next.
     assert any(second - first == 8 for first, second in zip(firsts[::2], firsts[1::2], strict=True))
     assert all(20000 <= first < int(EPHEMERAL.read_text().split()[0]) for first in firsts)
 

@@ -70,7 +70,7 @@ def prepare_server_process() -> None:
 
 
 def listen_on_loopback() -> None:
-    """The ranks of a server are on one node. torch's store would listen on every interface, for whoever comes."""
+    """The ranks of a server are on one node. torch's store would listen on every interface, to any machine."""
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function has the same name
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     tcp_store = rendezvous.TCPStore
@@ -116,7 +116,7 @@ def end_with(owner: int, directory: str) -> None:
 
 
 def child_was_killed() -> bool:
-    """Whether a direct child was killed and nobody has asked for its end yet. Leaves that to SGLang."""
+    """Whether a direct child was killed and is not reaped yet. Leaves that to SGLang."""
     try:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # there is none
