@@ -1,5 +1,7 @@
 """What holds for every test: hypothesis draws the same examples each time, and what shares a start stays together."""
 
+import signal
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -20,10 +22,12 @@ settings.load_profile("same_examples")
 
 # The longest starts come first, and the files of unit tests fill up the workers' last minute.
 FOLDERS = ("loop", "sglang", "slurm", "distributed", "unit")
+OWN_RAY = ("test_demo", "test_engine_faults", "test_killed")
+"""Files in loop/ that share no Ray and no finished run with the others."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FOLDERS.index(place_of(item.nodeid)[0]))
+    items.sort(key=lambda item: (FOLDERS.index(place_of(item.nodeid)[0]), group_of(item.nodeid) != "loop"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -38,6 +42,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """SIGHUP is not ignored, as it is where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def place_of(nodeid: str) -> tuple[str, str]:
     """The folder in tests/ and the name of the file, without .py."""
     path = PurePosixPath(nodeid.partition("::")[0])
@@ -47,5 +59,5 @@ def place_of(nodeid: str) -> tuple[str, str]:
 def group_of(nodeid: str) -> str:
     folder, file = place_of(nodeid)
     if folder == "loop":
-        return "demo" if file == "test_demo" else "loop"
+        return file if file in OWN_RAY else "loop"
     return "sglang" if folder == "sglang" else file

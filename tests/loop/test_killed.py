@@ -84,6 +84,7 @@ def test_a_directory_that_is_deleted_ends_the_run(inputs: Path, tmp_path: Path) 
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("hangups")
 def test_a_closed_terminal_saves_what_a_closed_pipe_has_not_ended(inputs: Path, tmp_path: Path) -> None:
     values = small_run.recipe(inputs, tmp_path)
     values["train"]["total_steps"] = 10_000
@@ -94,8 +95,11 @@ def test_a_closed_terminal_saves_what_a_closed_pipe_has_not_ended(inputs: Path, 
     process = subprocess.Popen(command, stdout=writing, stderr=writing, start_new_session=True, env=environment)
     os.close(reading)
     os.close(writing)
-    small_run.wait_until(lambda: lines.exists() and lines.read_text().count("\n") > 3, "steps that nobody reads of")
-    os.killpg(process.pid, signal.SIGHUP)
-    assert process.wait(timeout=small_run.RUN_SECONDS) == EXIT_STOPPED
+    try:
+        small_run.wait_until(lambda: lines.exists() and lines.read_text().count("\n") > 3, "steps without a reader")
+        os.killpg(process.pid, signal.SIGHUP)
+        assert process.wait(timeout=small_run.RUN_SECONDS) == EXIT_STOPPED
+    finally:
+        process.kill()
     last = max(small_run.metrics(tmp_path / "small"))
     assert (tmp_path / "small" / "checkpoints" / f"step_{last:06}").exists()

@@ -27,6 +27,7 @@ with until_stopped(lambda: None) as stopping:
 """
 
 
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_stop_ends_only_what_may_be_given_up(number: signal.Signals) -> None:
     with until_stopped(lambda: None) as stopping:
@@ -77,6 +78,7 @@ def test_a_second_sigterm_ends_the_process_at_once_and_one_after_sigusr1_does_no
     assert outcome(signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1) == (0, "SIGTERM")
 
 
+@pytest.mark.usefixtures("hangups")
 def test_a_second_signal_ends_a_process_whose_main_thread_never_comes_back() -> None:
     done = subprocess.run([sys.executable, "-c", STUCK], timeout=60)
     assert done.returncode == 128 + signal.SIGHUP
