@@ -32,7 +32,7 @@ LOOK_SECONDS = 1.0
 RESERVE_SECONDS = 30.0
 """Time for Ray to reserve devices that were free just before."""
 OOM_SCORE = 500
-"""Of Ray's workers, for the kernel's choice when memory is out. Reward workers have 1000 and go first."""
+"""Ray's workers have it when memory is out and the kernel chooses. Reward workers have 1000 and go first."""
 APPEAR_SECONDS = 10.0
 """Time for a new file to appear on another node: network file systems cache that it does not exist."""
 

@@ -111,9 +111,13 @@ def load(state: TrainingState, directory: Path) -> None:
     problems: list[Problem] = []
     generators = None
     try:
+        tensor = ""
         for key, box, view in _views(state):
+            if box.tensor != tensor:  # other boxes of a tensor may lie in the same stored chunks
+                stored.forget()
+                tensor = box.tensor
             view.copy_(stored.read(key, box.start, box.shape))
-            stored.forget()
+        stored.forget()
         if same_layout:
             (generators,) = stored.read_object(_generators_entry(None).unique_key)  # Megatron saves objects in lists
     except CheckpointError as error:

@@ -52,7 +52,7 @@ class EngineMemory:
 
 
 def engine_memory(case: Case) -> EngineMemory:
-    """Of a GRPO recipe. Where the card is not known, the cache is as large as the recipe could use.
+    """Memory of a GRPO recipe's engines. Where the card is not known, the cache is as large as the recipe could use.
 
     SGLang takes mem_fraction_static of what is free when it starts, and it starts beside the trainer: it is taken to
     find the card empty.

@@ -18,6 +18,7 @@ from megagrpo.recipe.model_rules import critic_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of
+from megagrpo.weights.families.reading import read_json
 from megagrpo.weights.sides.checkpoint import manifests
 
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
@@ -181,11 +182,9 @@ def _generation_problems(path: Path, vocabulary: int | None) -> list[Problem]:
     if not path.is_file():
         return []
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        return [Problem(str(path), first_line(error), "JSON in UTF-8")]
-    if not isinstance(config, dict):
-        return [Problem(str(path), brief(config), "a JSON object")]
+        config = read_json(path)
+    except ModelError as error:
+        return list(error.problems)
     given = config.get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     limit = vocabulary or 2**31

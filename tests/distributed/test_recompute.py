@@ -27,7 +27,7 @@ MODES = ("none", "selective", "full")
 def losses_and_gradients(
     directory: Path, layout: ParallelLayout, microbatches: list[list[list[int]]], mode: str
 ) -> tuple[list[float], Parts, int]:
-    """Of any function of the logits; and how often the attention core ran."""
+    """Losses and gradients for some function of the logits, and how often the attention core ran."""
     trained = load_model(directory, layout, recompute=mode)
     packed, losses = rank_microbatches(layout, microbatches), []
 

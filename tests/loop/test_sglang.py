@@ -54,7 +54,7 @@ def test_a_run_on_sglang_trains_on_what_its_servers_sampled(
 
 
 def latent_model(directory: Path, seed: int) -> Path:
-    """Of latent attention, with the demo's tokenizer."""
+    """A model with latent attention and the demo's tokenizer."""
     tokenizer = make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     make_model("deepseek_v3", directory, seed=seed, vocab_size=len(tokenizer), num_hidden_layers=2, **ids)
