@@ -18,6 +18,8 @@ from megagrpo.errors import Problem, RecipeError
 
 CHARACTERS_MAX, VALUES_MAX = 256 * 1024, 10_000
 """A recipe has about 4,000 and 100. Aliases count as often as they are used."""
+NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
+"""NUL and halves of surrogate pairs, which escapes can write: no file can be named so."""
 TAG = "tag:yaml.org,2002:"
 CORE_SCHEMA = (
     ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ("~", "n", "N", "")),
@@ -134,6 +136,10 @@ def _build(
         return [_build(item, _join(path, i), document, where, (*above, node)) for i, item in enumerate(node.value)]
     if isinstance(node, yaml.MappingNode):
         return _build_mapping(node, path, document, where, (*above, node))
+    if wrong := NO_TEXT.search(node.value):
+        needed = "text that a file's name could have"
+        document.problems.append((path, Problem(at, f"the character U+{ord(wrong[0]):04X}", needed, "remove it")))
+        return None
     try:
         return _scalar(node.tag.removeprefix(TAG), node.value)
     except ValueError:

@@ -67,6 +67,8 @@ def test_a_file_that_is_no_recipe_is_refused(content: bytes, place: str, tmp_pat
         ("reward:\n  functions:\n  - function: gsm8k\n", "", "reward"),
         ("  prompts_per_step: 4\n", "", "prompts_per_step"),
         ("/model\n", "/modle\n", "model.path"),
+        ("model:\n", 'model:\n  chat_template: "\\0"\n', "model.chat_template"),
+        ("name: tiny", 'name: "tiny\\ud800"', "recipe.yaml:1 name"),
     ],
 )
 def test_a_mistake_in_a_recipe_is_located(old: str, new: str, place: str, tmp_path: Path, refused: Refused) -> None:
