@@ -164,7 +164,7 @@ def send_model(
     tensors = load_model(directory, layout).tensors()
     member = rendezvous.join(f"rank {source}")
     for version, transport in enumerate(TRANSPORTS):
-        member.wait(lambda key=f"go {version}": member.read(key), lambda: Problem("the test does not go on"))
+        member.wait(lambda key=f"go {version}": member.read(key, bool), lambda: Problem("the test does not go on"))
         for tensor in tensors.values():
             tensor.mul_(2)
         sender = open_sender(Channel(transport, rendezvous, BUCKET_BYTES), plan, source)

@@ -28,11 +28,12 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.ports import own_address
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.digest import digests
-from megagrpo.weights.transport import process_group, rendezvous, shared_memory
+from megagrpo.weights.transport import process_group, rendezvous, sglang, shared_memory
 from megagrpo.weights.transport.buckets import (
     Bucket,
     BucketReceiver,
     BucketSender,
+    Message,
     bucket_problems,
     destination_peer,
     incoming,
@@ -102,7 +103,7 @@ def test_an_abort_ends_every_wait_with_its_reason(host: RendezvousHost) -> None:
 
     def wait() -> None:
         with one.attend(1):
-            one.wait(lambda: waits.set() or one.pop("1"), lambda: Problem("too late"))
+            one.wait(lambda: waits.set() or one.pop("1", Any), lambda: Problem("too late"))
 
     def fail() -> None:
         with other.attend(1):
@@ -120,7 +121,7 @@ def test_a_deadline_says_what_was_awaited_and_is_kept(host: RendezvousHost, monk
     host.open(1, [0])
     member = host.rendezvous.join("one")
     with pytest.raises(WeightSyncError, match="nothing came"), member.attend(1):
-        member.wait(lambda: member.pop("1"), lambda: Problem("nothing came"))
+        member.wait(lambda: member.pop("1", Any), lambda: Problem("nothing came"))
     assert sum(slept) == pytest.approx(200.0)
 
 
@@ -133,7 +134,7 @@ def test_messages_of_a_failed_attempt_are_not_seen_in_the_next(host: RendezvousH
     second = host.open(1, [0])
     assert (second.attempt, second.generation) == (first.attempt + 1, first.generation + 1)
     with member.attend(1):
-        assert member.pop("1") is None
+        assert member.pop("1", Any) is None
 
 
 def test_a_generation_lasts_until_an_end_fails_or_is_replaced(host: RendezvousHost) -> None:
@@ -152,13 +153,49 @@ def test_another_version_than_the_open_one_is_refused_for_all(host: RendezvousHo
     with pytest.raises(WeightSyncError, match="version 7"), one.attend(6):
         pass
     with pytest.raises(WeightSyncError, match="version 7"), other.attend(7):
-        other.wait(lambda: other.pop("1"), lambda: Problem("too late"))
+        other.wait(lambda: other.pop("1", Any), lambda: Problem("too late"))
 
 
 def test_a_driver_that_is_gone_is_named() -> None:
     nowhere = Rendezvous(StoreAddress("127.0.0.1", 9, None, "secret"), "run", 0.5)
     with pytest.raises(WeightSyncError, match=r"train rank 3: the driver's rendezvous at 127\.0\.0\.1:9"):
         nowhere.join("train rank 3")
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["x", "[1]", '["sent", 0]', '["sent", 0, 0, "0", 0]', '["received", null]', '{"a": 1}', "[" * 9999, "\xff"],
+)
+def test_a_message_of_another_shape_is_an_error_that_names_its_queue(host: RendezvousHost, written: str) -> None:
+    attempt, member = host.open(1, [0]).attempt, host.rendezvous.join("engine 0 rank 0")
+    member.store.queue_push(f"queue/{attempt}/1", written)
+    with pytest.raises(WeightSyncError, match=f"engine 0 rank 0: .*: queue/{attempt}/1"), member.attend(1):
+        member.pop("1", Message)
+
+
+@pytest.mark.parametrize("key", ["sync", "abort/1", "value/answer"])
+def test_values_of_another_shape_are_errors_that_name_their_key(host: RendezvousHost, key: str) -> None:
+    host.open(1, [0])
+    member = host.rendezvous.join("engine 0 rank 0")
+    member.store.set(key, '[[1, "x"]]')
+    with pytest.raises(WeightSyncError, match=f"engine 0 rank 0: .*: {key}"), member.attend(1):
+        member.wait(lambda: member.read("answer", sglang.Answer), lambda: Problem("too late"))
+
+
+def test_a_value_beyond_the_bound_is_refused_unread(host: RendezvousHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "BYTES_MAX", 100)
+    member = host.rendezvous.join("one")
+    member.write("long", "x" * 99)
+    with pytest.raises(WeightSyncError, match="101 bytes"):
+        member.read("long", str)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"\xff", b'{"action": "receive"}', b'{"action": "x", "name": 1}', b"[" * 9999]
+)
+def test_a_command_of_another_shape_ends_no_server(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    sglang.load(torch.nn.Module(), [("x", torch.tensor(list(data), dtype=torch.uint8))])
+    assert "no command of megagrpo" in caplog.text
 
 
 # --- both transports, both ends ---------------------------------------------------------------------------------------
@@ -465,3 +502,27 @@ def test_a_bucket_that_comes_twice_is_refused(host: RendezvousHost) -> None:
     area.close()
     assert "bucket 1 from train rank 0" in str(errors[1])
     assert "it came twice" in str(errors[1])
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (["sent", 99, 0, 0, 0], "bucket 1 from peer 99"),
+        (["received", 5], "an acknowledgement of slot 5"),
+        (["sent", 0, 0, 0, 3], "a ticket 3"),
+        (["sent", 0, 0, 0, ["{name}", 4000]], "bytes from 4000 on of 4096"),
+    ],
+)
+def test_messages_that_fit_no_bucket_are_errors(host: RendezvousHost, message: list[Any], said: str) -> None:
+    plan = Case(architecture(), ParallelLayout(), tensor=1).plan()
+    tensors = empty(plan.destinations[0])
+    receiver = BucketReceiver(plan, 0, tensors, host.rendezvous, 1500, SharedMemory(host.rendezvous.run))
+    area, stranger = FileArea(f"megagrpo-{host.rendezvous.run}-here", 4096), host.rendezvous.join("stranger")
+    host.open(1, [0])
+    if isinstance(message[-1], list):
+        message[-1][0] = area.ticket(0)
+    with stranger.attend(1):
+        stranger.push("1", message)
+    with pytest.raises(WeightSyncError, match=said):
+        receiver.receive(1)
+    area.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -31,6 +31,12 @@ SLOTS = 2
 
 Peer = int
 """All holders of a plan, by one number: its sources, then its destinations."""
+
+Ticket = int | tuple[str | dict[str, Any], int]
+"""What a transport's receiver needs to find a bucket: a slot, or a memory's name (on GPUs its handle) and a place."""
+
+Message = tuple[Literal["sent"], Peer, int, int, Ticket] | tuple[Literal["received"], int]
+"""Sender, number, slot and ticket of a bucket; or the slot of one that has been unpacked."""
 
 
 class Transport(Protocol):
@@ -337,11 +343,11 @@ class _Flow:
         while self._unsent or self._unacknowledged or self._awaited or self._arriving:
             while self._free and self._unsent and not self._from_sources:
                 self._send(self._unsent.popleft())
-            message = None if len(self._arriving) == SLOTS else self._member.pop(queue)
+            message = None if len(self._arriving) == SLOTS else self._member.pop(queue, Message)
             if message is None and self._arriving:
                 self._unpack_next()
                 continue
-            self._handle(message or self._member.wait(lambda: self._member.pop(queue), self._missing))
+            self._handle(message or self._member.wait(lambda: self._member.pop(queue, Message), self._missing))
 
     def _send(self, bucket: Bucket) -> None:
         index = self._free.pop()
@@ -352,23 +358,26 @@ class _Flow:
         self._unacknowledged[index] = bucket
         self._member.push(str(bucket.receiver), ["sent", bucket.sender, bucket.number, index, ticket])
 
-    def _handle(self, message: list[Any]) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case ["sent", sender, number, index, ticket]:
                 bucket = self._awaited.pop((sender, number), None)
                 if bucket is None:
-                    ends = name_of(self._plan, self._peer), name_of(self._plan, sender)
-                    where, given = (
-                        f"{ends[0]}: bucket {number + 1} from {ends[1]}",
-                        "it came twice, or is not in the plan",
-                    )
-                    raise WeightSyncError(Problem(where, given, "the same plan and bucket size at both ends"))
+                    peers = (*self._plan.sources, *self._plan.destinations)
+                    name = peers[sender].holder if 0 <= sender < len(peers) else f"peer {sender}"
+                    raise self._unplanned(f"bucket {number + 1} from {name}", "it came twice")
                 received = self._transport.receive(sender, bucket.bytes, ticket, label_of(self._plan, bucket))
                 self._arriving.append((bucket, index, received))
             case ["received", index]:
-                bucket = self._unacknowledged.pop(index)
+                bucket = self._unacknowledged.pop(index, None)
+                if bucket is None:
+                    raise self._unplanned(f"an acknowledgement of slot {index}", "nothing was sent from it")
                 self._transport.sent(index, label_of(self._plan, bucket))
                 self._free.append(index)
+
+    def _unplanned(self, what: str, given: str) -> WeightSyncError:
+        where, needed = f"{name_of(self._plan, self._peer)}: {what}", "the same plan and bucket size at both ends"
+        return WeightSyncError(Problem(where, f"{given}, or it is not in the plan", needed))
 
     def _unpack_next(self) -> None:
         bucket, index, received = self._arriving.popleft()

@@ -77,7 +77,7 @@ class DiskSender:
                 self._lead(sync, export, tensors)
             else:
                 missing = self._missing("the files to be laid out", [LEADER])
-                self._member.next_message(f"source {self._source}", lambda: missing)
+                self._member.next_message(f"source {self._source}", tuple[str, int], lambda: missing)
                 write_part(export, self._plan, self._source, tensors)
                 self._member.push(f"source {LEADER}", ["written", self._source])
 
@@ -104,7 +104,7 @@ class DiskSender:
                 self._member.push(f"source {source}", ["laid out", LEADER])
             write_part(export, self._plan, LEADER, tensors)
             while others:
-                pop = partial(self._member.pop, f"source {LEADER}")
+                pop = partial(self._member.pop, f"source {LEADER}", tuple[str, int])
                 _, source = self._member.wait(pop, partial(self._missing, "their parts of the files", others))
                 others.discard(source)
             finish_export(export)
@@ -148,7 +148,8 @@ class DiskReceiver:
             for destination in self._destinations:
                 kind = ""
                 while kind != "ready":
-                    kind, directory = self._member.next_message(f"destination {destination}", lambda: missing)
+                    queue = f"destination {destination}"
+                    kind, directory = self._member.next_message(queue, tuple[str, str], lambda: missing)
             self.loaded = Path(directory)
             body = {"model_path": directory, "load_format": "auto", "flush_cache": False}
             with server_errors(f"{self._member.name}: {directory}"):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megagrpo.errors import Problem, WeightSyncError
+from megagrpo.errors import Problem, WeightSyncError, brief
 from megagrpo.ports import own_address
 from megagrpo.weights.transport.buckets import SLOTS, Peer
 from megagrpo.weights.transport.rendezvous import Member, Rendezvous, Sync
@@ -69,6 +69,8 @@ class ProcessGroup:
             self._sends.pop(index).wait(self._timeout())
 
     def receive(self, sender: Peer, bucket_bytes: int, ticket: Any, label: str) -> Callable[[], torch.Tensor]:
+        if ticket not in range(SLOTS):
+            raise WeightSyncError(Problem(label, f"a ticket {brief(ticket)}", "the same weights.transfer at both ends"))
         index, self._landed = self._landed, (self._landed + 1) % SLOTS
         if self._landing[index].numel() < bucket_bytes:
             self._landing[index] = torch.empty(bucket_bytes, dtype=torch.uint8, device=self._device)
@@ -95,7 +97,7 @@ class ProcessGroup:
         member.write(key.format(self._peer), True)
         for peer in self._rank_of:
             missing = partial(member.late, self._where(member), f"{self._names[peer]} did not join")
-            member.wait(partial(member.read, key.format(peer)), missing)
+            member.wait(partial(member.read, key.format(peer), bool), missing)
 
     def _where(self, member: Member) -> str:
         return f"{member.name}: process group of {len(self._rank_of)} training and engine ranks"

@@ -2,7 +2,7 @@
 
 It carries announcements, acknowledgements, answers and aborts as JSON, never weights. No call blocks in the store: a
 waiting process asks again after a tenth of the time that it has waited, so that an abort or the deadline ends every
-wait, with the name of what was missing.
+wait, with the name of what was missing. What is read is checked for its length and types first.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from typing import Any
 
+import pydantic
 import torch.distributed as dist
 
-from megagrpo.errors import MegagrpoError, Problem, WeightSyncError
+from megagrpo.errors import MegagrpoError, Problem, WeightSyncError, brief
 from megagrpo.guarded_store import StoreAddress, StoreHost
 
 LONGEST_PAUSE_SECONDS = 0.25
 """Between two looks at the store. Thousands of waiting ranks ask a few thousand times a second, which it can bear."""
+BYTES_MAX = 2**26
+"""Of one value. The longest are a rank's digests by tensor: about 80 bytes for each of 50,000 experts' matrices."""
+PROBLEMS = list[tuple[str, str, str, str]]
+"""The four parts of each, as a value holds them."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +118,9 @@ class Member:
     def attend(self, version: int) -> Iterator[Sync]:
         """Takes part in the open sync, with a deadline from here. A MegagrpoError in the block aborts it for all."""
         with self._reaching():
-            attempt, opened, generation, destinations = json.loads(self._store.get("sync"))
-        self._sync = Sync(attempt, opened, generation, frozenset(destinations))
+            found = self._store.get("sync")
+        attempt, opened, generation, destinations = self._checked("sync", found, tuple[int, int, int, frozenset[int]])
+        self._sync = Sync(attempt, opened, generation, destinations)
         self._deadline = time.monotonic() + self.rendezvous.timeout_seconds
         try:
             if opened != version:
@@ -142,23 +149,26 @@ class Member:
         with self._reaching():
             self._store.queue_push(f"queue/{self._sync.attempt}/{to}", json.dumps(message))
 
-    def pop(self, queue: str) -> Any | None:
-        """The oldest message in a queue, or None."""
+    def pop(self, queue: str, kind: Any) -> Any | None:
+        """The oldest message in a queue, of the type `kind`; or None."""
+        key = f"queue/{self._sync.attempt}/{queue}"
         with self._reaching():
             try:
-                return json.loads(self._store.queue_pop(f"queue/{self._sync.attempt}/{queue}", block=False))
+                found = self._store.queue_pop(key, block=False)
             except dist.QueueEmptyError:
                 return None
+        return self._checked(key, found, kind)
 
     def write(self, key: str, value: Any) -> None:
         """Writes a value that any member can read, until it is deleted."""
         with self._reaching():
             self._store.set(f"value/{key}", json.dumps(value))
 
-    def read(self, key: str) -> Any | None:
-        """The value written under `key`, or None."""
+    def read(self, key: str, kind: Any) -> Any | None:
+        """The value written under `key`, of the type `kind`; or None."""
         with self._reaching():
-            return json.loads(self._store.get(f"value/{key}")) if self._store.check([f"value/{key}"]) else None
+            found = self._store.get(f"value/{key}") if self._store.check([f"value/{key}"]) else None
+        return None if found is None else self._checked(f"value/{key}", found, kind)
 
     def delete(self, key: str) -> None:
         with self._reaching():
@@ -175,8 +185,8 @@ class Member:
             now = time.monotonic()
         return found
 
-    def next_message(self, queue: str, missing: Callable[[], Problem]) -> list[Any]:
-        """The next message in `queue`, from a sender that may itself wait for other processes.
+    def next_message(self, queue: str, kind: Any, missing: Callable[[], Problem]) -> Any:
+        """The next message in `queue`, of the type `kind`, from a sender that may itself wait for other processes.
 
         The receiver waits twice the time-out, measured from the sender's last message: if one of those processes is
         missing, only the sender knows which, and must be the first to say so.
@@ -185,13 +195,13 @@ class Member:
 
         def look() -> Any:
             nonlocal extended
-            message = self.pop(queue)
+            message = self.pop(queue, kind)
             if message is None and not extended and not self.seconds_left():
                 extended = True
                 self.start_clock()
             return message
 
-        message: list[Any] = self.wait(look, missing)
+        message = self.wait(look, missing)
         self.start_clock()
         return message
 
@@ -213,19 +223,38 @@ class Member:
             return
         key = f"abort/{self._sync.attempt}"
         with self._reaching():
-            if self._store.check([key]):
-                problems = [Problem(*problem) for problem in json.loads(self._store.get(key))]
-                raise WeightSyncError(problems)
+            found = self._store.get(key) if self._store.check([key]) else None
+        if found is not None:
+            raise WeightSyncError([Problem(*parts) for parts in self._checked(key, found, PROBLEMS)])
+
+    def _checked(self, key: str, found: bytes, kind: Any) -> Any:
+        """A value as what a process of the run has written under `key`."""
+        try:
+            if len(found) <= BYTES_MAX:
+                return _adapter(kind).validate_json(found, strict=True)
+            given = f"{len(found):,} bytes"
+        except ValueError:
+            given = brief(found[:100])
+        fix = "look what else writes there: only this run should reach that port (docs/security.md)"
+        raise WeightSyncError(
+            Problem(f"{self._where()}: {key}", given, f"JSON of {kind}, at most {BYTES_MAX:,} bytes", fix)
+        )
+
+    def _where(self) -> str:
+        return f"{self.name}: the driver's rendezvous at {self.rendezvous.store.host}:{self.rendezvous.store.port}"
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
         try:
             yield
         except (dist.DistError, OSError) as error:
-            where = f"{self.name}: the driver's rendezvous at {self.rendezvous.store.host}:{self.rendezvous.store.port}"
-            raise WeightSyncError(
-                Problem(where, str(error).splitlines()[0], "a driver that runs and is reachable from here")
-            ) from error
+            given, needed = str(error).splitlines()[0], "a driver that runs and is reachable from here"
+            raise WeightSyncError(Problem(self._where(), given, needed)) from error
+
+
+@lru_cache
+def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
+    return pydantic.TypeAdapter(kind)
 
 
 def _abort(store: dist.Store, attempt: int, problems: Iterable[Problem]) -> None:

@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import pydantic
 import torch
 
-from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem, WeightSyncError
-from megagrpo.guarded_store import StoreAddress
+from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem, WeightSyncError, first_line
 from megagrpo.weights.boxes import Manifest, in_groups
 from megagrpo.weights.digest import combine, digests
 from megagrpo.weights.files.loading import load_files
@@ -34,13 +34,41 @@ from megagrpo.weights.transport import LOAD_FORMAT
 from megagrpo.weights.transport.buckets import BucketReceiver
 from megagrpo.weights.transport.choice import Channel, TransportName, open_receiver
 from megagrpo.weights.transport.disk import DiskReceiver, Post, server_errors
-from megagrpo.weights.transport.rendezvous import Member, Rendezvous
+from megagrpo.weights.transport.rendezvous import PROBLEMS, Member, Rendezvous
 from megagrpo.weights.views import model_tensors, stored_tensors, torch_dtype
 
 logger = logging.getLogger(__name__)
 
 COMMAND = "megagrpo command"
-"""Name of the one tensor of a request: uint8, JSON."""
+"""Name of the one tensor of a request: uint8, JSON of a Command."""
+COMMAND_BYTES_MAX = 2**30
+"""A command may hold an engine rank's part of the plan."""
+
+Answer = Annotated[
+    dict[Literal["problems"], PROBLEMS] | dict[Literal["value"], dict[str, int] | dict[str, dict[str, int]] | None],
+    pydantic.Field(min_length=1),
+]
+"""A rank's: what went wrong; or nothing, digests by tensor, or digests by bucket."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What one rank of a server is to do. The fields from `transport` on are those of some actions only."""
+
+    action: Literal["plan", "receive", "digest", "bucket_digests"]
+    name: str
+    """Of the rank."""
+    rendezvous: Rendezvous
+    answer: str
+    """Where in the rendezvous the answer is awaited."""
+    transport: TransportName = TransportName.DISK
+    bucket_bytes: int = 0
+    plan: str = ""
+    """A pickled WeightPlan, in base64."""
+    destination: int = 0
+    version: int = 0
+    tensor: str = ""
+    active: frozenset[int] = frozenset()
 
 
 # --- outside: one server's weights ------------------------------------------------------------------------------------
@@ -127,7 +155,7 @@ class ServerWeights:
         for holder, key in ranks:
             where, given = f"{holder}: {action}", "no answer, though its server answered"
             missing = partial(Problem, where, given, "the same megagrpo in the server as here")
-            answers.append(member.wait(partial(member.read, key), missing))
+            answers.append(member.wait(partial(member.read, key, Answer), missing))
             member.delete(key)
         if problems := [Problem(*problem) for answer in answers for problem in answer.get("problems", ())]:
             raise WeightSyncError(problems)
@@ -237,29 +265,38 @@ PLAN_CLASSES = {
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Carries out one command. Writes its answer, or its error, to the rendezvous under the command's key."""
-    [(_, data)] = named_tensors
-    command = json.loads(bytes(data.cpu().numpy()))
-    state: _Loader | None = getattr(model, ATTRIBUTE, None)
-    where = command["rendezvous"]
-    rendezvous = Rendezvous(**(where | {"store": StoreAddress(**where["store"])}))
+    try:
+        command = read_command(named_tensors)
+    except (ValueError, TypeError) as error:  # and nowhere to answer
+        logger.error("no command of megagrpo: %s", first_line(error))
+        return
+    rendezvous, state = command.rendezvous, getattr(model, ATTRIBUTE, None)
     try:
         if state is None or state.rendezvous != rendezvous:
             if state is not None:
                 state.close()
-            state = _Loader(rendezvous, rendezvous.join(command["name"]), model)
+            state = _Loader(rendezvous, rendezvous.join(command.name), model)
             setattr(model, ATTRIBUTE, state)
         answer = {"value": state.do(command)}
     except CAUGHT as error:
-        problem = (f"{command['name']}: {command['action']} weights", f"{type(error).__name__}: {error}", "", "")
+        problem = (f"{command.name}: {command.action} weights", f"{type(error).__name__}: {error}", "", "")
         found = [astuple(each) for each in error.problems] if isinstance(error, MegagrpoError) else [problem]
         answer = {"problems": found}
     if state is None or state.rendezvous != rendezvous:
         logger.error("no rendezvous to answer in: %s", answer)
         return
     try:
-        state.member.write(command["answer"], answer)
+        state.member.write(command.answer, answer)
     except WeightSyncError as error:  # the driver is gone; another one may come
         logger.error("%s", error)
+
+
+def read_command(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Command:
+    """Raises ValueError or TypeError for anything else."""
+    [(_, data)] = named_tensors
+    if data.dtype != torch.uint8 or data.numel() > COMMAND_BYTES_MAX:
+        raise ValueError(f"{data.numel():,} elements of {data.dtype}")
+    return pydantic.TypeAdapter(Command).validate_json(bytes(data.cpu().numpy()), strict=True)
 
 
 @dataclass
@@ -276,13 +313,13 @@ class _Loader:
     tensors: Mapping[str, torch.Tensor] | None = None
     receiver: BucketReceiver | None = None
 
-    def do(self, command: Mapping[str, Any]) -> Any:
-        match command["action"]:
+    def do(self, command: Command) -> Any:
+        match command.action:
             case "plan":
                 return self._connect(command)
             case "receive":
                 self._in_place()
-                return self._buckets().receive(command["version"])
+                return self._buckets().receive(command.version)
             case "digest":
                 manifest, tensors = self._in_place()
                 if self.receiver is not None and hasattr(self.model, "post_load_weights"):
@@ -291,20 +328,17 @@ class _Loader:
                 return digests(tensors, manifest.placements)
             case "bucket_digests":
                 self._in_place()
-                return self._buckets().bucket_digests(command["tensor"], frozenset(command["active"]))
-            case unknown:
-                raise ValueError(f"no such action: {unknown}")
+                return self._buckets().bucket_digests(command.tensor, command.active)
 
     def close(self) -> None:
         if self.receiver is not None:
             self.receiver.close()
         self.manifest = self.tensors = self.receiver = None
 
-    def _connect(self, command: Mapping[str, Any]) -> None:
+    def _connect(self, command: Command) -> None:
         self.close()
-        channel = Channel(TransportName(command["transport"]), self.rendezvous, command["bucket_bytes"])
-        destination = command["destination"]
-        plan = read_plan(base64.b64decode(command["plan"]))
+        channel, destination = Channel(command.transport, self.rendezvous, command.bucket_bytes), command.destination
+        plan = read_plan(base64.b64decode(command.plan))
         manifest = plan.destinations[destination]
         tensors = stored_tensors(manifest, model_tensors(self.model, manifest))
         if channel.transport is not TransportName.DISK:

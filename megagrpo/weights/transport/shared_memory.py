@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.multiprocessing import reductions
 
-from megagrpo.errors import Problem, WeightSyncError
+from megagrpo.errors import Problem, WeightSyncError, brief
 from megagrpo.remove_after_me import remove_after_me
 from megagrpo.weights.transport.buckets import SLOTS, Peer
 from megagrpo.weights.transport.rendezvous import Member, Sync
@@ -68,11 +68,16 @@ class SharedMemory:
         pass
 
     def receive(self, sender: Peer, bucket_bytes: int, ticket: Any, label: str) -> Callable[[], torch.Tensor]:
+        if not isinstance(ticket, tuple):
+            raise WeightSyncError(Problem(label, f"a ticket {brief(ticket)}", "the same weights.transfer at both ends"))
         of_area, begin = ticket
         known, flat = self._others.get(sender, (None, None))
         if flat is None or known != of_area:
             flat = map_cuda(of_area, label) if isinstance(of_area, dict) else map_file(self._stem, of_area, label)
             self._others[sender] = (of_area, flat)
+        if not 0 <= begin <= flat.numel() - bucket_bytes:
+            given = f"bytes from {begin} on of {flat.numel()}"
+            raise WeightSyncError(Problem(label, given, f"{bucket_bytes} bytes in the other end's memory"))
         return lambda: flat[begin : begin + bucket_bytes]
 
     def close(self) -> None:
