@@ -5,7 +5,7 @@ Keys and values lie in storage that grows in steps, with one row per prompt and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from megagrpo.errors import DIVERGED_FIX, EngineError, Problem
 from megagrpo.splitmix64 import GAMMA, mixed, shifted
 from megagrpo.types import SamplingParams
 
@@ -36,8 +37,10 @@ def decode(
     seeds: Sequence[int],
     sampling: SamplingParams,
     stop_tokens: frozenset[int],
+    name_of_row: Callable[[int], str],
 ) -> list[Response]:
     """Samples one response per row; row i continues prompts[prompt_of_row[i]] with the random numbers of seeds[i].
+    Raises EngineError, naming a row, for logits that are NaN or infinite.
 
     `model` is a causal language model of transformers, in eval mode, whose layers all have full attention. Prompts
     (distinct, at least one token each) are padded on the left, so that all rows write the same column of the cache.
@@ -56,6 +59,9 @@ def decode(
     stops = np.array(sorted(stop_tokens), dtype=np.int64)
 
     for position in range(sampling.max_tokens):
+        if (slots := broken(logits, sampling.temperature).nonzero()).numel():
+            where = f"{name_of_row(int(record.row_of_slot[int(slots[0])]))}: token {position + 1} of its response"
+            raise EngineError(Problem(where, "logits that are NaN or infinite", "finite numbers", DIVERGED_FIX))
         tokens, logprobs = draw(logits, uniforms(batch.seeds, torch.full_like(batch.seeds, position)), sampling)
         running = record.add(position, tokens.cpu().numpy(), logprobs.cpu().numpy(), stops)
         if not running.any() or position + 1 == sampling.max_tokens:
@@ -146,6 +152,11 @@ class _Record:
 
 
 # --- one token for each row -------------------------------------------------------------------------------------------
+
+
+def broken(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Rows of `logits` [rows, vocab] with one that is NaN or, divided by the temperature, too large: bool [rows]."""
+    return ~(logits.amax(-1).float() / (temperature or 1.0)).isfinite()
 
 
 def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:

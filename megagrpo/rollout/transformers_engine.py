@@ -113,6 +113,11 @@ class TransformersEngine:
         own = self._model.generation_config.eos_token_id  # one end-of-sequence token, several, or none
         distinct = {request.tokens: None for request in requests}
         place = {prompt: i for i, prompt in enumerate(distinct)}
+
+        def name_of_row(row: int) -> str:
+            at, version = requests[row], self._protocol.version
+            return f"{self._protocol.name}: sample {at.index} of prompt {at.prompt_id}, by weights of version {version}"
+
         return decode(
             self._model,
             prompts=list(distinct),
@@ -120,6 +125,7 @@ class TransformersEngine:
             seeds=[request.seed for request in requests],
             sampling=sampling,
             stop_tokens=frozenset(sampling.stop_tokens) | frozenset([own] if isinstance(own, int) else own or ()),
+            name_of_row=name_of_row,
         )
 
     def _samples(self, requests: Sequence[Request], responses: Sequence[Response]) -> list[Sample]:

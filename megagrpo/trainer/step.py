@@ -9,7 +9,7 @@ decides that. Rows are the samples of a step's groups, group by group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -59,15 +59,21 @@ def sample(run: Run, step: int) -> Sampled:
 
 
 def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
-    """A group of responses to each prompt. Raises EngineError if other weights than the policy's sampled a token, or if
-    engines give up on every response, ATTEMPTS times.
+    """A group of responses to each prompt. Raises EngineError, as `_asked` does."""
+    return _asked(run, step, lambda: [run.rollouts.generate(prompts, step)])[0]
+
+
+def _asked(run: Run, step: int, ask: Callable[[], Sequence[list[Group]]]) -> Sequence[list[Group]]:
+    """What `ask` has engines generate. Raises EngineError if other weights than the policy's sampled a token, or if
+    engines give up on every response of a list, ATTEMPTS times.
     """
     for _ in range(ATTEMPTS):
         with run.clock.phase("rollout"):
-            groups = run.rollouts.generate(prompts, step)
-            require_version(groups, run.weights.version)
-        if any(sample.finish != "abort" for group in groups for sample in group.samples):
-            return groups
+            answered = ask()
+            for groups in answered:
+                require_version(groups, run.weights.version)
+        if all(any(sample.finish != "abort" for group in groups for sample in group.samples) for groups in answered):
+            return answered
     limit = f"rollout.timeout_seconds ({run.recipe.rollout.timeout_seconds:g})"
     given = f"engines gave up on all of them, {ATTEMPTS} times"
     fix = "raise it, lower rollout.response_tokens_max, or give the engines more of the machine"
@@ -121,9 +127,7 @@ def _in_rounds(run: Run, step: int, dynamic: DynamicSamplingConfig) -> Sampled:
 
 def _with_baselines(run: Run, prompts: Sequence[Prompt], step: int) -> Sampled:
     """Sampled and greedy responses are generated together, then scored together."""
-    with run.clock.phase("rollout"):
-        groups, greedy = run.rollouts.generate_with_greedy(prompts, step)
-        require_version([*groups, *greedy], run.weights.version)
+    groups, greedy = _asked(run, step, lambda: run.rollouts.generate_with_greedy(prompts, step))
     scored = score(run, [*groups, *greedy])
     groups, greedy = scored[: len(groups)], scored[len(groups) :]
     return Sampled(groups, groups, baselines=flat_scores(greedy))

@@ -123,6 +123,16 @@ def test_stop_tokens_end_a_response_are_kept_in_it_and_left_out_of_its_text(engi
     assert stopped.text == " ".join(f"w{token}" for token in stopped.tokens[:-1])
 
 
+def test_logits_that_are_not_finite_are_an_error_that_names_the_sample_and_the_weights(qwen2: Path) -> None:
+    broken = start_engine(qwen2)
+    weight = broken._model.get_output_embeddings().weight
+    for value in (float("nan"), float("inf"), 1e38):
+        with torch.no_grad():
+            weight[7] = value
+        with pytest.raises(EngineError, match=r"sample 0 of prompt p.* version 0: token 1 of its response(.|\n)*lr"):
+            broken.generate([request([3, 4], SamplingParams(max_tokens=4, temperature=1e-3), prompt_id="p")])
+
+
 def test_no_requests_give_no_samples_and_an_empty_prompt_is_refused(engine: TransformersEngine) -> None:
     assert engine.generate([]) == []
     with pytest.raises(EngineError, match="no tokens"):

@@ -51,9 +51,12 @@ def stepped(*overrides: str, scores: Scores = one_right, step: int = 1, **more: 
     return run, done
 
 
+@pytest.mark.parametrize("method", ["grpo", "remax"])
 @pytest.mark.parametrize("given_up", [2, 3])
-def test_a_step_whose_responses_engines_all_give_up_on_is_asked_again_and_then_an_error(given_up: int) -> None:
-    run = make_run(scores=one_right, shuffle=False)
+def test_a_step_whose_responses_engines_all_give_up_on_is_asked_again_and_then_an_error(
+    given_up: int, method: str
+) -> None:
+    run = make_run(f"algorithm.advantage={method}", scores=one_right, shuffle=False)
     whole, left = run.rollouts.generate, [None] * given_up
 
     def generate(prompts: Sequence[Prompt], step: int) -> list[Group]:
