@@ -14,7 +14,7 @@ import ray
 from megagrpo.cluster.engines import EngineActor, EngineSpec
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import settle, wait_for
-from megagrpo.errors import EngineError
+from megagrpo.errors import EngineError, MegagrpoError
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
@@ -41,7 +41,7 @@ class Rollouts:
         self._index = {f"engine {index}": index for index in range(recipe.rollout.engines)}
         self.actors: dict[str, Any] = {}
         self._starting = self._start(self._index)
-        self.bring_back: Callable[[Sequence[str]], None] | None = None
+        self.bring_back: Callable[[Mapping[str, MegagrpoError]], None] | None = None
         """Restarts engines with the weights that the others have. Set by the weight sync."""
 
     @property
@@ -161,7 +161,7 @@ class Rollouts:
                 break
             if attempt or self.bring_back is None:
                 raise EngineError(problem for error in failed.values() for problem in error.problems)
-            self.bring_back(list(left))
+            self.bring_back(failed)
         return samples
 
     def _start(self, engines: Iterable[str]) -> dict[str, ray.ObjectRef[None]]:

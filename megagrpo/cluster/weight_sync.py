@@ -74,10 +74,13 @@ class WeightSync:
         if self.transport is TransportName.DISK:
             remove_older(sync_directory(self._recipe), version)
 
-    def bring_back(self, engines: Sequence[str]) -> None:
+    def bring_back(self, failed: Mapping[str, MegagrpoError]) -> None:
         """Restarts engines that failed while generating, and brings them to the version that the others hold."""
+        engines = list(failed)
+        for problem in (error.problems[0] for error in failed.values()):
+            self._say(f"{problem.where}: {problem.given}")
         with self._policy.needed(["parameters"]):
-            self._bring(self.version, list(engines), lost=engines)
+            self._bring(self.version, engines, lost=engines)
 
     def give_up(self) -> None:
         """Releases the training ranks from a sync whose result is not needed any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from tests.loop import small_run
+from tests.loop.listeners import listeners
 from tests.loop.ray_nodes import RayNodes
 
 ACTOR = re.compile(r"ray::(\w*Actor)\b")
@@ -29,12 +31,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @dataclass(frozen=True)
 class Finished:
     """A run that was not interrupted. `actors`: the class of each Ray actor that it ever had, by process id;
-    `listeners`: every address on which one of its processes ever listened, and the names of those processes."""
+    `listeners`: by kind of process and address, wherever one of its processes ever listened."""
 
     directory: Path
     printed: str
     actors: Mapping[int, str]
-    listeners: Mapping[str, frozenset[str]]
+    listeners: frozenset[tuple[str, str]]
 
 
 @pytest.fixture(scope="session")
@@ -44,16 +46,20 @@ def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished
     values = small_run.recipe(inputs, output)
     values["track"]["mlflow"] = {}
     process = small_run.start(small_run.write(values, output))
+    return watched(process, output / values["name"])
+
+
+def watched(process: subprocess.Popen[str], directory: Path) -> Finished:
+    """Looks at the processes of a started run until it has ended."""
     actors: dict[int, str] = {}
-    listeners: dict[str, frozenset[str]] = {}
+    found: set[tuple[str, str]] = set()
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(small_run.end, process)
         while not ended.done():
             actors |= actors_of(process.pid)
-            for address, names in listeners_of(process.pid).items():
-                listeners[address] = listeners.get(address, frozenset()) | names
+            found |= listeners(process.pid).keys()
             time.sleep(0.5)
-    return Finished(output / values["name"], ended.result(), actors, listeners)
+    return Finished(directory, ended.result(), actors, frozenset(found))
 
 
 def actors_of(pid: int) -> dict[int, str]:
@@ -64,21 +70,6 @@ def actors_of(pid: int) -> dict[int, str]:
             with contextlib.suppress(psutil.Error):
                 if match := ACTOR.match(" ".join(child.cmdline())):
                     found[child.pid] = match[1]
-    return found
-
-
-def listeners_of(pid: int) -> dict[str, frozenset[str]]:
-    """By address: the names of those of a driver's processes that listen there now."""
-    found: dict[str, frozenset[str]] = {}
-    with contextlib.suppress(psutil.NoSuchProcess):
-        driver = psutil.Process(pid)
-        for process in (driver, *driver.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                name = (process.cmdline() or [""])[0].rpartition("/")[2]
-                for socket in process.net_connections(kind="inet"):
-                    if socket.status == psutil.CONN_LISTEN:
-                        address = socket.laddr.ip.removeprefix("::ffff:")
-                        found[address] = found.get(address, frozenset()) | {name}
     return found
 
 

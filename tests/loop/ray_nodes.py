@@ -76,6 +76,10 @@ class RayNodes:
         """kill -9 of everything on the second node."""
         end_all(self._raylets[self.worker])
 
+    def pids(self) -> list[int]:
+        """Of the process that each node descends from."""
+        return [process.pid for process in self._raylets.values()]
+
     def _launch(self, address: str, *arguments: str) -> None:
         with (self._directory / f"{address}.log").open("wb") as log:
             self._raylets[address] = subprocess.Popen(

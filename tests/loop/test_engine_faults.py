@@ -130,6 +130,7 @@ def test_an_engine_that_dies_while_it_generates_is_brought_back_and_asked_again(
     cluster.said.clear()
     cluster.in_engine("engine 0", after("generate", die))
     assert cluster.versions() == {6}
+    assert "engine 0 died" in cluster.said[0]
     assert restarted(cluster) == ["restarting engine 0"]
     cluster.weights.sync(7)
     assert cluster.versions() == {7}

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 import uuid
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import yaml
 from megagrpo.errors import EXIT_NODE_LOST, EXIT_STOPPED
 from tests.loop import small_run
 from tests.loop.conftest import Finished
+from tests.loop.listeners import Listeners, check_table, listeners
 from tests.loop.ray_nodes import RayNodes
 
 GONE_SECONDS = 300.0
@@ -78,10 +78,21 @@ def processes_of(mark: str) -> list[psutil.Process]:
     return found
 
 
-def listening(pid: int) -> Counter[str]:
-    """How many sockets of a process listen on each address."""
-    sockets = psutil.Process(pid).net_connections(kind="inet")
-    return Counter(socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN)
+def check_listeners(found: Listeners, cluster: RayNodes) -> None:
+    on_both = {cluster.head, cluster.worker}
+    assert {address for kind, address in found if kind == "agent"} == on_both
+    assert {address: count for (kind, address), count in found.items() if kind == "driver"} == {
+        "::": 1,
+        cluster.head: 4,
+    }
+    words = {
+        "every interface": ["::"],
+        "the node's address": on_both,
+        "the driver's address": [cluster.head],
+        "the interface with the node's address": ["127.0.0.1"],  # of all addresses of an interface, gloo's first
+        "127.0.0.1": ["127.0.0.1"],
+    }
+    check_table(found, 2, words)
 
 
 @pytest.mark.long
@@ -113,7 +124,7 @@ def test_stopped_killed_and_without_a_node_a_run_continues_with_the_same_numbers
     with RayNodes(cpus_per_node=1) as cluster:
         cluster.start_worker()
         process = run.held_in_step(3, cluster.environment)
-        assert listening(process.pid) == {"::": 1, cluster.head: 4}, "Ray; two stores, each with a gate"
+        check_listeners(listeners(process.pid, *cluster.pids()), cluster)
         cluster.kill_worker()
         killed = time.monotonic()
         run.hold.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from megagrpo.rollout.sglang.client import read_sample
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.types import SamplingParams
 from tests.loop import small_run
+from tests.loop.conftest import watched
+from tests.loop.listeners import ONE_NODE, check_table
 from tests.rollout_engines import request
 from tests.sglang.servers import START_SECONDS, client_of, start_server
 from tests.sglang.test_weights import check_logprobs
@@ -44,13 +47,15 @@ def check_trained(directory: Path, steps: int) -> dict[int, dict[str, float]]:
     return by_step
 
 
-def test_a_run_on_sglang_trains_on_what_its_servers_sampled(
-    inputs: Path, tmp_path: Path, ray: Mapping[str, str]
+def test_a_run_on_sglang_trains_on_what_its_servers_sampled_and_listens_where_the_documentation_says(
+    inputs: Path, tmp_path: Path
 ) -> None:
     recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
-    small_run.train(recipe, *ON_SGLANG, environment=ray)
-    by_step = check_trained(tmp_path / "small", small_run.STEPS)
+    run = watched(small_run.start(recipe, *ON_SGLANG), tmp_path / "small")  # on a Ray of its own, as the demo
+    by_step = check_trained(run.directory, small_run.STEPS)
     assert len({entry["eval/mean@1"] for entry in by_step.values() if "eval/mean@1" in entry}) > 1
+    assert ("server", "127.0.0.1") in run.listeners
+    check_table(run.listeners, 1, ONE_NODE)
 
 
 def latent_model(directory: Path, seed: int) -> Path:
@@ -109,22 +114,25 @@ def answered(log: str, path: str) -> int:
 
 
 @pytest.mark.long
-def test_a_run_with_adapters_goes_on_when_a_server_is_killed(
+def test_a_run_with_adapters_goes_on_when_a_server_is_killed_and_when_one_is_stopped(
     inputs: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:
     recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
     process = small_run.start(recipe, *ELSEWHERE, *ADAPTERS, "train.total_steps=6", environment=ray)
     try:
-        kill_a_scheduler_after_step(tmp_path / "small" / "metrics.jsonl", step=2)
+        for step, number in ((2, signal.SIGKILL), (4, signal.SIGSTOP)):
+            signal_a_scheduler_after_step(number, tmp_path / "small" / "metrics.jsonl", step)
     except BaseException:
         process.kill()
         raise
-    assert "restarting engine" in small_run.end(process)
+    printed = small_run.end(process)
+    assert printed.count("restarting engine") == 2
+    assert "was stopped (SIGSTOP)" in printed
     by_step = check_trained(tmp_path / "small", 6)
     assert by_step[6]["kl/mean"] > 1e-5, "the adapters that the servers were sent are not those of the start"
 
 
-def kill_a_scheduler_after_step(metrics: Path, step: int) -> None:
+def signal_a_scheduler_after_step(number: int, metrics: Path, step: int) -> None:
     small_run.wait_until(lambda: metrics.exists() and f'"step": {step}' in metrics.read_text(), f"step {step}")
     schedulers = []
     for child in psutil.Process().children(recursive=True):  # the Ray that the run joined is ours
@@ -132,4 +140,4 @@ def kill_a_scheduler_after_step(metrics: Path, step: int) -> None:
             if "sglang::scheduler" in " ".join(child.cmdline()):
                 schedulers.append(child)
     assert len(schedulers) == 2, schedulers
-    schedulers[0].kill()
+    schedulers[0].send_signal(number)

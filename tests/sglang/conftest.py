@@ -27,3 +27,9 @@ def latent_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Tensor 2, experts cut over both ranks."""
     yield from serve("qwen3_moe", 2, tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture(scope="session")
+def mistral_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Tensor 2, llama's layers under a name of their own."""
+    yield from serve("mistral", 2, tmp_path_factory.mktemp("mistral"))

@@ -17,6 +17,7 @@ import pytest
 from megagrpo import cli
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.rollout.sglang import server as server_module
 from megagrpo.rollout.sglang.server import SHARED_MEMORY, Server, members, note_leftovers, shared_files
 from megagrpo.types import SamplingParams
 from tests.loop.small_run import wait_until
@@ -141,8 +142,14 @@ def test_a_server_that_does_not_start_is_named_and_quoted(
     assert not members(server._process.pid)
 
 
-def test_a_server_ends_at_once_when_one_of_its_processes_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "the server has ended"), (signal.SIGSTOP, r"was stopped \(SIGSTOP\)")]
+)
+def test_a_server_ends_in_seconds_when_one_of_its_processes_is_killed_or_stopped(
+    number: signal.Signals, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A package in SGLang's place has a process that sleeps, as a scheduler without work does."""
+    monkeypatch.setattr(server_module, "STOPPED_SECONDS", 1)
     schedulers = (
         "import pathlib, subprocess, time\n"
         "def run_server(arguments):\n"
@@ -163,10 +170,11 @@ def test_a_server_ends_at_once_when_one_of_its_processes_is_killed(tmp_path: Pat
     server = Server(settings, name="engine 0", log=tmp_path / "log", environment={"PYTHONPATH": str(tmp_path)})
     try:
         wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", "its process", 60)
-        server.check_running()
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-        wait_until(lambda: not members(server._process.pid), "an end", 10)
-        with pytest.raises(EngineError, match="the server has ended"):
+        with pytest.raises(EngineError, match="not ready"):
+            server.wait_until_ready(0.1)
+        os.kill(int((tmp_path / "pid").read_text()), number)
+        wait_until(lambda: server._process.poll() is not None and not members(server._process.pid), "an end", 10)
+        with pytest.raises(EngineError, match=words):
             server.check_running()
     finally:
         server.close()

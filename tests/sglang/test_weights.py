@@ -83,7 +83,7 @@ PROMPT = (5, 6, 9, 11)
         pytest.param(
             (server, LAYOUTS[layout], transport),
             id=f"{server}-{layout}-{transport}",
-            marks=[pytest.mark.long] if server == "latent_server" else [],
+            marks=[pytest.mark.long] if server in ("latent_server", "mistral_server") else [],
         )
         for server, layout, transports in [
             ("tied_server", "pipeline2", ["shared_memory", "disk"]),
@@ -93,6 +93,7 @@ PROMPT = (5, 6, 9, 11)
             ("moe_server", "2x2", ["process_group", "disk"]),
             ("moe_server", "expert2", ["shared_memory"]),
             ("latent_server", "tensor2", ["shared_memory", "process_group", "disk"]),
+            ("mistral_server", "pipeline2", ["shared_memory"]),
         ]
         for transport in map(TransportName, transports)
     ],

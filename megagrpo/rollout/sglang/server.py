@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -31,6 +32,7 @@ HOST = "127.0.0.1"  # a server and its engine are on one node
 POLL_SECONDS = 0.25
 HEALTH_SECONDS = 60.0  # one /health generates a token, which on a busy machine takes long the first time
 END_SECONDS = 10.0
+STOPPED_SECONDS = 10  # longer than a debugger or profiler stops a process
 LOG_LINES_QUOTED = 25
 LOG_BYTES_READ = 1 << 16
 SHARED_MEMORY = "/dev/shm/"
@@ -38,7 +40,8 @@ SGLANGS_OWN = ("sgl_", "sglang_", "sem.mp-")  # not the files in which weights t
 
 
 class Server:
-    """A started server. `wait_until_ready` before use, `close` at the end; it also ends when this process does.
+    """A started server. `wait_until_ready` before use, `close` at the end; it also ends when this process does, or when
+    one of its processes is stopped (SIGSTOP) for STOPPED_SECONDS: requests to it would wait for their time limits.
 
     `arguments` are fields of SGLang's ServerArgs (see arguments.py); host, port and API key are added here. `python` is
     the interpreter of an environment with SGLang. `log` gets all output of the server. `environment` is added to this
@@ -97,7 +100,10 @@ class Server:
             ) from error
         finally:
             os.close(output)
+        self._members: list[int] = []
+        self._stopped = ""
         self._note_leftovers()
+        threading.Thread(target=self._end_if_stopped, name=f"watch of {name}", daemon=True).start()
 
     def wait_until_ready(self, timeout_seconds: float) -> None:
         """Returns once the server has generated a token. Raises EngineError with the end of the log if it does not."""
@@ -130,7 +136,8 @@ class Server:
 
     def problem(self, what: str, given: str = "", needed: str = "", fix: str = "") -> Problem:
         """A problem of this server that quotes the end of its log."""
-        return Problem(f"{self.name}: {what}", f"{given}; {self.log} ends with\n{self.log_end()}", needed, fix)
+        given = f"{self._stopped}{given}; {self.log} ends with\n{self.log_end()}"
+        return Problem(f"{self.name}: {what}", given, needed, fix)
 
     def log_end(self) -> str:
         """The last lines of the log, without the API key."""
@@ -159,8 +166,22 @@ class Server:
         self._watched.close()
         self._note.unlink(missing_ok=True)
 
+    def _end_if_stopped(self) -> None:
+        # Looks are counted, not seconds: a machine that was itself asleep has not waited for the server.
+        looks = 0
+        while self._process.poll() is None:
+            time.sleep(1.0)
+            stopped = [process for process in self._members if state_in(self._process.pid, process) == "T"]
+            looks = looks + 1 if stopped else 0
+            if looks > STOPPED_SECONDS:
+                self._stopped = (
+                    f"its process {stopped[0]} was stopped (SIGSTOP) for {STOPPED_SECONDS} s: it was ended; "
+                )
+                kill_group(self._process.pid)
+
     def _note_leftovers(self) -> None:
-        found = shared_files(members(self._process.pid)) - self._shared
+        self._members = members(self._process.pid)
+        found = shared_files(self._members) - self._shared
         if found or not self._note.exists():
             self._shared |= found
             note_leftovers(self._note, self._process.pid, self._directory, self._shared)
@@ -179,18 +200,16 @@ class Server:
 
 def members(group: int) -> list[int]:
     """Running processes of a process group, zombies left out."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it ended meanwhile
-            continue
-        state, process_group = fields[0], int(fields[2])
-        if process_group == group and state not in "ZX":
-            found.append(int(entry))
-    return found
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and state_in(group, int(entry)) not in "ZX"]
+
+
+def state_in(group: int, process: int) -> str:
+    """The letter for a process's state, such as T if it is stopped; X, dead, if it is not of this process group."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it ended meanwhile
+        return "X"
+    return fields[0] if int(fields[2]) == group else "X"
 
 
 def shared_files(processes: Iterable[int]) -> set[Path]:

@@ -1,0 +1,71 @@
+"""Where the processes of a run listen, and where the table of docs/security.md says that they do."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+import psutil
+
+from tests.loop.small_run import REPOSITORY
+
+Listeners = Counter[tuple[str, str]]
+"""How many sockets listen, by kind of process and address."""
+PROCESSES = {
+    "Ray: global control, raylets, workers, the driver": ("gcs_server", "raylet", "worker", "rank", "engine", "driver"),
+    "Ray's runtime environment agent": ("agent",),
+    "Ray's dashboard": (),
+    "the store in which training ranks find each other (driver)": ("driver",),
+    "the store of the weight sync (driver)": ("driver",),
+    "the gates of both stores (driver)": ("driver",),
+    "gloo, NCCL: training ranks, and `weights.transfer: process_group`": ("rank", "engine"),
+    "an SGLang server that the run started: HTTP": ("server",),
+    "the ranks of such a server among themselves (gloo, torch's store, NCCL)": ("server",),
+    "MLflow": (),
+}
+"""Which processes each row of the table is about."""
+ONE_NODE = {"127.0.0.1": ["127.0.0.1"], "none": []}
+"""What the words of the table's first column mean."""
+KINDS = {
+    r".*\bgcs_server\b": "gcs_server",
+    r".*\braylet/raylet\b": "raylet",
+    r"ray::RuntimeEnvAgent": "agent",
+    r"ray::RankActor": "rank",
+    r"ray::EngineActor": "engine",
+    r"ray::": "worker",
+    r"sglang::|.*/rollout/sglang/launch\.py": "server",
+}
+
+
+def listeners(driver: int, *nodes: int) -> Listeners:
+    """Those of a driver's processes, and of nodes of Ray that it has joined, now."""
+    found: Listeners = Counter()
+    for top in (driver, *nodes):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            for process in (psutil.Process(top), *psutil.Process(top).children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    command, sockets = " ".join(process.cmdline()), process.net_connections(kind="inet")
+                    kinds = (kind for pattern, kind in KINDS.items() if re.match(pattern, command))
+                    kind = "driver" if process.pid == driver else next(kinds, command)
+                    addresses = (each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN)
+                    found.update((kind, address.removeprefix("::ffff:")) for address in addresses)
+    return found
+
+
+def check_table(found: Iterable[tuple[str, str]], column: int, meaning: Mapping[str, Collection[str]]) -> None:
+    """That every kind of process found listens where its rows of the table say, and nowhere else. column: 1 or 2.
+    meaning: the addresses for what a cell begins with."""
+    lines = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8").partition("| listens |")[2].splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2 : lines.index("")]]
+    assert [row[0] for row in rows] == list(PROCESSES)
+    said: dict[str, set[str]] = {}
+    for row in rows:
+        for kind in PROCESSES[row[0]]:
+            said.setdefault(kind, set()).update(meaning[re.split(r"[,;:(]", row[column])[0].strip()])
+    by_kind: dict[str, set[str]] = {}
+    for kind, address in found:
+        by_kind.setdefault(kind, set()).add(address)
+    assert by_kind == {kind: said.get(kind) for kind in by_kind}
+    assert {"driver", "gcs_server", "raylet", "agent", "rank", "engine"} <= by_kind.keys()
