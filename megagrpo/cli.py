@@ -23,6 +23,8 @@ EXIT_WRONG = 1
 EXIT_INTERRUPTED = 130
 DIFFERENCES_SHOWN = 10
 SHORTAGES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
+"""What is wrong with a path that a user named, wherever it is found first."""
 GPUS_MAX = 100_000
 
 
@@ -53,6 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in NAMES and error.filename:
+            needed, fix = "a path that this machine can have", "correct it in the recipe or the command"
+            wrong = PreflightError(Problem(str(error.filename), error.strerror or str(error), needed, fix))
+            print(wrong, file=sys.stderr)
+            return wrong.exit_code
         if isinstance(error, OSError) and error.errno not in SHORTAGES:
             raise
         fix = "make room (disk, memory, ulimit -n), then start the same command again: a run continues"

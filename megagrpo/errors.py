@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 EXIT_USER_ERROR = 2
 EXIT_RUN_FAILED = 3
@@ -42,6 +42,8 @@ class MegagrpoError(Exception):
 
     title = "error"
     exit_code = EXIT_RUN_FAILED
+    advice = ""
+    """The fix that is shown for problems that name what is needed, and have no fix of their own."""
 
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
@@ -49,9 +51,8 @@ class MegagrpoError(Exception):
 
     def __str__(self) -> str:
         count = "" if len(self.problems) == 1 else f" ({len(self.problems)} problems)"
-        return "\n".join(
-            [f"{self.title}{count}:", *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in self.problems)]
-        )
+        shown = [replace(p, fix=self.advice) if p.needed and not p.fix else p for p in self.problems]
+        return "\n".join([f"{self.title}{count}:", *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in shown)])
 
     def __reduce__(self) -> tuple[type[MegagrpoError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)
@@ -83,6 +84,7 @@ class RecipeError(MegagrpoError):
 
     title = "recipe error"
     exit_code = EXIT_USER_ERROR
+    advice = "correct it in the recipe or the override"
 
 
 class PreflightError(MegagrpoError):
@@ -90,6 +92,7 @@ class PreflightError(MegagrpoError):
 
     title = "cannot start"
     exit_code = EXIT_USER_ERROR
+    advice = "correct that file, or name another one in the recipe"
 
 
 class DataError(MegagrpoError):
@@ -97,6 +100,7 @@ class DataError(MegagrpoError):
 
     title = "data error"
     exit_code = EXIT_USER_ERROR
+    advice = "correct that file, or make it again"
 
 
 class ModelError(MegagrpoError):
@@ -104,6 +108,7 @@ class ModelError(MegagrpoError):
 
     title = "model error"
     exit_code = EXIT_USER_ERROR
+    advice = "correct that file, download the model again, or take one that docs/families.md lists"
 
 
 class RewardError(MegagrpoError):
@@ -114,6 +119,7 @@ class RewardError(MegagrpoError):
 
     title = "reward error"
     exit_code = EXIT_USER_ERROR
+    advice = "correct the function's file, or name another function"
 
 
 class WeightPlanError(MegagrpoError):
@@ -145,6 +151,7 @@ class ReportError(MegagrpoError):
 
     title = "nothing to report"
     exit_code = EXIT_USER_ERROR
+    advice = "name the directory of a run, such as runs/NAME"
 
 
 class CheckpointError(MegagrpoError):

@@ -172,7 +172,8 @@ def run_loop(run: Any, tracker: Any, state: TrainerState | None = None) -> Progr
         run.cursor.restore(state.data_cursor)
     held_out = [Prompt("p0", (1, 2), "sums", "2")]
     training = GrpoTraining(run, held_out, tracker, SimpleNamespace(decode=lambda tokens: ""))  # type: ignore[arg-type]
-    setup: Any = SimpleNamespace(held_out=held_out, tracker=tracker, store=None)
+    store = SimpleNamespace(confirm=lambda: None)
+    setup: Any = SimpleNamespace(held_out=held_out, tracker=tracker, store=store)
     for name in ("recipe", "cursor", "total_steps", "stopping", "clock"):
         setattr(setup, name, getattr(run, name))
     return run_steps(setup, training, first_progress(run.recipe, run.cursor, state))

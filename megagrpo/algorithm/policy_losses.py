@@ -107,7 +107,7 @@ class PpoClipConfig(ClippedLoss):
 
     name: Literal["ppo_clip"] = "ppo_clip"
 
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    dual_clip: Annotated[float, Field(gt=1, le=1e9)] | None = None
     """With a negative advantage A the loss is at most dual_clip x |A|. null: no bound."""
 
     def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
@@ -209,7 +209,7 @@ class ClipCovConfig(CovarianceLoss, ClippedLoss):
 
     name: Literal["clip_cov"] = "clip_cov"
 
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    dual_clip: Annotated[float, Field(gt=1, le=1e9)] | None = None
     """With a negative advantage A the loss is at most dual_clip x |A|. null: no bound."""
 
     covariance_low: Number = 1.0

@@ -67,6 +67,8 @@ class Checkpoint:
 class CheckpointStore:
     """Checkpoints of one run under `directory`; keeps the newest `keep_last` and the best by `keep_best`.
 
+    The newest counts once `confirm` says that its weights are of use: until then one more is kept.
+
     `keep_best` names a metric in TrainerState.evaluation (larger is better); None keeps only the newest.
     """
 
@@ -74,6 +76,7 @@ class CheckpointStore:
         self.directory = directory
         self.keep_last = keep_last
         self.keep_best = keep_best
+        self._confirmed = False
 
     def begin(self, step: int) -> Path:
         """Make the empty directory into which the ranks save `step`, and return it. Raises CheckpointError.
@@ -89,7 +92,7 @@ class CheckpointStore:
         return rank_directory
 
     def commit(self, state: TrainerState, rank_files: Iterable[SavedFile]) -> Checkpoint:
-        """Complete the checkpoint of `state.step`, then delete those no longer kept.
+        """Complete the checkpoint of `state.step`, then delete those no longer kept, but for one more: see `confirm`.
 
         `rank_files` are the descriptions that the ranks returned, with paths relative to the rank directory.
         Raises CheckpointError; the attempt is then removed and older checkpoints are as they were.
@@ -112,8 +115,16 @@ class CheckpointStore:
         finally:
             shutil.rmtree(saving, ignore_errors=True)
         shutil.rmtree(self._replaced(state.step), ignore_errors=True)
-        self._thin_out()
+        self._confirmed = False
+        self._thin_out(self.keep_last + 1)
         return Checkpoint(final, state)
+
+    def confirm(self) -> None:
+        """The newest checkpoint's weights have made finite numbers since, in a step or an evaluation: weights that are
+        finite themselves may not. The one before those to be kept is deleted."""
+        if not self._confirmed:
+            self._confirmed = True
+            self._thin_out(self.keep_last)
 
     def abandon(self, step: int) -> None:
         """Remove what an attempt to save `step` has written, after a rank failed."""
@@ -167,9 +178,9 @@ class CheckpointStore:
             for path in self.directory.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _thin_out(self) -> None:
+    def _thin_out(self, newest: int) -> None:
         steps = self._steps()
-        kept = set(steps[-self.keep_last :])
+        kept = set(steps[-newest:])
         if self.keep_best is not None:
             values = {step: value for step in steps if (value := self._evaluation(step)) is not None}
             if values:

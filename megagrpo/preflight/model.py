@@ -179,7 +179,7 @@ def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Proble
 
 def _generation_problems(path: Path, vocabulary: int | None) -> list[Problem]:
     """What is wrong with the tokens that end a response."""
-    if not path.is_file():
+    if not path.exists():
         return []
     try:
         config = read_json(path)
@@ -237,7 +237,9 @@ def _syntax_problems(template: str, where: str) -> list[Problem]:
     except jinja2.TemplateSyntaxError as error:
         return [Problem(where, f"line {error.lineno}: {error.message}", "a valid Jinja template")]
     given = _rendering(GENERATION_TAG.sub("", template))
-    return [Problem(where, given, TEMPLATE_NEEDED)] if given else []
+    return (
+        [Problem(where, given, TEMPLATE_NEEDED, "correct it, or set model.chat_template to another")] if given else []
+    )
 
 
 @lru_cache

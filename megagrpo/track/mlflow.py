@@ -107,8 +107,7 @@ class _MLflowRun:
             self._logged_up_to = max((metric.step for metric in history), default=-1)
             self.run_id = run_id
             if run.changed:  # parameters cannot change: they stay those of the first start
-                after = f"start_{run.number}_after_step_{run.resumed_step}"
-                self._client.set_tag(run_id, after, "\n".join(run.changed)[:PARAM_CHARACTERS])
+                self._client.set_tag(run_id, run.label, "\n".join(run.changed)[:PARAM_CHARACTERS])
             self._client.log_artifact(run_id, str(run.directory / f"recipe.{run.number}.yaml"))
             return
         experiment = self._client.get_experiment_by_name(settings.experiment)

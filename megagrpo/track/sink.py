@@ -30,6 +30,11 @@ class RunStart:
     number: int = 1
     changed: Sequence[str] = ()
 
+    @property
+    def label(self) -> str:
+        """What `changed` is called in trackers."""
+        return f"start_{self.number}_after_step_{self.resumed_step}"
+
 
 class Sink(Protocol):
     """One place that metrics go to. One thread calls the methods, in this order."""
@@ -58,6 +63,8 @@ class TensorBoardTracker:
         # purge_step hides the points that a resumed run will make again.
         purge = run.resumed_step + 1 if run.resumed_step else None
         self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge)
+        if run.changed:
+            self._writer.add_text(run.label, "\n\n".join(run.changed), run.resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -87,6 +94,8 @@ class WandBTracker:
             config=run.recipe.model_dump(mode="json"),
         )
         self.run_id = self._run.id
+        if run.changed:
+            self._run.config.update({run.label: list(run.changed)}, allow_val_change=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

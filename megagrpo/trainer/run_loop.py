@@ -218,6 +218,7 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
                 progress, failure = _step(setup, training, progress)
                 if failure and not isinstance(failure, MismatchError):  # nothing can be evaluated
                     raise failure
+                setup.store.confirm()
             last = progress.step == setup.total_steps or cursor.exhausted
             if setup.held_out and (last or progress.step % recipe.eval.every_steps == 0):
                 progress = _evaluate(setup, training, progress)
@@ -229,6 +230,8 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
             if due or _is_new_best(recipe.checkpoint.keep_best, progress.evaluation, setup.store):
                 _save(setup, training, progress, goes_on=not (last or reason or failure))
                 saved = step
+                if progress.evaluation is not None:
+                    setup.store.confirm()
             if failure:
                 raise failure
     except StopRequested:

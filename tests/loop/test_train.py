@@ -65,6 +65,16 @@ def test_rollout_and_training_logprobs_agree_and_the_worst_tokens_of_every_step_
     assert "logprob_difference" not in finished.printed
 
 
+def test_a_run_says_what_is_being_started(finished: Finished) -> None:
+    lines = (
+        "starting Ray, then the processes",
+        "starting 2 training ranks and 1 engines (transformers)",
+        "bringing the",
+    )
+    places = [finished.printed.index(line) for line in (*lines, "step 1/")]
+    assert places == sorted(places)
+
+
 def test_a_run_remembers_its_recipe_and_its_environment(finished: Finished) -> None:
     recipe = yaml.safe_load((finished.directory / "recipe.yaml").read_text())
     assert recipe["train"]["optimizer"]["beta2"] == 0.95  # a default, written out

@@ -76,7 +76,20 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     for step, value in [(1, 0.2), (2, 0.9), (3, 0.4), (4, 0.5), (5, float("nan"))]:
         save(store, step, {"mean@1": value})
     save(store, 6)
+    store.confirm()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000005", "step_000006"]
+
+
+def test_the_last_but_one_is_deleted_only_once_the_newest_weights_were_of_use(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    for step in (1, 2, 3):
+        save(store, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+    store.confirm()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
+    save(store, 4)
+    CheckpointStore(tmp_path, keep_last=1).confirm()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000004"], "a run that continues, after its first step"
 
 
 def test_a_checkpoint_saved_again_replaces_the_old_one(tmp_path: Path) -> None:

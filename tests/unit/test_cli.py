@@ -134,3 +134,26 @@ def test_a_lack_of_file_descriptors_is_one_sentence_and_code_3(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "Too many open files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["model.path", "track.directory", "checkpoint.directory", "model.chat_template"])
+def test_a_path_that_no_machine_can_have_is_the_users_error(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(make_run(tmp_path)), f"{key}=/{'x' * 300}"]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "File name too long" in said
+    assert "fix:" in said
+
+
+def test_every_error_of_the_user_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the place that found it has no fix of its own: numbers out of bounds, files of models and data."""
+    recipe = make_run(tmp_path)
+    asked: list[list[str]] = [["seed=-1"], [f"data.train=[{{path: {tmp_path}}}]"], [f"model.chat_template={tmp_path}"]]
+    for overrides in asked:
+        assert main(["plan", str(recipe), *overrides]) == EXIT_USER_ERROR
+        said = capsys.readouterr().err
+        assert all(part in said for part in ("given: ", "needed: ", "fix: ")), said
+    (tmp_path / "model" / "generation_config.json").mkdir()
+    assert main(["plan", str(recipe)]) == EXIT_USER_ERROR
+    assert "generation_config.json" in capsys.readouterr().err

@@ -7,7 +7,9 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,11 @@ import pytest
 
 from megagrpo.errors import MachineError
 from megagrpo.recipe.load import load
+from megagrpo.recipe.schema import WandBConfig
 from megagrpo.track import tracker as module
 from megagrpo.track.jsonl import JsonlMetrics
 from megagrpo.track.metrics import METRICS, UndocumentedMetric, as_markdown, undocumented
-from megagrpo.track.sink import RunStart
+from megagrpo.track.sink import RunStart, TensorBoardTracker, WandBTracker
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.run_loop import only_process_of
 from megagrpo.types import Group, Prompt, Sample, Score
@@ -172,3 +175,21 @@ def test_a_metric_without_an_entry_is_an_error_in_tests_and_logged_elsewhere(tmp
         tracker.log(1, {"rewards/mean": 0.5})
     tracker.log(1, {"rewards/mean": 0.5})  # warned of once
     assert "rewards/mean" in (tmp_path / "runs" / "adder" / "metrics.jsonl").read_text()
+
+
+def test_tensorboard_and_wandb_get_the_changes_at_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for both packages, which are optional."""
+    given: list[Any] = []
+    writer = SimpleNamespace(add_text=lambda *text: given.append(text))
+    board = SimpleNamespace(SummaryWriter=lambda directory, purge_step: writer)
+    config = SimpleNamespace(update=lambda values, allow_val_change: given.append(values))
+    wandb = SimpleNamespace(init=lambda **settings: SimpleNamespace(id="its-id", config=config))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    recipe = tracked_recipe(tmp_path)
+    for changed in ((), ("train.optimizer.lr: 0.1 -> 0.2", "seed: 1 -> 2")):
+        run = RunStart(recipe, tmp_path, 10, resumed_step=5, number=2, changed=changed)
+        TensorBoardTracker().start(run)
+        WandBTracker(WandBConfig()).start(run)
+    label, (lr, seed) = "start_2_after_step_5", run.changed
+    assert given == [(label, f"{lr}\n\n{seed}", 5), {label: [lr, seed]}]

@@ -15,7 +15,7 @@ class DataFileConfig(Section):
     path: str
     """File with the columns data_source, prompt, ability, reward_model, extra_info (see docs/data.md)."""
 
-    amount: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0)] | Literal["all"] = "all"
+    amount: Annotated[int, Field(ge=1, le=10**8)] | Annotated[float, Field(gt=0, le=1e4)] | Literal["all"] = "all"
     """Rows taken per epoch: an integer counts rows, a float is a share of the rows (2.0: each row twice), or all."""
 
 
