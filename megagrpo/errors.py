@@ -160,6 +160,13 @@ class CheckpointError(MegagrpoError):
     title = "checkpoint error"
 
 
+class UnusableCheckpointError(CheckpointError):
+    """A checkpoint that is there, or the place that a user names for one, cannot be used."""
+
+    exit_code = EXIT_USER_ERROR
+    advice = "name another directory"
+
+
 class RankError(MegagrpoError):
     """A training rank failed, died, or did not answer in time."""
 

@@ -88,7 +88,7 @@ def _token_row(step: int, token: WorstToken) -> list[str]:
         _number(token.train_logprob, ".4f"),
         _number(token.rollout_logprob, ".4f"),
         str(token.weight_version),
-        token.prompt_id,
+        printable(token.prompt_id),
         str(token.sample),
         str(token.position),
         f"{before}【{_line(token.text)}】{after}",

@@ -30,7 +30,7 @@ from pathlib import Path
 import pydantic
 
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.errors import CheckpointError, Problem, first_line
+from megagrpo.errors import CheckpointError, Problem, UnusableCheckpointError, first_line
 from megagrpo.weights.files import sync_directories
 
 MANIFEST = "MANIFEST.json"
@@ -150,7 +150,7 @@ class CheckpointStore:
             problems.append(Problem(str(path), given="; ".join(wrong)))
         if problems:
             fix = f"restore the files, or remove {self.directory} to start the run again from its first step"
-            raise CheckpointError([Problem(p.where, p.given, "a whole checkpoint", fix) for p in problems])
+            raise UnusableCheckpointError([Problem(p.where, p.given, "a whole checkpoint", fix) for p in problems])
         return None
 
     def newest(self) -> Path | None:

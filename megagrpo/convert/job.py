@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megagrpo.convert.source import CONFIG, Source
-from megagrpo.errors import CheckpointError, Problem
+from megagrpo.errors import CheckpointError, Problem, UnusableCheckpointError
 from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.files import publish, sync_directories
 from megagrpo.weights.sides.torch_dist import Chunk
@@ -125,15 +125,17 @@ def _check_output(output: Path, source: Source, overwrite: bool) -> None:
     for read in {source.directory, source.model_directory, *(file.parent for file in source.files)}:
         if read.resolve().is_relative_to(place):
             given = "the source itself" if read.resolve() == place else f"a directory that holds the source, {read}"
-            raise CheckpointError(Problem(where, given, "another directory"))
+            raise UnusableCheckpointError(Problem(where, given, "another directory"))
     if not output.is_symlink() and not output.exists():
         return
     if output.is_symlink() or not (output / MARK).is_file():
         needed = f"a directory that does not exist, or one that an earlier conversion made (with {MARK})"
-        raise CheckpointError(Problem(where, "it exists", needed, "choose another place, or remove it yourself"))
+        raise UnusableCheckpointError(
+            Problem(where, "it exists", needed, "choose another place, or remove it yourself")
+        )
     if not overwrite:
         fix = "choose another place, or --overwrite to replace it"
-        raise CheckpointError(Problem(where, "it exists", "a directory that does not", fix))
+        raise UnusableCheckpointError(Problem(where, "it exists", "a directory that does not", fix))
 
 
 def by_layer(parts: Iterable[Part], name_of: Callable[[Part], str]) -> list[list[Part]]:

@@ -14,7 +14,7 @@ import torch
 from megagrpo.checkpoint.store import RANK, TRAINER, CheckpointStore, damage
 from megagrpo.checkpoint.torch_checkpoint import METADATA, TorchCheckpoint, part_of
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.errors import CheckpointError, ModelError, Problem
+from megagrpo.errors import CheckpointError, ModelError, Problem, UnusableCheckpointError
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
 from megagrpo.weights.coverage import check_sources
 from megagrpo.weights.families import read_architecture, tensors_of
@@ -116,7 +116,7 @@ def open_source(path: Path, model: Path | None = None, *, otherwise: Path | None
         f"a Hugging Face model ({CONFIG}), a Megatron-LM torch_dist checkpoint ({TRACKER} or {METADATA}), "
         "or a training checkpoint of megagrpo (step_*)"
     )
-    raise CheckpointError(Problem(str(path), given, needed))
+    raise UnusableCheckpointError(Problem(str(path), given, needed))
 
 
 def training_checkpoint(path: Path) -> Path | None:
@@ -132,7 +132,7 @@ def training_checkpoint(path: Path) -> Path | None:
 def trainer_state(path: Path) -> TrainerState:
     """What the driver saved in a training checkpoint. Raises CheckpointError if the checkpoint is not whole."""
     if wrong := damage(path, checksums=False):
-        raise CheckpointError([Problem(str(path), line, "a whole checkpoint") for line in wrong])
+        raise UnusableCheckpointError([Problem(str(path), line, "a whole checkpoint") for line in wrong])
     return TrainerState.from_json((path / TRAINER).read_text(encoding="utf-8"), str(path / TRAINER))
 
 
@@ -239,9 +239,11 @@ def _model_of(path: Path, model: Path | None, *defaults: Path | None) -> Path:
 def _latest_iteration(path: Path) -> Path:
     text = (path / TRACKER).read_text(encoding="utf-8").strip()
     if text != "release" and not re.fullmatch(r"\d+", text):
-        raise CheckpointError(Problem(str(path / TRACKER), text, "a number of an iteration, or release"))
+        raise UnusableCheckpointError(Problem(str(path / TRACKER), text, "a number of an iteration, or release"))
     found = path / (text if text == "release" else f"iter_{int(text):07d}")
     if not (found / METADATA).is_file():
         needed = f"a torch_dist checkpoint ({METADATA})"
-        raise CheckpointError(Problem(str(found), f"no {METADATA}", needed, "save with --ckpt-format torch_dist"))
+        raise UnusableCheckpointError(
+            Problem(str(found), f"no {METADATA}", needed, "save with --ckpt-format torch_dist")
+        )
     return found

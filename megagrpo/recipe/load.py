@@ -25,6 +25,9 @@ ITEM = re.compile(r"\[(\d+)\]")
 Kind = TypeVar("Kind", bound=AnyRecipe, covariant=True)
 
 
+OVERRIDE_SHOWN = 500  # characters
+
+
 @dataclass(frozen=True)
 class Places:
     """Line numbers and overrides by dotted path, such as train.layout.tensor or data.train.0.path."""
@@ -37,10 +40,10 @@ class Places:
     def where(self, path: str) -> str:
         """`FILE:LINE path` of a written value, of the section around it if it was left at its default."""
         if below := next((text for at, text in self.overrides.items() if at.startswith(f"{path}.")), None):
-            return f"override {below} ({path})"
+            return f"override {_shortened(below)} ({path})"
         for at in _outwards(path):
             if at in self.overrides:
-                text = f"override {self.overrides[at]}"
+                text = f"override {_shortened(self.overrides[at])}"
                 return text if at == path else f"{text} ({path})"
             if at in self.lines:
                 return f"{self.source}:{self.lines[at]} {path}"
@@ -106,7 +109,7 @@ def apply_overrides(
     tree = copy.deepcopy(tree)
     problems: list[Problem] = []
     for text in overrides:
-        here = f"override {text}"
+        here = f"override {_shortened(text)}"
         path, equals, value_text = text.partition("=")
         if not equals or not path:
             needed = "SECTION.KEY=VALUE, such as train.layout.tensor=4"
@@ -212,6 +215,11 @@ def _put(tree: dict[str, Any], path: str, value: Any, recipe_class: type[AnyReci
 def _nothing_below(at: str, expected: Expected) -> Problem:
     parent, _, key = at.rpartition(".")
     return Problem(at, f"`{key}` below {parent}", f"{parent} is {expected.words()}", f"set {parent} itself")
+
+
+def _shortened(text: str) -> str:
+    """An override as errors show it: many may be about one."""
+    return text if len(text) <= OVERRIDE_SHOWN else f"{text[:OVERRIDE_SHOWN]}…"
 
 
 def _outwards(path: str) -> Iterator[str]:

@@ -157,3 +157,19 @@ def test_every_error_of_the_user_says_what_to_do(tmp_path: Path, capsys: pytest.
     (tmp_path / "model" / "generation_config.json").mkdir()
     assert main(["plan", str(recipe)]) == EXIT_USER_ERROR
     assert "generation_config.json" in capsys.readouterr().err
+
+
+def test_an_override_with_thousands_of_unknown_keys_is_shown_in_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ", ".join(f"k{number}: 1" for number in range(1000))
+    assert main(["plan", str(make_run(tmp_path)), f"train.lora={{{keys}}}"]) == EXIT_USER_ERROR
+    assert len(capsys.readouterr().err) < 2_000_000
+
+
+def test_a_conversion_that_cannot_begin_is_the_users_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path)
+    model, convert = str(tmp_path / "model"), ["convert", "hf-to-megatron", "--source"]
+    for source, output in ((f"{tmp_path}/nowhere", "x"), (model, model), (model, str(tmp_path))):
+        assert main([*convert, source, "--output", output, "--overwrite"]) == EXIT_USER_ERROR
+        assert "fix: " in capsys.readouterr().err
