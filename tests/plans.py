@@ -40,7 +40,7 @@ BASE: dict[str, Any] = {
         "layout": {"tensor": 8, "pipeline": 2, "data": 8},
         "total_steps": 500,
         "tokens_per_microbatch": 5120,
-        "recompute": "selective",
+        "recompute": {"modules": ["mlp"]},
         "offload": ["gradients", "optimizer"],
     },
     "cluster": {"device": "cuda", "gpu": "H100", "gpus_per_node": 8},

@@ -34,6 +34,10 @@ class LayerWork:
     """With experts: of the shared ones and the router."""
     experts: float
     pairs: float
+    up: float = 0.0
+    """Of the projections, latent attention's from latents up to heads."""
+    shared: float = 0.0
+    """Of mlp, the shared experts."""
 
     @property
     def linear(self) -> float:
@@ -43,13 +47,19 @@ class LayerWork:
 def layer_work(arch: Architecture, layer: int) -> LayerWork:
     """The work of layer `layer`, counted from 0."""
     experts = arch.experts
-    mlp, routed = 3 * arch.hidden * arch.ffn, 0
+    mlp, routed, shared, up = 3 * arch.hidden * arch.ffn, 0, 0, 0
     if experts is not None and layer >= experts.dense_layers:
-        mlp = arch.hidden * (3 * experts.shared_ffn + experts.count)
+        shared = 3 * arch.hidden * experts.shared_ffn
+        mlp = shared + arch.hidden * experts.count
         routed = 3 * arch.hidden * experts.per_token * experts.ffn
-    value_dim = arch.head_dim if arch.latent is None else arch.latent.value_dim
+    value_dim = arch.head_dim
+    if (latent := arch.latent) is not None:
+        value_dim = latent.value_dim
+        up = latent.key_value_rank * arch.heads * (latent.plain_dim + latent.value_dim)
+        up += (latent.query_rank or arch.hidden) * arch.heads * arch.head_dim
     pairs = arch.heads * (arch.head_dim + value_dim)
-    return LayerWork(2.0 * _attention_weights(arch), 2.0 * mlp, 2.0 * routed, float(pairs))
+    projections = 2.0 * _attention_weights(arch)
+    return LayerWork(projections, 2.0 * mlp, 2.0 * routed, float(pairs), up=2.0 * up, shared=2.0 * shared)
 
 
 def head_work(arch: Architecture) -> float:

@@ -19,15 +19,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import TrainConfig
+from megagrpo.recipe.schema.train import ALL_LAYERS, Recomputed
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
 
 LayerSpec = Literal["local", "transformer_engine"]
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
-"""Megatron's fields by the recipe's train.recompute."""
 
 
 def layer_spec(train: TrainConfig, device: str) -> LayerSpec:
@@ -57,7 +52,7 @@ def transformer_config(arch: Architecture, train: TrainConfig, dtype: torch.dtyp
         _of_architecture(arch)
         | _of_layout(train.layout.parallel())
         | _of_numbers(dtype)
-        | RECOMPUTE[train.recompute]
+        | _of_recomputed(train.recomputed)
         | _of_machine(layer_spec(train, device), device, arch)
         | train.megatron
     )
@@ -179,6 +174,16 @@ def _of_numbers(dtype: torch.dtype) -> dict[str, Any]:
         # The loss has global denominators: gradients are summed over ranks and microbatches, and divided by nothing.
         "calculate_per_token_loss": True,
     }
+
+
+def _of_recomputed(again: Recomputed) -> dict[str, Any]:
+    if again.modules:
+        return {"recompute_granularity": "selective", "recompute_modules": sorted(again.modules)}
+    if again.layers == 0:
+        return {}
+    if again.layers == ALL_LAYERS:
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": again.layers}
 
 
 def _of_machine(spec: LayerSpec, device: str, arch: Architecture) -> dict[str, Any]:

@@ -8,10 +8,11 @@ tests/distributed/test_plan_activations.py compares it with what ranks allocate 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.parameters import Stage, layer_counts
+from megagrpo.recipe.schema.train import NOTHING_AGAIN, Recomputed
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention
 
 ROUTER_BYTES = 10
@@ -43,8 +44,8 @@ class Pass:
     transformer_engine: bool
     """Its layers, with flash attention and fused norms; else Megatron's local ones with PackedAttention."""
 
-    recompute: str = "none"
-    """train.recompute."""
+    recompute: Recomputed = NOTHING_AGAIN
+    """What train.recompute means."""
 
     adapters: bool = False
     """Weights are frozen, and have low-rank adapters (train.lora)."""
@@ -94,13 +95,13 @@ def stage_bytes(work: Pass, stage: Stage, index: int, microbatches: int) -> int:
     The first layer keeps what the embedding or the stage before gave. What a stage hands on stays too, until its
     gradient comes (Megatron's deallocate_pipeline_outputs is off).
     """
-    kinds = [work.hidden_bytes] * 2  # whole layers are recomputed from their inputs
-    if work.recompute != "full":
-        kinds = [layer_bytes(work, experts, cores=work.recompute == "none") for experts in (False, True)]
+    again = work.recompute.layers
+    kinds = [layer_bytes(work, experts) for experts in (False, True)]
     held = 0
     for passes, layers in zip(passes_in_flight(work.layout, index, microbatches), stage.chunks, strict=True):
-        counts = layer_counts(work.architecture, layers)
+        counts = layer_counts(work.architecture, layers[again:])
         kept = sum(count * kind for count, kind in zip(counts, kinds, strict=True))
+        kept += len(layers[:again]) * work.hidden_bytes  # whole layers are recomputed from their inputs
         ends_model = stage.head and layers is stage.chunks[-1]
         held += passes * (kept if ends_model else kept + work.hidden_bytes)
     if stage.head:  # the last norm: its input is the last layer's output
@@ -128,13 +129,28 @@ def passes_in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> t
     return tuple(passes)
 
 
-def layer_bytes(work: Pass, experts: bool, cores: bool = True) -> int:
-    """All that one layer keeps; `cores`: also within its attention core, which selective recomputation leaves out."""
-    arch = work.architecture
-    norms = 2 * _norm(work, arch.hidden, work.tokens_of_rank)
-    attention = _grouped_attention(work, cores) if arch.latent is None else _latent_attention(work, arch.latent, cores)
+def layer_bytes(work: Pass, experts: bool) -> int:
+    """All that one layer keeps which is not recomputed whole."""
+    return sum(_halves(work, experts))
+
+
+def _halves(work: Pass, experts: bool) -> tuple[int, int]:
+    """What a layer keeps of attention with its norm, and of its MLP or experts with theirs."""
+    arch, modules = work.architecture, work.recompute.modules
+    attention = _grouped_attention(work) if arch.latent is None else _latent_attention(work, arch.latent)
     mlp = _experts(work, arch.experts) if experts and arch.experts else _mlp(work, arch.ffn)
-    return norms + attention + mlp
+    first = second = _norm(work, arch.hidden, work.tokens_of_rank)
+    # Transformer Engine has norms within the products that follow, which keep the norms' outputs themselves.
+    fused = work.transformer_engine
+    if "layernorm" in modules and not (fused and arch.latent is None):
+        first = work.hidden_bytes
+    if "layernorm" in modules and not (fused and not experts):
+        second = work.hidden_bytes
+    if experts and "moe" in modules:
+        mlp = 0
+    elif not experts and "mlp" in modules:
+        mlp, second = 0, work.hidden_bytes if fused else second
+    return first + attention, second + mlp
 
 
 def _norm(work: Pass, width: int, rows: int) -> int:
@@ -150,7 +166,8 @@ def _between_bytes(work: Pass) -> int:
     return (0 if work.adapters else work.element_bytes) + (4 if work.element_bytes < 4 else 0)
 
 
-def _grouped_attention(work: Pass, cores: bool) -> int:
+def _grouped_attention(work: Pass) -> int:
+    cores = "core_attn" not in work.recompute.modules
     arch, tensor, context = work.architecture, work.layout.tensor, work.layout.context
     heads = arch.heads / tensor
     queries, keys = heads * arch.head_dim, max(1.0, arch.query_groups / tensor) * arch.head_dim
@@ -174,7 +191,7 @@ def _grouped_attention(work: Pass, cores: bool) -> int:
     return int(work.tokens * (columns * work.element_bytes + sums))
 
 
-def _latent_attention(work: Pass, latent: LatentAttention, cores: bool) -> int:
+def _latent_attention(work: Pass, latent: LatentAttention) -> int:
     """Down projections with their norms, then queries, keys, values and the output by head."""
     arch, element = work.architecture, work.element_bytes
     heads = arch.heads / work.layout.tensor
@@ -182,8 +199,10 @@ def _latent_attention(work: Pass, latent: LatentAttention, cores: bool) -> int:
     held += 5 * work.tokens_of_rank * latent.rotary_dim * element
     if latent.query_rank is not None:
         held += _norm(work, latent.query_rank, work.tokens_of_rank)
-    held += work.tokens * heads * 2 * (arch.head_dim + latent.value_dim) * element
-    if cores:
+    # Queries, keys and values; the local layers' core keeps others, which are made of them.
+    kept = not work.transformer_engine or "mla_up_proj" not in work.recompute.modules
+    held += work.tokens * heads * (kept * (2 * arch.head_dim + latent.value_dim) + latent.value_dim) * element
+    if "core_attn" not in work.recompute.modules:
         held += 4 * work.tokens * heads if work.transformer_engine else work.score_bytes
     return int(held)
 
@@ -197,9 +216,10 @@ def _mlp(work: Pass, ffn: int) -> int:
 def _experts(work: Pass, experts: Experts) -> int:
     """Router and dispatch of this rank's tokens, and the tokens that pass the experts here."""
     held = work.tokens_of_rank * (experts.count * ROUTER_BYTES + experts.per_token * DISPATCH_BYTES)
-    tensors = 6 if work.device == "cpu" else 3
+    tensors = (6 if work.device == "cpu" else 3) - ("moe_act" in work.recompute.modules)
     columns = work.architecture.hidden + tensors * experts.ffn // work.layout.expert_tensor
-    return held + work.expert_tokens * columns * work.element_bytes + _mlp(work, experts.shared_ffn)
+    shared = 0 if "shared_experts" in work.recompute.modules else _mlp(work, experts.shared_ffn)
+    return held + work.expert_tokens * columns * work.element_bytes + shared
 
 
 # --- what computing takes besides ------------------------------------------------------------------------------------
@@ -208,10 +228,11 @@ def _experts(work: Pass, experts: Experts) -> int:
 def working_bytes(work: Pass, stage: Stage) -> int:
     """The most that the backward pass of one of the stage's layers holds besides what was kept.
 
-    With full recomputation all of a layer is made again first. A weight's gradient lies beside the buffer that it is
-    added to.
+    What is recomputed is made again first. Some whole layers are the first ones, whose turn comes when all others are
+    free again. A weight's gradient lies beside the buffer that it is added to.
     """
-    return max((_working(work, experts) for experts in _kinds(work, stage)), default=0)
+    whole = any(len(chunk) <= work.recompute.layers for chunk in stage.chunks)
+    return max((_working(work, experts, whole) for experts in _kinds(work, stage)), default=0)
 
 
 def forward_bytes(work: Pass, stage: Stage) -> int:
@@ -224,7 +245,7 @@ def _kinds(work: Pass, stage: Stage) -> list[bool]:
     return [bool(kind) for kind, count in enumerate(layer_counts(work.architecture, stage.layers)) if count]
 
 
-def _working(work: Pass, experts: bool) -> int:
+def _working(work: Pass, experts: bool, whole: bool) -> int:
     arch, layout, element = work.architecture, work.layout, work.element_bytes
     rows, width = work.tokens, arch.ffn // layout.tensor
     if experts and arch.experts is not None:
@@ -232,9 +253,13 @@ def _working(work: Pass, experts: bool) -> int:
     gradients = rows * width * element
     weight = 0 if work.adapters else 2 * width * arch.hidden * element  # the largest matrix: gate and up
     needed = max(2 * gradients + work.hidden_bytes, gradients + weight + work.gathered_bytes, work.score_bytes)
-    if work.recompute == "full":
+    if whole:
         return needed + layer_bytes(work, experts) - work.hidden_bytes
-    return max(needed, 2 * work.score_bytes) if work.recompute == "selective" else needed
+    if not work.recompute.modules:
+        return needed
+    kept, made = _halves(work, experts), _halves(replace(work, recompute=NOTHING_AGAIN), experts)
+    again = [all_of_it - part for all_of_it, part in zip(made, kept, strict=True)]
+    return max(needed + again[1], work.score_bytes + again[0])
 
 
 def _forward(work: Pass, experts: bool) -> int:

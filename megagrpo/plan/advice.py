@@ -16,7 +16,7 @@ from megagrpo.plan.case import Case
 from megagrpo.plan.device_map import axes
 from megagrpo.plan.engine import EngineMemory, engine_memory
 from megagrpo.plan.memory import DeviceMemory
-from megagrpo.plan.parameters import adapter_parameters, total_parameters
+from megagrpo.plan.parameters import adapter_parameters, fused_layers, total_parameters
 from megagrpo.plan.time import StepTime
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import checkpoint_directory, plan_devices
@@ -196,7 +196,11 @@ def _unwise_training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Probl
     if train.recompute == "full" and free > FREE_SHARE_MIN:
         given = f"full, with {free:.0%} of the memory free in the update"
         needed = "no more than has to be: whole layers cost a third more products"
-        yield Problem("train.recompute", given, needed, "recompute: selective or none, or larger microbatches")
+        yield Problem("train.recompute", given, needed, "recompute: none or {modules: [mlp]}, or larger microbatches")
+    if pointless := _pointless(case):
+        given = f"{', '.join(pointless)}, of which these layers keep nothing that is worth it"
+        needed = "what takes memory: mlp, moe or moe_act, or some whole layers"
+        yield Problem("train.recompute", given, needed, "recompute: none, {modules: [...]} or {layers: ...}")
     replicas = layout.data * layout.context
     if not train.distributed_optimizer and replicas > 1 and train.lora is None:
         given = f"false, with {replicas} replicas: each holds all optimizer states"
@@ -207,6 +211,18 @@ def _unwise_training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Probl
         given = f"{train.optimizer.lr:g} for all weights of a model with {case.architecture.hidden} hidden units"
         needed = f"at most {LEARNING_RATE_MAX:g}: published runs take 1e-6; larger ones forget"
         yield Problem("train.optimizer.lr", given, needed, "lr: 1.0e-6")
+
+
+def _pointless(case: Case) -> list[str]:
+    """Modules whose recomputation saves next to nothing: fused attention keeps no scores, Transformer Engine has norms
+    within the products that follow, and the local layers' core keeps queries and keys of its own."""
+    arch, fused = case.architecture, fused_layers(case.recipe.train, case.device)
+    saves = {
+        "core_attn": arch.latent is not None and not fused,
+        "layernorm": not fused or arch.latent is not None or arch.experts is not None,
+        "mla_up_proj": fused,
+    }
+    return sorted(module for module in case.recipe.train.recomputed.modules if not saves.get(module, True))
 
 
 def _unwise_seconds(recipe: AnyRecipe, time: StepTime) -> Iterator[Problem]:

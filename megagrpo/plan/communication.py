@@ -155,13 +155,15 @@ def layer_seconds(
         # Attention and MLP each gather their input and scatter their output. Backward they gather the input again and
         # the output's gradient, and scatter the input's (megatron's LinearWithGradAccumulationAndAsyncCommunication).
         parts = 1 if sparse and not (arch.experts and arch.experts.shared_ffn) else 2
-        count = parts * (2 * passed.forward + 3 * passed.backward) * passed.microbatches
+        again = again_in_layer(train, sparse, passed) if parts == 2 else 0
+        count = (parts * (2 * passed.forward + 3 * passed.backward) + 2 * again) * passed.microbatches
         seconds["tensor"] = gather(groups.tensor, at_once * arch.hidden, count, links)
     if groups.context.ranks > 1:
         seconds["context"] = _context_seconds(arch, train, groups, passed, links)
     if sparse and arch.experts is not None:
         # Tokens go to their experts and come back; backward, their gradients do the same.
-        count = 2 * (passed.forward + passed.backward) * passed.microbatches
+        again = passed.backward if "moe" in train.recomputed.modules else 0
+        count = 2 * (passed.forward + passed.backward + again) * passed.microbatches
         own = at_once / groups.tensor.ranks * arch.hidden * arch.experts.per_token
         if groups.expert.ranks > 1:
             seconds["experts"] = exchange(groups.expert, own, count, links)
@@ -169,6 +171,12 @@ def layer_seconds(
             whole = own * groups.expert_tensor.ranks
             seconds["experts' tensor"] = gather(groups.expert_tensor, whole, count, links)
     return seconds
+
+
+def again_in_layer(train: TrainConfig, sparse: bool, passed: Exchanged) -> int:
+    """Times that the MLP, or the shared experts, of a layer are computed again."""
+    modules = ("moe", "shared_experts") if sparse else ("mlp",)
+    return passed.backward if train.recomputed.modules.intersection(modules) else 0
 
 
 def _context_seconds(arch: Architecture, train: TrainConfig, groups: Groups, passed: Exchanged, links: Links) -> float:
@@ -182,7 +190,7 @@ def _context_seconds(arch: Architecture, train: TrainConfig, groups: Groups, pas
     queries = arch.heads / tensor * (arch.head_dim + (arch.head_dim if latent is None else latent.value_dim))
     keys = 2 * max(1.0, arch.query_groups / tensor) * arch.head_dim if latent is None else queries
     at_once = passed.tokens / passed.microbatches * passed.item_bytes
-    forward = 2 if backward and train.recompute != "none" else passed.forward
+    forward = 2 if backward and "core_attn" in train.recomputed.modules else passed.forward
     if context_exchange(train) == "a2a":
         columns = at_once / groups.context.ranks * (queries + keys)
         return exchange(groups.context, columns, (forward + backward) * passed.microbatches, links)

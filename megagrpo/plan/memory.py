@@ -195,7 +195,7 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
         longest,
         case.device,
         fused_layers(train, case.device),
-        train.recompute,
+        train.recomputed,
         adapters=train.lora is not None,
         expert_imbalance=case.assumptions.expert_imbalance,
     )

@@ -25,6 +25,7 @@ from megagrpo.plan.units import byte_text
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.model_rules import critic_problems, divisors, model_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.schema.train import RecomputeConfig, RecomputeModule
 from megagrpo.section import Section, broken_rules
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.sglang import split_problems
@@ -37,7 +38,6 @@ ENGINE_SHARES = ((1, 4), (1, 2), (3, 4))  # of all GPUs, for engines on GPUs of 
 ENGINE_WEIGHTS_SHARE = 0.4
 GRADIENT_BYTES = 6  # bfloat16 weights and float32 gradients: no rank that trains holds less for a parameter
 MEMORY_SHARES = (0.5, 0.65, 0.8)
-RECOMPUTE = ("none", "selective", "full")
 SGLANG = "rollout.sglang"
 
 Kind = TypeVar("Kind", bound=Section)
@@ -52,6 +52,11 @@ class Choice:
     overrides: tuple[str, ...]
     estimate: Estimate
     reason: str
+
+    @property
+    def words(self) -> str:
+        """The overrides as words of a shell."""
+        return " ".join(f"'{each}'" if " " in each else each for each in self.overrides)
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,10 @@ def search(case: Case, gpus: int | None = None) -> Search:
     sparing = run.candidates(_sparing_layouts(run))
     best = fitting = run.fitting(sparing, LAYOUTS_KEPT)
     if fitting:
-        contexts = [(found.values, found.values["train.layout.context"]) for found in fitting]
-        thrifty = ({**values, **saving} for values, context in contexts for saving in savings(case.recipe, context))
-        kept = run.fitting(run.candidates(thrifty), SAVINGS_KEPT)
-        best = run.fitting(run.candidates(_engines_of(run, kept)), SHOWN, apart=APART)
+        kept = [found.values for found in fitting]
+        thrifty = ({**kind, **way} for kind in kept for way in savings(case.recipe, case.architecture, kind))
+        frugal = run.fitting(run.candidates(thrifty), SAVINGS_KEPT)
+        best = run.fitting(run.candidates(_engines_of(run, frugal)), SHOWN, apart=APART)
     nearest = run.choice(run.nearest) if run.nearest and not fitting else None
     return Search(run.gpus, tuple(map(run.choice, best)), len(sparing), run.estimated, nearest)
 
@@ -212,7 +217,7 @@ def _sparing_layouts(run: _Run) -> Iterator[Values]:
     found = list(layouts(recipe, arch, run.gpus))
     small = [values for values in found if least(values) <= run.card_bytes]
     for values in small or sorted(found, key=least)[:LAYOUTS_KEPT]:
-        saving = savings(recipe, values["train.layout.context"])[0]
+        saving = savings(recipe, arch, values)[0]
         yield placed({**values, **saving, **engine}, colocated=True)
 
 
@@ -236,6 +241,7 @@ def _engines_of(run: _Run, fitting: Sequence[_Found]) -> Iterator[Values]:
     recipe, arch, gpus = run.case.recipe, run.case.architecture, run.gpus
     for found in fitting:
         values, data = found.values, found.values["train.layout.data"]
+        pieces = values["train.layout.pipeline"] * values["train.layout.virtual_pipeline"]
         for engine in engines(recipe, arch, gpus, colocated=True):
             for offload in _offloads(recipe):
                 yield placed({**values, **engine, "train.offload": offload}, colocated=True)
@@ -244,7 +250,7 @@ def _engines_of(run: _Run, fitting: Sequence[_Found]) -> Iterator[Values]:
             if fewer == 0 or rest:
                 continue
             for engine in engines(recipe, arch, own, colocated=False):
-                for recompute in RECOMPUTE:
+                for recompute in recomputes(recipe, arch, arch.layers // pieces):
                     apart = {**values, **engine, "train.layout.data": fewer, "train.recompute": recompute}
                     yield placed(apart, colocated=False)
     if fitting and plan_devices(recipe, "cuda").bundles == gpus:
@@ -329,8 +335,11 @@ def _last_stage(layers: int, pipeline: int, chunks: int) -> int | None:
     return last * chunks if last > 0 else None
 
 
-def savings(recipe: AnyRecipe, context: int) -> list[Values]:
-    """Count to trade time for memory, the most sparing first."""
+def savings(recipe: AnyRecipe, architecture: Architecture, layout: Values) -> list[Values]:
+    """Ways to trade time for memory in a layout, the most sparing first."""
+    context, pieces = layout["train.layout.context"], layout["train.layout.pipeline"]
+    pieces *= layout["train.layout.virtual_pipeline"]
+    ways = recomputes(recipe, architecture, architecture.layers // pieces)
     longest = longest_sequence(recipe)
     multiple = 1 if context == 1 else 2 * context
     least = -(-longest // multiple) * multiple // context
@@ -345,8 +354,26 @@ def savings(recipe: AnyRecipe, context: int) -> list[Values]:
         }
         for parts in _offloads(recipe)
         for tokens in lengths
-        for recompute in reversed(RECOMPUTE)
+        for recompute in reversed(ways)
     ]
+
+
+def recomputes(recipe: AnyRecipe, architecture: Architecture, layers: int) -> list[str | RecomputeConfig]:
+    """From nothing to all layers: parts of this model's layers that take little time for what they save, and half of
+    the `layers` of a model chunk. Attention's core is not among them: fused attention keeps next to nothing of it."""
+    train, found = recipe.train, list[str | RecomputeConfig](["none"])
+    cheap: list[RecomputeModule] = []
+    if architecture.latent is not None:
+        cheap += ["mla_up_proj"]
+    if architecture.experts is not None and train.lora is None and train.layer_spec != "local":
+        cheap += ["moe_act"]
+    if architecture.has_dense_layers:
+        cheap += ["mlp"]
+    if cheap:
+        found.append(RecomputeConfig(modules=cheap))
+    if layers > 1:
+        found.append(RecomputeConfig(layers=layers // 2))
+    return [*found, "full"]
 
 
 def _offloads(recipe: AnyRecipe) -> list[list[str]]:
@@ -435,6 +462,9 @@ def value_at(recipe: AnyRecipe, path: str) -> Any:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, RecomputeConfig):
+        given = value.model_dump(exclude_defaults=True).items()
+        return f"{{{', '.join(f'{key}: {_text(each)}' for key, each in given)}}}"
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return "null" if value is None else str(value)

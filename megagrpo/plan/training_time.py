@@ -8,12 +8,14 @@ computes them again (megatron/heads.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import ceil
 
 from megagrpo.batching.rank_batches import MICROBATCHES_PER_STAGE
-from megagrpo.batching.work import head_work, layer_work
+from megagrpo.batching.work import LayerWork, head_work, layer_work
 from megagrpo.plan.assumptions import Lengths
 from megagrpo.plan.case import Case
 from megagrpo.plan.communication import (
@@ -29,12 +31,18 @@ from megagrpo.plan.communication import (
 )
 from megagrpo.plan.parameters import adapted_linears, adapter_parameters, layer_counts, rank_parameters, stages
 from megagrpo.recipe.schema import LoraConfig, TrainConfig
+from megagrpo.recipe.schema.train import RecomputeModule
 from megagrpo.weights.families.architecture import Architecture
 
 ADAM_BYTES = 30
 """Read and written for each element: main weight and two moments both ways, gradient, and the bfloat16 weight."""
 GRADIENT_BYTES_TOUCHED = 8
 """For each element of a rank's buffers: they are set to zero, and read for the norm."""
+
+AGAIN_BETWEEN: Mapping[RecomputeModule, float] = {
+    "layernorm": 0.2, "mla_up_proj": 0.15, "mlp": 0.3, "moe": 0.6, "moe_act": 0.1, "shared_experts": 0.2
+}  # fmt: skip
+"""Of what a layer's forward pass takes besides its products, what a module that is computed again takes. Guessed."""
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -56,25 +64,25 @@ class Flops:
 @dataclass(frozen=True)
 class Products:
     """How many times the products of a forward pass are done: by layers' weights, in attention's core, by the head, and
-    by low-rank adapters."""
+    by low-rank adapters; and the modules of layers whose products are done once more."""
 
     layers: int = 1
     attention: int = 1
     head: int = 1
     adapters: int = 1
+    again: frozenset[RecomputeModule] = frozenset()
 
 
 FORWARD = Products()
 """Old and reference logprobs, a critic's values, a prompt in an engine."""
 
 
-def training_products(train: TrainConfig) -> Products:
-    """Forward and backward, and forward once more for what train.recompute names. With train.lora the model's own
-    weights have no gradients."""
-    weights = 2 if train.lora is not None else 3
-    again = 1 if train.recompute == "full" else 0
-    core = 0 if train.recompute == "none" else 1
-    return Products(layers=weights + again, attention=3 + core, head=weights + 1, adapters=3 + again)
+def training_products(train: TrainConfig, whole: bool = False) -> Products:
+    """Forward and backward, and forward once more for the modules of train.recompute, or for layers that are recomputed
+    `whole`. With train.lora the model's own weights have no gradients."""
+    weights, again = 2 if train.lora is not None else 3, 1 if whole else 0
+    modules = train.recomputed.modules
+    return Products(weights + again, 3 + again, weights + 1, adapters=3 + again, again=modules)
 
 
 def layers_flops(
@@ -91,12 +99,23 @@ def layers_flops(
     for sparse, count in enumerate(counts):
         if count:
             work = layer_work(arch, arch.layers - 1 if sparse else 0)
-            dense += count * over.layers * (work.projections + work.mlp) * tokens
-            experts += count * over.layers * work.experts * tokens
-            attention += count * over.attention * work.pairs * squares
+            again = _work_again(work, over.again, bool(sparse))
+            dense += count * (over.layers * (work.projections + work.mlp) + again.dense) * tokens
+            experts += count * (over.layers * work.experts + again.experts) * tokens
+            attention += count * (over.attention * work.pairs + again.attention) * squares
             if lora is not None:
                 dense += count * over.adapters * _adapter_work(arch, lora, bool(sparse)) * tokens
     return Flops(dense, experts, attention)
+
+
+def _work_again(work: LayerWork, modules: frozenset[RecomputeModule], sparse: bool) -> Flops:
+    """A layer's products that these modules do once more; layernorm and moe_act have none. Adapters' are left out."""
+    dense = work.up * ("mla_up_proj" in modules)
+    if sparse:
+        dense += work.mlp * ("moe" in modules) + work.shared * ("shared_experts" in modules)
+    else:
+        dense += work.mlp * ("mlp" in modules)
+    return Flops(dense, work.experts * ("moe" in modules), work.pairs * ("core_attn" in modules))
 
 
 def head_flops(arch: Architecture, over: Products, tokens: float) -> float:
@@ -158,8 +177,7 @@ class TrainingRanks:
 
     def update_seconds(self, batch: BatchSize) -> Seconds:
         """Forward, backward and one optimizer step."""
-        ways = (2 if self.train.recompute == "full" else 1, 1)
-        seconds = self._pass_seconds(training_products(self.train), ways, batch, self.microbatches(batch))
+        seconds = self._pass_seconds(training_products(self.train), (1, 1), batch, self.microbatches(batch))
         return added(seconds, self._step_seconds)
 
     def microbatches(self, batch: BatchSize) -> int:
@@ -181,26 +199,33 @@ class TrainingRanks:
         return Links.of(self.case.speeds, self.case.assumptions)
 
     @cached_property
-    def _stages(self) -> dict[tuple[tuple[int, int], bool, bool], int]:
-        """The first stage of each kind, by its layers of each kind and whether the embedding or the head is there."""
-        found: dict[tuple[tuple[int, int], bool, bool], int] = {}
+    def _stages(self) -> dict[tuple[tuple[int, int], tuple[int, int], bool, bool], int]:
+        """The first stage of each kind, by its layers of each kind, those of them that are recomputed whole, and
+        whether the embedding or the head is there."""
+        found: dict[tuple[tuple[int, int], tuple[int, int], bool, bool], int] = {}
+        whole = self.train.recomputed.layers
         for index, stage in enumerate(stages(self.arch.layers, self.case.layout)):
-            found.setdefault((layer_counts(self.arch, stage.layers), stage.embedding, stage.head), index)
+            again = [layer for chunk in stage.chunks for layer in chunk[:whole]] if whole else []
+            counts = layer_counts(self.arch, stage.layers), layer_counts(self.arch, again)
+            found.setdefault((*counts, stage.embedding, stage.head), index)
         return found
 
     def _pass_seconds(self, over: Products, ways: tuple[int, int], batch: BatchSize, micros: int) -> Seconds:
         layout = self.case.layout
         own = batch.share(self.case.assumptions.imbalance / layout.data)
         passed = Exchanged(own.tokens, micros, self.case.item_bytes, *ways)
-        whole = layer_counts(self.arch, range(self.arch.layers))
-        kinds = [self._layer_seconds(sparse, over, own, passed) if whole[sparse] else {} for sparse in (False, True)]
+        kinds: dict[tuple[int, bool], Seconds] = {}
         head = head_flops(self.arch, over, own.head_tokens) / (layout.tensor * layout.context)
         head /= self.case.speeds.gpu.flops * self.case.assumptions.matrix_efficiency
         seconds: Seconds = {}
-        for counts, _, has_head in self._stages:
+        for counts, whole, _, has_head in self._stages:
             of_stage: Seconds = {}
-            for count, kind in zip(counts, kinds, strict=True):
-                for name, spent in kind.items() if count else ():
+            twice = whole if passed.backward else (0, 0)
+            for sparse, again in product((0, 1), (False, True)):
+                count = twice[sparse] if again else counts[sparse] - twice[sparse]
+                if count and (sparse, again) not in kinds:
+                    kinds[sparse, again] = self._layer_seconds(bool(sparse), again, over, own, passed)
+                for name, spent in kinds[sparse, again].items() if count else ():
                     of_stage[name] = of_stage.get(name, 0.0) + count * spent
             of_stage |= {"output layer": head} if has_head else {}
             seconds = max(seconds, of_stage, key=lambda spent: sum(spent.values()))
@@ -211,14 +236,18 @@ class TrainingRanks:
             seconds[f"pipeline communication ({self._groups.stages_link})"] = sends
         return seconds
 
-    def _layer_seconds(self, sparse: bool, over: Products, own: BatchSize, passed: Exchanged) -> Seconds:
+    def _layer_seconds(self, sparse: bool, whole: bool, over: Products, own: BatchSize, passed: Exchanged) -> Seconds:
+        """Of one layer, which the backward pass recomputes whole or not."""
+        if whole:
+            over, passed = training_products(self.train, whole=True), replace(passed, forward=2)
         assumed, peak, groups = self.case.assumptions, self.case.speeds.gpu.flops, self._groups
         ranks = groups.tensor.ranks * groups.context.ranks
         counts = (0, 1) if sparse else (1, 0)
         flops = layers_flops(self.arch, counts, over, own.tokens, own.squares, self.train.lora)
         uneven = assumed.expert_imbalance if groups.expert.ranks > 1 else 1.0
         attention = flops.attention / ranks / (peak * assumed.attention_efficiency)
-        passes = (passed.forward + 2 * passed.backward) * passed.microbatches
+        between = sum(share for module, share in AGAIN_BETWEEN.items() if module in over.again)
+        passes = (passed.forward + (2 + between) * passed.backward) * passed.microbatches
         seconds = {
             "matrix products": flops.dense / ranks / (peak * assumed.matrix_efficiency),
             "products of experts": flops.experts * uneven / ranks / (peak * assumed.expert_efficiency),

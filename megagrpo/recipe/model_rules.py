@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from megagrpo.errors import Problem
-from megagrpo.layout.parallel import ParallelLayout, stage_problems
+from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk, stage_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.schema.train import ALL_LAYERS
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.megatron_rank import divided_sizes
 
@@ -21,6 +23,7 @@ def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Proble
         *_divided(recipe, architecture),
         *_experts(recipe, architecture),
         *_adapters(recipe, architecture),
+        *_recomputed(recipe, architecture),
         *(_examples(recipe, architecture) if isinstance(recipe, SftRecipe) else _tokens(recipe, architecture)),
     ]
 
@@ -127,6 +130,31 @@ def _adapters(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem
         given = f"{layout.expert_tensor}{default} with train.lora"
         fix = "expert_tensor: 1, and train.layout.expert to share the experts"
         yield Problem("train.layout.expert_tensor", given, "1: adapters are on whole experts", fix)
+
+
+def _recomputed(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
+    """Modules that the model has, and no more layers than a stage has."""
+    again, layout, experts = recipe.train.recomputed, recipe.train.layout.parallel(), architecture.experts
+    sparse = 0 if experts is None else architecture.layers - experts.dense_layers
+    missing = {
+        "mla_up_proj": "latent attention" if architecture.latent is None else "",
+        "mlp": "" if architecture.has_dense_layers else "a layer without experts",
+        "moe": "" if sparse else "experts",
+        "moe_act": "" if sparse else "experts",
+        "shared_experts": "" if experts and experts.shared_ffn else "shared experts",
+    }
+    for module in sorted(again.modules):
+        if what := missing.get(module):
+            given = f"{module}, and the model ({architecture.family}) does not have {what}"
+            yield Problem("train.recompute.modules", given, "modules of this model", f"remove {module}")
+    if not 0 < again.layers < ALL_LAYERS or layout.problems() or stage_problems(architecture.layers, layout):
+        return
+    chunks = product(range(layout.pipeline), range(layout.virtual_pipeline))
+    longest = max(len(layers_of_chunk(architecture.layers, layout, *chunk)) for chunk in chunks)
+    if again.layers > longest:
+        where = "chunk of a stage" if layout.virtual_pipeline > 1 else "stage"
+        given = f"{again.layers}, and the longest {where} has {longest} layers"
+        yield Problem("train.recompute.layers", given, f"at most {longest}", "recompute: full")
 
 
 def _tokens(recipe: Recipe, architecture: Architecture) -> Iterator[Problem]:

@@ -245,7 +245,8 @@ def _fix_of_text(path: str, value: str, expected: Expected) -> str:
         return removed
     if expected.choice and ByName.OWN in expected.choice[1] and value.endswith(".py"):
         return f"name the file's function: {value}:FUNCTION"
-    choices = [str(c) for c in get_args(expected.annotation)] if get_origin(expected.annotation) is Literal else []
+    names = (a for a in _alternatives(expected.annotation) if get_origin(a) is Literal)
+    choices = [str(choice) for name in names for choice in get_args(name)]
     if guess := nearest(value, expected.choice[1] if expected.choice else choices):
         return _did_you_mean(guess)
     if expected.choice:

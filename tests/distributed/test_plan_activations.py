@@ -53,6 +53,7 @@ EXPERTS = replace(
     qk_norm=True,
     experts=Experts(count=8, per_token=2, ffn=160, normalize_top_k=True),
 )
+SHARED = replace(EXPERTS, experts=Experts(count=8, per_token=2, ffn=80, normalize_top_k=True, shared_ffn=320))
 LATENT = replace(
     DENSE,
     family="deepseek_v3",
@@ -69,7 +70,7 @@ class Case:
     name: str
     architecture: Architecture
     layout: dict[str, int] = field(default_factory=dict)
-    recompute: str = "none"
+    recompute: str | dict[str, Any] = "none"
     dtype: str = "float32"
     lengths: tuple[int, ...] = (384, 384)
     microbatches: int = 1
@@ -78,7 +79,8 @@ class Case:
     @property
     def train(self) -> schema.TrainConfig:
         layout: Any = schema.LayoutConfig(**self.layout)
-        recompute: Any = self.recompute
+        again = self.recompute
+        recompute: Any = schema.train.RecomputeConfig(**again) if isinstance(again, dict) else again
         lora = schema.LoraConfig(rank=8) if self.lora else None
         return schema.TrainConfig(total_steps=1, layout=layout, recompute=recompute, lora=lora)
 
@@ -86,6 +88,7 @@ class Case:
 CASES = [
     Case("dense", DENSE),
     Case("dense, full", DENSE, recompute="full"),
+    Case("dense, mlp", DENSE, recompute={"modules": ["mlp"]}),
     Case("logits", WIDE, dtype="bfloat16"),
     Case("experts", EXPERTS),
     Case("latent attention", LATENT),
@@ -95,6 +98,16 @@ CASES = [
 ]
 LONG = [
     Case("dense, selective", DENSE, recompute="selective"),
+    Case("dense, one layer", DENSE, recompute={"layers": 1}),
+    Case("dense, three layers", DENSE, recompute={"layers": 3}),
+    Case("dense, norms", DENSE, recompute={"modules": ["layernorm"]}),
+    Case("dense, norms and mlp", DENSE, {"tensor": 2}, recompute={"modules": ["layernorm", "mlp"]}),
+    Case("dense, mlp, adapters", DENSE, recompute={"modules": ["mlp"]}, lora=True),
+    Case("experts, moe", EXPERTS, recompute={"modules": ["moe"]}),
+    Case("experts, norms", EXPERTS, recompute={"modules": ["layernorm"]}),
+    Case("shared experts", SHARED, recompute={"modules": ["shared_experts"]}),
+    Case("latent attention, up projections", LATENT, recompute={"modules": ["mla_up_proj"]}),
+    Case("pipeline, one layer", DENSE, {"pipeline": 2}, recompute={"layers": 1}, microbatches=3),
     Case("dense, bfloat16", DENSE, dtype="bfloat16"),
     Case("dense, adapters", DENSE, lora=True),
     Case("experts, adapters", EXPERTS, lora=True),
@@ -126,7 +139,7 @@ def planned(case: Case, stage: int) -> tuple[int, int]:
         longest=max(case.lengths),
         device="cpu",
         transformer_engine=False,
-        recompute=case.recompute,
+        recompute=case.train.recomputed,
         adapters=case.lora,
     )
     held = stages(arch.layers, layout)[stage]

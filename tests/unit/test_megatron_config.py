@@ -16,6 +16,7 @@ from megagrpo.errors import RecipeError
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
 from megagrpo.megatron.config import ALLOWED_VALUES, OWNED, option_problems, transformer_config
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
+from megagrpo.recipe.schema.train import RecomputeConfig
 from megagrpo.weights.families.architecture import Architecture, Experts, Rope, SigmoidRouter
 from tests.unit.test_layout_parallel import uneven_stages
 
@@ -94,6 +95,11 @@ def test_the_fields_that_the_contracts_rest_on() -> None:
     assert not interleaved.batch_p2p_comm
     assert config(recompute="full").recompute_method == "uniform"
     assert config(recompute="selective").recompute_modules == ["core_attn"]
+    modules = config(recompute=RecomputeConfig(modules=["mlp", "layernorm"]))
+    assert modules.recompute_granularity == "selective"
+    assert modules.recompute_modules == ["layernorm", "mlp"]
+    some = config(recompute=RecomputeConfig(layers=3))
+    assert (some.recompute_granularity, some.recompute_method, some.recompute_num_layers) == ("full", "block", 3)
     half = config(dtype=torch.bfloat16)
     assert half.bf16
     assert half.params_dtype == half.pipeline_dtype == torch.bfloat16

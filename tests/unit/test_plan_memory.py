@@ -31,6 +31,7 @@ from megagrpo.plan.plan import plan_of
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
+from megagrpo.recipe.schema.train import Recomputed
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.sides import sglang
@@ -148,10 +149,14 @@ def test_more_recomputation_keeps_less_and_more_tokens_more(
     arch = replace(arch, layers=48)
     layout = ParallelLayout(pipeline=pipeline, virtual_pipeline=virtual_pipeline)
     work = pass_of(arch, layout=layout, transformer_engine=fused and device == "cuda", device=device)
-    ways = [replace(work, recompute=recompute) for recompute in ("none", "selective", "full")]
+    every_norm_and_mlp = Recomputed(frozenset({"core_attn", "layernorm", "mlp", "moe"}))
+    ways = [replace(work, recompute=again) for again in (Recomputed(), every_norm_and_mlp, Recomputed(layers=48))]
     of_stage = stages(arch.layers, layout)
     held = [stage_bytes(each, of_stage[0], 0, microbatches) for each in ways]
-    assert held[0] >= held[1] > held[2]
+    assert held[0] > held[1] > held[2]
+    some = [stage_bytes(replace(work, recompute=Recomputed(layers=n)), of_stage[0], 0, microbatches) for n in range(13)]
+    assert some == sorted(some, reverse=True)
+    assert some[0] == held[0]
     again = [working_bytes(each, of_stage[0]) for each in ways]
     assert again[2] > again[0]
     assert stage_bytes(replace(work, tokens=9000), of_stage[0], 0, microbatches) > held[0]

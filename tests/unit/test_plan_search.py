@@ -49,7 +49,7 @@ def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[
     assert seconds == sorted(seconds)
     model = architecture(of)
     for choice in found.choices:
-        chosen = applied(tuple(shlex.split(" ".join(choice.overrides))), changes)
+        chosen = applied(tuple(shlex.split(choice.words)), changes)
         assert not broken_rules(chosen)
         assert not model_problems(chosen, model)
         assert not split_problems(model, chosen.rollout.layout, "cuda")
@@ -67,7 +67,7 @@ def test_the_best_choice_is_that_of_all_choices() -> None:
         options.placed({**layout, **saving, **engine}, colocated=gpus == 2)
         for gpus in (2, 1)
         for layout in options.layouts(of, model, gpus)
-        for saving in options.savings(of, layout["train.layout.context"])
+        for saving in options.savings(of, model, layout)
         for engine in options.engines(of, model, gpus, colocated=gpus == 2)
     )
     best = float("inf")

@@ -52,6 +52,25 @@ def test_a_layout_that_does_not_fit_the_model_is_named(
 
 
 @pytest.mark.parametrize(
+    ("again", "config", "where", "given"),
+    [
+        ("{modules: [moe]}", {}, "modules", "does not have experts"),
+        ("{modules: [mla_up_proj]}", {}, "modules", "latent attention"),
+        ("{modules: [mlp]}", EXPERTS, "modules", "a layer without experts"),
+        ("{modules: [shared_experts]}", EXPERTS, "modules", "shared experts"),
+        ("{layers: 3}", {}, "layers", "the longest stage has 2 layers"),
+    ],
+)
+def test_only_what_a_model_has_can_be_recomputed(again: str, config: dict[str, Any], where: str, given: str) -> None:
+    recipe = recipe_with(f"train.recompute={again}", "train.layout.pipeline=2")
+    (problem,) = model_problems(recipe, architecture_of(CONFIG | config))
+    assert problem.where == f"train.recompute.{where}"
+    assert given in problem.given
+    whole = recipe_with("train.recompute={layers: 2}", "train.layout.pipeline=2")
+    assert not model_problems(whole, architecture_of(CONFIG | config))
+
+
+@pytest.mark.parametrize(
     ("field", "overrides"),
     [
         ("rollout.response_tokens_max", ["rollout.response_tokens_max=49"]),

@@ -98,6 +98,12 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("reward.overlong.buffer_tokens", ["reward.overlong={buffer_tokens: 17}"]),
     ("reward.non_stop_score", ["reward.non_stop_score=-1", "reward.truncated=mask"]),
     ("train.lora.targets", ["train.lora.targets=[q_proj, o_proj, q_proj]"]),
+    ("train.recompute.modules", ["train.recompute={}"]),
+    ("train.recompute.modules", ["train.recompute={modules: [mlp], layers: 2}"]),
+    ("train.recompute.modules", ["train.recompute={modules: [mlp, mlp]}"]),
+    ("train.recompute.modules", ["train.recompute={modules: [moe, shared_experts]}"]),
+    ("train.recompute.modules", ["train.recompute={modules: [moe_act]}", "cluster.device=cpu"]),
+    ("train.recompute.modules", ["train.recompute={modules: [moe_act]}", "train.layer_spec=local"]),
     ("train.layer_spec", ["train.lora={}", "train.layer_spec=transformer_engine"]),
 ]
 

@@ -165,7 +165,7 @@ def _search(search: Search) -> str:
     lines = [
         (
             second_text(choice.estimate.time.seconds),
-            f"<code>{escape(' '.join(choice.overrides)) or 'the recipe as it is'}</code><br>{escape(choice.reason)}",
+            f"<code>{escape(choice.words) or 'the recipe as it is'}</code><br>{escape(choice.reason)}",
         )
         for choice in search.choices
     ]

@@ -262,7 +262,7 @@ def _search(search: Search) -> list[Text]:
 
 
 def _choice(choice: Choice) -> tuple[Text, Text]:
-    overrides = " ".join(choice.overrides) or "the recipe as it is"
+    overrides = choice.words or "the recipe as it is"
     return Text(f"   {overrides}", style="bold"), Text(f"   {choice.reason}")
 
 

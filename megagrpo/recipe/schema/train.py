@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,6 +15,9 @@ from megagrpo.recipe.schema.run import ClusterConfig
 from megagrpo.section import Count, PositiveFloat, PositiveInt, Section, Tokens
 
 RANKS_MAX = 2**17
+ALL_LAYERS = 2**31
+
+RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 
 
 class LayoutConfig(Section):
@@ -83,6 +87,39 @@ class LoraConfig(Section):
         yield from once_each("targets", self.targets)
 
 
+@dataclass(frozen=True)
+class Recomputed:
+    """What a backward pass computes again: parts of every layer, or the first `layers` whole ones of a model chunk."""
+
+    modules: frozenset[RecomputeModule] = frozenset()
+    layers: int = 0
+
+
+NOTHING_AGAIN = Recomputed()
+
+
+class RecomputeConfig(Section):
+    """What the backward pass computes again, to keep less. Megatron-Core takes modules or layers, not both."""
+
+    modules: list[RecomputeModule] = []
+    """Parts of every layer: core_attn (attention's core), layernorm (norms that are not fused with a product),
+    mla_up_proj (latent attention's up projections), mlp (of layers without experts), moe (all of a layer's experts),
+    moe_act (only their activation function; transformer_engine), shared_experts."""
+
+    layers: PositiveInt | None = None
+    """Whole layers: the first so many of each pipeline stage, or of each of its chunks with virtual_pipeline."""
+
+    def rules(self) -> Iterator[Problem]:
+        yield from once_each("modules", self.modules)
+        if bool(self.modules) == (self.layers is not None):
+            given = f"modules {', '.join(self.modules) or 'none'} and layers {self.layers or 'none'}"
+            needed = "modules or layers: Megatron-Core computes parts of all layers again, or some layers whole"
+            yield Problem("modules", given, needed, "keep one of them, or recompute: none")
+        if "moe" in self.modules and (within := sorted({"moe_act", "shared_experts"} & set(self.modules))):
+            needed = "moe alone: it computes all of the experts again"
+            yield Problem("modules", f"moe and {', '.join(within)}", needed, f"remove {' and '.join(within)}")
+
+
 class TrainConfig(Section):
     """The training ranks."""
 
@@ -115,8 +152,8 @@ class TrainConfig(Section):
     distributed_optimizer: bool = True
     """Split optimizer states over the data ranks."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in the backward pass: none, the attention core, or whole layers."""
+    recompute: Literal["none", "selective", "full"] | RecomputeConfig = "none"
+    """Activations recomputed in the backward pass: none, selective (the attention core), full (all layers), or some."""
 
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
     """Megatron's layers: transformer_engine's fused ones, or its local ones. auto: the former where they can run."""
@@ -126,6 +163,18 @@ class TrainConfig(Section):
 
     megatron: dict[str, Any] = {}
     """Any other field of Megatron's TransformerConfig, checked against the installed version."""
+
+    @property
+    def recomputed(self) -> Recomputed:
+        """What `recompute` means."""
+        match self.recompute:
+            case "none":
+                return NOTHING_AGAIN
+            case "selective":
+                return Recomputed(frozenset({"core_attn"}))
+            case "full":
+                return Recomputed(layers=ALL_LAYERS)
+        return Recomputed(frozenset(self.recompute.modules), self.recompute.layers or 0)
 
     def rules(self) -> Iterator[Problem]:
         yield from once_each("offload", self.offload)
@@ -140,6 +189,10 @@ class TrainConfig(Section):
         if self.lora is not None and self.layer_spec == "transformer_engine":
             needed = "Megatron's local layers: adapters are on their linear layers"
             yield Problem("layer_spec", "transformer_engine with train.lora", needed, "layer_spec: auto")
+        if "moe_act" in self.recomputed.modules and (self.layer_spec == "local" or self.lora is not None):
+            given = "moe_act with " + ("train.lora" if self.lora is not None else "layer_spec: local")
+            needed = "transformer_engine's grouped experts, or another module"
+            yield Problem("recompute.modules", given, needed, "moe in its place")
 
 
 def once_each(field: str, names: Sequence[str]) -> Iterator[Problem]:
@@ -174,3 +227,6 @@ def device_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[Problem
     if cluster.device == "cpu" and train.layer_spec == "transformer_engine":
         needed = "local or auto: Transformer Engine runs on CUDA only"
         yield Problem("train.layer_spec", "transformer_engine with cluster.device: cpu", needed, "layer_spec: auto")
+    if cluster.device == "cpu" and "moe_act" in train.recomputed.modules:
+        needed = "transformer_engine's grouped experts, which run on CUDA only"
+        yield Problem("train.recompute.modules", "moe_act with cluster.device: cpu", needed, "moe in its place")
