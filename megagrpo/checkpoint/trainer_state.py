@@ -11,6 +11,8 @@ import pydantic
 
 from megagrpo.errors import CheckpointError, Problem, RecipeError, brief, first_line
 
+STEP_MAX = 10**9
+
 FIXED: Mapping[str, str] = {
     "seed": "it seeds the order of the prompts and every sample",
     "model.path": "the checkpoint holds another model's weights, and the reference policy is read from here",
@@ -82,6 +84,8 @@ class TrainerState:
             given = sorted(values) if isinstance(values, dict) else type(values).__name__
             keys = f"the keys {sorted(needed)}, and of others only {sorted(known - needed)}"
             raise CheckpointError(Problem(where, given=f"{given}", needed=keys))
+        if isinstance(values["step"], int) and not 0 <= values["step"] <= STEP_MAX:
+            raise CheckpointError(Problem(f"{where}: step", brief(values["step"]), f"from 0 to {STEP_MAX}"))
         try:
             return pydantic.TypeAdapter(cls).validate_python(values)
         except pydantic.ValidationError as error:

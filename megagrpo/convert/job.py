@@ -9,6 +9,7 @@ NAME/converted.json     what it was made from: the mark of a directory that `--o
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -28,7 +29,7 @@ from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.files import publish, sync_directories
 from megagrpo.weights.sides.torch_dist import Chunk
 
-FORMAT = 1
+FORMAT = 2
 """The format of a conversion under way. A conversion that another version has begun is not continued."""
 MARK = "converted.json"
 CONTINUES = "what is done is kept: the same command again continues from there"
@@ -99,13 +100,13 @@ def convert(
                 making.mkdir()
                 target.begin(making)
                 journal.truncate(0)
-                _append(journal, identity)
+                _append(journal, identity, 0)
             earlier = len(written)
             title = f"{source.directory.name} to {output.name}"
             with bar(title, sum(sizes), sum(sizes[:earlier])) as advance:
                 for index in range(earlier, len(sizes)):
                     written.append(target.write(index, making, advance))
-                    _append(journal, written[-1])
+                    _append(journal, written[-1], index + 1)
             target.finish(making, written)
             made_from = {"source": str(source.directory), "options": options}
             (making / MARK).write_text(json.dumps(made_from, indent=2), encoding="utf-8")
@@ -169,21 +170,28 @@ def _locked(path: Path, directory: Path) -> Iterator[IO[str]]:
 def _entries(journal: IO[str], identity: str) -> list[Any]:
     """The units recorded as done. A last line without its end was being written when the process died."""
     journal.seek(0)
-    lines = [line for line in journal.read().splitlines(keepends=True) if line.endswith("\n")]
-    try:
-        first, *entries = [json.loads(line) for line in lines] or [None]
-    except (ValueError, RecursionError):  # not what was written
+    entries, length = [], 0
+    for number, line in enumerate(journal.read().splitlines(keepends=True)):
+        text = line.partition(" ")[2].removesuffix("\n")
+        if line != _line(text, number):  # not what was written there
+            break
+        entries.append(json.loads(text))
+        length += len(line.encode("utf-8"))
+    if entries[:1] != [identity]:
         return []
-    if first != identity:
-        return []
-    journal.truncate(len("".join(lines).encode("utf-8")))
-    return entries
+    journal.truncate(length)
+    return entries[1:]
 
 
-def _append(journal: IO[str], entry: Any) -> None:
-    journal.write(json.dumps(entry) + "\n")
+def _append(journal: IO[str], entry: Any, number: int) -> None:
+    journal.write(_line(json.dumps(entry), number))
     journal.flush()
     os.fsync(journal.fileno())
+
+
+def _line(text: str, number: int) -> str:
+    """A line of the journal: a checksum of its number and text, and the text."""
+    return f"{hashlib.blake2b(f'{number} {text}'.encode(), digest_size=8).hexdigest()} {text}\n"
 
 
 def _sync_files(directory: Path) -> None:

@@ -154,6 +154,12 @@ def test_every_error_of_the_user_says_what_to_do(tmp_path: Path, capsys: pytest.
         assert main(["plan", str(recipe), *overrides]) == EXIT_USER_ERROR
         said = capsys.readouterr().err
         assert all(part in said for part in ("given: ", "needed: ", "fix: ")), said
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    rope = config | {"rope_scaling": {"rope_type": "default", "surprise": 3}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(rope))
+    assert main(["plan", str(recipe)]) == EXIT_USER_ERROR
+    assert "rope_scaling.surprise" in capsys.readouterr().err
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     (tmp_path / "model" / "generation_config.json").mkdir()
     assert main(["plan", str(recipe)]) == EXIT_USER_ERROR
     assert "generation_config.json" in capsys.readouterr().err

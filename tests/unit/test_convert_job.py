@@ -114,7 +114,11 @@ def test_a_killed_conversion_continues_where_it_was(
         assert_same_files(model, output)
 
 
-@pytest.mark.parametrize("garbage", [b"\xff\xfe\n", b"[" * 100_000 + b"\n"], ids=["bytes", "nested"])
+@pytest.mark.parametrize(
+    "garbage",
+    [b"[1]\n", b'{"a": 1}\n', b"\xff\xfe\n", b"[" * 100_000 + b"\n"],
+    ids=["list", "object", "bytes", "nested"],
+)
 def test_a_conversion_whose_journal_is_damaged_begins_again(garbage: bytes, model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     assert in_child(lambda: killed_after(300_000, lambda: to_hugging_face(model, output))) == -signal.SIGKILL

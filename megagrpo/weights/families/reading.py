@@ -27,6 +27,8 @@ HARMLESS = re.compile(
 
 def read_json(path: Path, needed: str = "a JSON file in UTF-8", fix: str = "") -> dict[str, Any]:
     """The JSON object in a file. `needed` is said of a file that is not there. Raises ModelError."""
+    if path.exists() and not path.is_file():
+        raise ModelError(Problem(str(path), "a directory, a device or a pipe", needed, fix))
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -43,6 +45,13 @@ def json_object(path: Path, text: bytes, fix: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(Problem(str(path), type(value).__name__, "a JSON object", fix))
     return value
+
+
+ROPE_KEYS = {
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor",
+    "truncate",
+}  # fmt: skip
 
 
 class _Config(dict[str, Any]):
@@ -106,6 +115,9 @@ class ConfigReader:
         if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
             self.refuse(key, parameters, "one set of rotary parameters for all layers")
             return Rope(1.0)
+        for name in parameters.keys() - ROPE_KEYS:
+            if parameters[name] is not None:
+                self.refuse(f"{key}.{name}", parameters[name], f"only {', '.join(sorted(ROPE_KEYS))}")
         theta = parameters.get("rope_theta", self.config.get("rope_theta", self.default_theta))
         theta = self.number("rope_theta", theta)
         for part in (parameters.get("partial_rotary_factor", 1.0), self.config.get("partial_rotary_factor", 1.0)):
