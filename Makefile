@@ -1,6 +1,8 @@
 # Each target does its own set-up. `make demo` trains a small model, `make test` runs the tests; the others are below.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The environment of `make gpu-check`: with CUDA, and Transformer Engine and SGLang where they are to be checked.
+GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Made last: without it the environment is not complete.
@@ -17,7 +19,7 @@ TEST_ENVIRONMENT := RAY_worker_niceness=0 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=
 # Two workers keep two cores busy: ranks and servers often wait for each other. ARGS="-n 0" runs everything in one process.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20
 
-.PHONY: adder warm-start demo demo-sglang sglang-cpu slurm-cpu test test-long lint house benchmark-step benchmark-sync benchmark-algorithms clean help
+.PHONY: adder warm-start demo demo-sglang sglang-cpu slurm-cpu test test-long lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +32,7 @@ help:
 	@echo "make test-long  demo trainings, kills and resumes"
 	@echo "make lint       ruff, mypy and the rules of who imports whom"
 	@echo "make house      files and lines, the longest, and whether the limits are kept"
+	@echo "make gpu-check  on a machine with a GPU: ten checks, their figures and what to do (ARGS=\"--gpus 2\")"
 	@echo "make benchmark-step  memory and speed of the training step, and the whole step beside TRL's GRPOTrainer"
 	@echo "make benchmark-sync  seconds and bytes of weight sync by every transport, beside gathering everything"
 	@echo "make benchmark-algorithms  train the demo by every method and draw the curves (half an hour)"
@@ -93,6 +96,9 @@ lint: $(INSTALLED)
 
 house:
 	@$(PYTHON) tools/house.py
+
+gpu-check:
+	@$(GPU_PYTHON) -m tools.gpu_check $(ARGS)
 
 BENCHMARK_ENVIRONMENT := CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1
 

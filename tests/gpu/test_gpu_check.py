@@ -1,0 +1,53 @@
+"""The checks of `make gpu-check`: on a GPU as they are; on CPUs with a tiny model, which shows that they work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.gpu_check.__main__ import REPOSITORY, TITLES, run_check
+from tools.gpu_check.figures import Figure
+
+
+@pytest.mark.gpu
+@pytest.mark.long
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("check", TITLES)
+def test_a_gpu_passes_the_check(check: str, tmp_path: Path) -> None:
+    figures, error = run_check(check, "cuda", 1, tmp_path)
+    assert not error
+    assert [figure for figure in figures if not figure.fits] == []
+
+
+@pytest.mark.long
+def test_every_check_works_on_a_cpu_and_is_written_down(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "tools.gpu_check", "--device", "cpu", "--output", str(report)]
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads(report.read_text())
+    assert found["checks"].keys() == TITLES.keys()
+    assert all(check["figures"] for check in found["checks"].values())
+    assert "packages" in found["machine"]
+
+
+def test_a_figure_out_of_its_range_is_wrong_and_says_what_to_do() -> None:
+    assert Figure("a", 1.0, low=1, high=1).fits
+    assert not Figure("a", 0.9, low=1).fits
+    assert not Figure("a", float("nan")).fits
+    assert not Figure("a", float("inf"), low=0).fits
+    assert "mend it" in "\n".join(Figure("a", 2.0, high=1, fix="mend it").drawn())
+    assert json.loads(json.dumps(Figure("a", float("nan")).as_json()))["value"] == "nan"
+
+
+def test_a_check_that_fails_keeps_its_figures_and_names_the_end_of_its_output(tmp_path: Path) -> None:
+    (tmp_path / "attention").write_text("a file where the check needs a directory")
+    (tmp_path / "attention.jsonl").write_text('{"name": "seen", "value": 1.0}\n')
+    figures, error = run_check("attention", "cpu", 1, tmp_path)
+    assert [figure.name for figure in figures] == ["seen"]
+    assert "FileExistsError" in error

@@ -1,0 +1,1 @@
+"""What is run from a clone of the repository, and is not installed with the package."""

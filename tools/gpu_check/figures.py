@@ -1,0 +1,54 @@
+"""What a check finds: figures with the range that they should be in, and what to do about one that is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a check. With neither `low` nor `high` it is only reported."""
+
+    name: str
+    value: float
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    fix: str = ""
+    """What to do if it is out of range."""
+    note: str = ""
+    """What else is worth knowing, such as the names of kernels."""
+
+    @property
+    def fits(self) -> bool:
+        above = self.low is None or self.value >= self.low
+        return math.isfinite(self.value) and above and (self.high is None or self.value <= self.high)
+
+    @property
+    def expected(self) -> str:
+        match self.low, self.high:
+            case None, None:
+                return ""
+            case None, high:
+                return f"at most {high:g}"
+            case low, None:
+                return f"at least {low:g}"
+            case low, high:
+                return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+    def drawn(self) -> Iterator[str]:
+        """Lines of the table."""
+        mark = "ok" if self.fits else "WRONG"
+        value = f"{self.value:.4g} {self.unit}".rstrip()
+        yield f"  {mark:<5} {self.name:<58} {value:>14}   {self.expected}".rstrip()
+        if self.note:
+            yield f"        {self.note}"
+        if not self.fits and self.fix:
+            yield f"        fix: {self.fix}"
+
+    def as_json(self) -> dict[str, Any]:
+        finite = self.value if math.isfinite(self.value) else str(self.value)
+        return asdict(self) | {"value": finite, "fits": self.fits}
