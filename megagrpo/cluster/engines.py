@@ -149,6 +149,7 @@ def _started_server(spec: EngineSpec) -> Server:
         tokens_per_request=recipe.data.prompt_tokens_max + longest_response,
         longest_pause_seconds=recipe.weights.timeout_seconds,
         options=rollout.sglang.model_extra or {},
+        deterministic=rollout.deterministic,
     )
     environment = server_environment(spec.device, rollout.layout.tensor, spec.threads, spec.index)
     if spec.gpus:

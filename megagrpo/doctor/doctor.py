@@ -150,12 +150,22 @@ def gpu_findings() -> Iterator[Finding]:
         else:
             yield Finding(f"GPU {index}", "ok", text)
     yield Finding("CUDA", "ok", f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    yield _compiler()
     apart = [f"{a} and {b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
     if apart:
         remedy = "weights.transfer: process_group; and expect slow tensor parallelism"
         yield Finding("peer access", "doubtful", f"none between GPUs {', '.join(apart[:4])}", remedy)
     elif count > 1:
         yield Finding("peer access", "ok", f"between all {count} GPUs")
+
+
+def _compiler() -> Finding:
+    """SGLang compiles kernels when it first starts."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    if nvcc := shutil.which("nvcc") or shutil.which(str(Path(home, "bin", "nvcc"))):
+        return Finding("CUDA compiler", "ok", nvcc)
+    remedy = "the CUDA toolkit of torch's version, with CUDA_HOME: some of SGLang's kernels are compiled"
+    return Finding("CUDA compiler", "doubtful", "no nvcc", remedy)
 
 
 CHAPTERS: Mapping[str, Callable[[], Iterable[Finding]]] = {

@@ -18,6 +18,7 @@ from megagrpo.plan.device_map import MappedDevice, device_map
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import Stage, active_parameters, stages, total_parameters
 from megagrpo.plan.time import StepTime, step_time
+from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory, total_steps
 from megagrpo.recipe.schema import AnyRecipe, DataFileConfig, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture
@@ -79,7 +80,17 @@ class Plan(Case):
 
     @cached_property
     def summary(self) -> Mapping[str, str]:
-        return summary(self.recipe, self.architecture, self.assumptions.epoch_rows)
+        found = summary(self.recipe, self.architecture, self.assumptions.epoch_rows)
+        if isinstance(self.recipe, Recipe) and self.recipe.rollout.engine == "sglang":
+            found["start"] = self._start(self.recipe.rollout.engines)
+        return found
+
+    def _start(self, engines: int) -> str:
+        """What engines do not read: the first sync brings their weights."""
+        read = total_parameters(self.architecture) * self.item_bytes
+        seconds = engines * read / self.assumptions.disk_bytes_per_second
+        spared = f"spares {byte_text(engines * read)} and {second_text(seconds)} of reading"
+        return f"{byte_text(read)} read once, by the training ranks; engines begin without weights, which {spared}"
 
     @cached_property
     def device_map(self) -> tuple[MappedDevice, ...]:

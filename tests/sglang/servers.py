@@ -159,7 +159,8 @@ def start_server(
             tokens_per_request=TOKENS,
             longest_pause_seconds=WAIT_SECONDS,
             options=options or {},
-        ),
+        )
+        | {"load_format": "auto"},  # tests sample before an update
         name="engine 0",
         log=log,
         environment=server_environment("cpu", layout.tensor, threads=layout.tensor),

@@ -91,6 +91,16 @@ def test_the_recipes_arguments_win_over_defaults_but_not_over_ours() -> None:
     assert server_arguments(**given, options={})["max_total_tokens"] == 800
     on_gpu = server_arguments(**(given | {"device": "cuda"}), options={})
     assert not {"attention_backend", "sampling_backend", "max_total_tokens"} & on_gpu.keys()
+    assert on_gpu["enable_fp32_lm_head"]
+    assert (on_gpu["moe_runner_backend"], on_gpu["load_format"]) == ("triton", "dummy")
+    assert not on_gpu["enable_deterministic_inference"]
+    exact = given | {"device": "cuda", "deterministic": True}
+    assert server_arguments(**exact, options={})["enable_deterministic_inference"]
+    assert not server_arguments(**exact, options={"enable_fp32_lm_head": False})["enable_fp32_lm_head"]
+    with pytest.raises(EngineError, match="moe_runner_backend"):  # it would hold up before gate
+        server_arguments(**given, options={"moe_runner_backend": "flashinfer_cutlass"})
+    with pytest.raises(EngineError, match="speculative_algorithm"):
+        server_arguments(**given, options={"speculative_algorithm": "EAGLE"})
     with pytest.raises(EngineError, match="tp_size"):
         server_arguments(**given, options={"tp_size": 1})
 

@@ -123,6 +123,10 @@ class RolloutConfig(Section):
     """Longest wait for all responses of a step, and for those of an evaluation. What an SGLang server still samples
     then is returned as it is. An engine that has not answered a minute after that is taken to have failed."""
 
+    deterministic: bool = False
+    """On GPUs SGLang samples by seed, with kernels whose results do not depend on the rest of a batch, which is slower.
+    Without it a step that is repeated samples other responses. On CPUs servers always sample by seed."""
+
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Replace groups without signal by new prompts before training. Off unless given."""
 
@@ -149,6 +153,10 @@ class RolloutConfig(Section):
             given = f"settings, with engine: {self.engine}"
             needed = "nothing: they are for servers that the run starts"
             yield Problem("sglang", given, needed, "remove them, or write engine: sglang")
+        if self.engine != "sglang" and self.deterministic:
+            given = f"true, with engine: {self.engine}"
+            needed = "false: it is an argument of servers that the run starts"
+            yield Problem("deterministic", given, needed, "remove it, or write engine: sglang")
         yield from self._number_rules()
         if self.engine == "transformers":
             for field, size in (("tensor", self.layout.tensor), ("expert", self.layout.expert)):

@@ -16,13 +16,15 @@ from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
 from megagrpo.weights.transport import LOAD_FORMAT
 
 CHECK = Path(__file__).with_name("check_arguments.py")
-CHECK_SECONDS = 120.0  # it imports part of SGLang, in an environment that may lie on a slow file system
+CHECK_SECONDS = 300.0  # it imports part of SGLang, in an environment that may lie on a slow file system
 WATCHDOG_SECONDS = 300.0  # SGLang's own default
 
 # Arguments that follow from another key of the recipe, or that would break what megagrpo relies on.
 _SERVER = "nothing: megagrpo starts the server and chooses it"
 _WEIGHTS = "nothing: weights are sent to unquantised models that rollout.layout splits"
 _SAMPLING = "nothing: every request says how it is sampled"
+_DRAFT = "nothing: a draft model would keep its first weights, and what it drafts is sampled with logprobs unproven"
+_EXPERTS = "nothing: kernels other than Triton's order or pack the experts' weights in ways of their own"
 OWNED = (
     {
         "model_path": "model.path",
@@ -32,6 +34,7 @@ OWNED = (
         "device": "cluster.device",
         "tp_size": "rollout.layout.tensor",
         "ep_size": "rollout.layout.expert",
+        "enable_deterministic_inference": "rollout.deterministic",
     }
     | dict.fromkeys(
         (
@@ -52,6 +55,7 @@ OWNED = (
         ),
         _WEIGHTS,
     )
+    | {"speculative_algorithm": _DRAFT, "moe_runner_backend": _EXPERTS}
     | dict.fromkeys(("preferred_sampling_params", "stream_interval", "incremental_streaming_output"), _SAMPLING)
 )  # fmt: skip
 
@@ -113,11 +117,13 @@ def server_arguments(
     tokens_per_request: int,
     longest_pause_seconds: float,
     options: Mapping[str, Any],
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     """Fields of ServerArgs for one engine; `options` (rollout.sglang without `python`) override the defaults.
 
     `tokens_per_request` is the longest prompt plus response. `longest_pause_seconds` is how long a weight update may
-    take: SGLang's watchdog, which ends a scheduler that does nothing, must wait longer.
+    take: SGLang's watchdog, which ends a scheduler that does nothing, must wait longer. The server begins with weights
+    that mean nothing: the first update brings the policy's.
 
     Raises: EngineError if megagrpo sets an option itself.
     """
@@ -128,12 +134,14 @@ def server_arguments(
         defaults |= {
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
-            "enable_deterministic_inference": True,  # to sample by seed
             "max_total_tokens": cpu_cache_tokens(requests_at_once, tokens_per_request),
             "max_running_requests": requests_at_once,
             "skip_server_warmup": True,
             "sleep_on_idle": True,  # otherwise an idle scheduler takes a core
         }
+    else:
+        # As the trainer computes them; in bfloat16 both sides would round, each in its own way.
+        defaults |= {"enable_fp32_lm_head": True}
     return {
         **defaults,
         **options,
@@ -143,6 +151,9 @@ def server_arguments(
         "device": device,
         "tp_size": layout.tensor,
         "ep_size": layout.expert,
+        "load_format": "dummy",
+        "enable_deterministic_inference": deterministic or device == "cpu",  # to sample by seed
+        **({} if device == "cpu" else {"moe_runner_backend": "triton"}),
         "weight_version": "0",
         "disable_shared_experts_fusion": True,  # weights are sent to them as they are (weights/sides/sglang.py)
         "custom_weight_loader": [LOAD_FORMAT],

@@ -43,8 +43,9 @@ class SglangEngine:
     called is aborted with the tokens that it has. `control_timeout_seconds` limits every other request to the server.
     `pause` is what becomes of running requests when an update begins (weights.pause in the recipe).
 
-    The weights of an external server are unknown until the first update. Raises EngineError if a server's layout or
-    dtype is another, ModelError if SGLang cannot hold the model so, or if there is no tokenizer.
+    A server that megagrpo started has no weights until the first update; those of an external one are unknown. Raises
+    EngineError if a server's layout or dtype is another, ModelError if SGLang cannot hold the model so, or if there is
+    no tokenizer.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class SglangEngine:
             self._client.close()
             raise
         self._weights = ServerWeights(self._client.post, name, self._manifests, self._info)
-        if self._server is None:
+        if self._server is None or self._info.get("load_format") == "dummy":
             self._protocol.lose_weights()
 
     # --- samples ------------------------------------------------------------------------------------------------------
