@@ -213,6 +213,7 @@ def _fill(blocks: list[int], free: Mapping[str, int]) -> tuple[str, ...] | None:
 def _connect(address: str, patience_seconds: float, settings: dict[str, Any]) -> RayPulse:
     """Joins or starts Ray. One that does not answer in time ends the process: its client cannot be interrupted."""
     logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray._private.serialization").setLevel(logging.CRITICAL)  # it logs what it raises, too
     ray_worker._worker_logs_enabled = False  # or it prints the state of a raylet that died
     # Ray has no public name for it: where this is false, Ray listens on loopback alone.
     ray_constants.ENABLE_RAY_CLUSTER = address != "local"

@@ -23,6 +23,7 @@ from ray.exceptions import (
     NodeDiedError,
     RayActorError,
     RayError,
+    RaySystemError,
     RayTaskError,
     TaskUnschedulableError,
     WorkerCrashedError,
@@ -262,4 +263,7 @@ def _answer(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[Megagrpo
             watch.after_failure(failure)
         return error(Problem(f"{doing}: {name} died", str(failure).strip(), fix=CONTINUES))
     except (GetTimeoutError, RayError) as failure:
+        lack = failure.client_exc if isinstance(failure, RaySystemError) else None
+        if isinstance(lack, OSError | MemoryError):  # of this process, while it read the answer
+            raise lack from failure
         return error(Problem(where=f"{doing}: no result from {name}", given=str(failure).strip()))

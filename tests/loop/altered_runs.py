@@ -2,6 +2,7 @@
 
 `signal NAME CALL N`: it is sent a signal the Nth time that it calls its training ranks' CALL, such as update or save,
 while they work. Nothing comes after that call before the signal was sent.
+`kill_rank CALL N`: likewise, one of its two training ranks is killed as soon as both have begun.
 `lie`: one trained token of each step has a rollout logprob that is 3 nats too low: the third of the first trained
 sample that has so many. Which sample it is, is printed.
 `without_advantages`: every advantage is 0, the control that shows what GRPO's signal does.
@@ -25,6 +26,7 @@ from megagrpo.batching.rank_batches import TrainSequence
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.trainer import step
 from megagrpo.types import Group
+from tests.loop.conftest import actors_of
 
 AFTER_SECONDS = 0.1
 LOWER = 3.0
@@ -52,6 +54,20 @@ def send_itself(name: str, call: str, nth: str) -> None:
     TrainRanks.wait = signalled_wait
 
 
+def kill_rank(call: str, nth: str) -> None:
+    left = int(nth)
+
+    def deadly_wait(ranks: TrainRanks, doing: str, answers: Any) -> Any:
+        nonlocal left
+        left -= doing == call
+        if doing == call and not left:
+            of_ranks = [pid for pid, actor in actors_of(os.getpid()).items() if actor == "RankActor"]
+            os.kill(of_ranks[-1], signal.SIGKILL)
+        return true_wait(ranks, doing, answers)
+
+    TrainRanks.wait = deadly_wait
+
+
 def lying_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
     sequences = true_sequences(groups, rows)
     index = next(i for i, sequence in enumerate(sequences) if sequence.loss_mask.sum() > POSITION)
@@ -68,6 +84,9 @@ if __name__ == "__main__":
     if alteration == "signal":
         send_itself(*words[:3])
         words = words[3:]
+    elif alteration == "kill_rank":
+        kill_rank(*words[:2])
+        words = words[2:]
     elif alteration == "lie":
         step.train_sequences = lying_sequences
     elif alteration == "without_advantages":

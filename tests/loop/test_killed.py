@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -23,15 +24,23 @@ SHARED_MEMORY = Path("/dev/shm")
 class Faulty:
     """A run of many steps, with what happens to it after its first."""
 
-    def __init__(self, inputs: Path, output: Path) -> None:
+    def __init__(self, inputs: Path, output: Path, *through: str) -> None:
         values = small_run.recipe(inputs, output)
         values["train"]["total_steps"] = 10_000
         self.recipe, self.directory = small_run.write(values, output), output / "small"
-        self.process = small_run.start(self.recipe)
+        self.process = small_run.start(self.recipe, through=through or ("megagrpo.cli",))
         lines = self.directory / "metrics.jsonl"
         small_run.wait_until(lambda: lines.exists() and lines.stat().st_size > 0, "the first step")
-        self.before = {*SHARED_MEMORY.glob("megagrpo-*")}
+        ranks = [pid for pid, actor in actors_of(self.process.pid).items() if actor == "RankActor"]
+        mapped = {Path(area.path) for pid in ranks for area in psutil.Process(pid).memory_maps()}
+        self.before = {path for path in mapped if path.match(f"{SHARED_MEMORY}/megagrpo-*")}
         assert self.before
+
+    def limit(self, resource_: int, soft: int) -> None:
+        """For the driver and its training ranks, from now on."""
+        ranks = [pid for pid, actor in actors_of(self.process.pid).items() if actor == "RankActor"]
+        for pid in (self.process.pid, *ranks):
+            resource.prlimit(pid, resource_, (soft, resource.prlimit(pid, resource_)[1]))
 
     def signal(self, name: str, number: int) -> None:
         for child in psutil.Process(self.process.pid).children(recursive=True):
@@ -42,7 +51,7 @@ class Faulty:
         printed = small_run.end(self.process, code)
         assert "Traceback" not in printed
         assert "state-dump" not in printed
-        small_run.wait_until(lambda: not self.before & {*SHARED_MEMORY.glob("megagrpo-*")}, "no shared memory", 60)
+        small_run.wait_until(lambda: not any(path.exists() for path in self.before), "no shared memory", 60)
         return printed
 
 
@@ -74,6 +83,36 @@ def test_a_killed_rank_is_named_in_place_of_what_the_other_raised_because_of_it(
     ranks = [pid for pid, actor in actors_of(run.process.pid).items() if actor == "RankActor"]
     os.kill(ranks[0], signal.SIGKILL)
     assert re.search(r"train rank \d died", run.end(EXIT_RUN_FAILED))
+
+
+@pytest.mark.long
+def test_a_rank_killed_inside_a_save_is_named_in_place_of_what_the_other_raised(inputs: Path, tmp_path: Path) -> None:
+    run = Faulty(inputs, tmp_path, "tests.loop.altered_runs", "kill_rank", "save", "2")
+    printed = run.end(EXIT_RUN_FAILED)
+    assert re.search(r"save: train rank \d died", printed)
+    assert "gloo" not in printed
+    assert [path.name for path in (run.directory / "checkpoints").glob("step_*")] == ["step_000002"]
+
+
+@pytest.mark.long
+def test_a_full_disk_ends_a_run_with_one_sentence_and_the_same_command_continues_it(
+    inputs: Path, tmp_path: Path
+) -> None:
+    run = Faulty(inputs, tmp_path)
+    small_run.wait_until((run.directory / "checkpoints" / "step_000002").exists, "a checkpoint")
+    run.limit(resource.RLIMIT_FSIZE, 1)
+    printed = run.end(EXIT_RUN_FAILED)
+    assert printed.count("machine error:") == 1
+    assert re.search(r"given: File too large\n(.*\n)*.*make room", printed)
+    again = small_run.start(run.recipe, "train.total_steps=40")
+    assert "continuing after step" in small_run.end(again)
+
+
+@pytest.mark.long
+def test_a_driver_out_of_file_descriptors_ends_with_one_sentence(inputs: Path, tmp_path: Path) -> None:
+    run = Faulty(inputs, tmp_path)
+    run.limit(resource.RLIMIT_NOFILE, 16)
+    assert "Too many open files" in run.end(EXIT_RUN_FAILED)
 
 
 @pytest.mark.long

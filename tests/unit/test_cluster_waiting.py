@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 import psutil
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError
 
 from megagrpo.cluster import waiting
 from megagrpo.cluster.actors import interface_of
-from megagrpo.cluster.waiting import NodeWatch, node_names, wait_for
+from megagrpo.cluster.waiting import NodeWatch, node_names, settle, wait_for
 from megagrpo.errors import NodeLostError, RankError
 from megagrpo.recipe.schema.run import address_problem
 
@@ -69,6 +71,17 @@ def test_results_are_in_the_order_of_the_actors_whichever_answers_first(
     asked: Any = {"rank 0": "a", "rank 1": "b", "rank 2": "c"}
     found = wait_for(asked, doing="asking", timeout_seconds=1.0, error=RankError, watch=NodeWatch({}))
     assert list(found.items()) == [("rank 0", "A"), ("rank 1", "B"), ("rank 2", "C")]
+
+
+def test_a_lack_of_file_descriptors_while_an_answer_is_read_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(answer: str, timeout: float) -> None:
+        raise RaySystemError(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+
+    monkeypatch.setattr(ray, "wait", lambda answers, num_returns, timeout: (answers, []))
+    monkeypatch.setattr(ray, "get", read)
+    asked: Any = {"rank 0": "a"}
+    with pytest.raises(OSError, match="Too many open files"):
+        settle(asked, doing="asking", timeout_seconds=1.0, error=RankError, watch=None)
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265"])
