@@ -196,6 +196,8 @@ def _generation_problems(path: Path, vocabulary: int | None) -> list[Problem]:
 def template_file_problems(path: str) -> list[Problem]:
     """What is wrong with a template file that replaces the tokenizer's own."""
     try:
+        if Path(path).exists() and not Path(path).is_file():
+            return [Problem("model.chat_template", f"{path} is a directory, a device or a pipe", TEMPLATE_NEEDED)]
         return _syntax_problems(Path(path).read_text(encoding="utf-8"), "model.chat_template")
     except OSError as error:
         return [Problem("model.chat_template", f"{path}: {error.strerror}", TEMPLATE_NEEDED)]

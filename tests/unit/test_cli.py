@@ -149,7 +149,7 @@ def test_a_path_that_no_machine_can_have_is_the_users_error(
 def test_every_error_of_the_user_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where the place that found it has no fix of its own: numbers out of bounds, files of models and data."""
     recipe = make_run(tmp_path)
-    asked: list[list[str]] = [["seed=-1"], [f"data.train=[{{path: {tmp_path}}}]"], [f"model.chat_template={tmp_path}"]]
+    asked: list[list[str]] = [["seed=-1"], [f"data.train=[{{path: {tmp_path}}}]"], ["model.chat_template=/dev/zero"]]
     for overrides in asked:
         assert main(["plan", str(recipe), *overrides]) == EXIT_USER_ERROR
         said = capsys.readouterr().err
@@ -160,6 +160,11 @@ def test_every_error_of_the_user_says_what_to_do(tmp_path: Path, capsys: pytest.
     assert main(["plan", str(recipe)]) == EXIT_USER_ERROR
     assert "rope_scaling.surprise" in capsys.readouterr().err
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": ["x"]}}')
+    assert main(["plan", str(recipe)]) == EXIT_USER_ERROR
+    assert "no weight_map" in capsys.readouterr().err
+    index.unlink()
     (tmp_path / "model" / "generation_config.json").mkdir()
     assert main(["plan", str(recipe)]) == EXIT_USER_ERROR
     assert "generation_config.json" in capsys.readouterr().err

@@ -140,9 +140,11 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelError(Problem(str(index), "no weight_map", "the index of a sharded safetensors checkpoint"))
-        paths = [directory / str(name) for name in sorted(set(weight_map.values()))]
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelError(
+                Problem(str(index), "no weight_map of file names", "the index of a sharded safetensors checkpoint")
+            )
+        paths = [directory / name for name in sorted(set(weight_map.values()))]
     else:
         paths = [directory / SINGLE]
     if absent := [path for path in paths if not path.is_file()]:
