@@ -33,6 +33,7 @@ import psutil
 
 T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parents[1]
+TE_STUB = f"{Path(__file__).with_name('te_stub')}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 RANKS_MAX = 8
 # Deadlines that are only there to end a test that hangs: a busy machine may take fifty times what an idle one takes.
 START_SECONDS = 600.0
@@ -60,19 +61,26 @@ class RankGroupError(RuntimeError):
     """A rank raised, died or did not answer in time. The message has every traceback that there is."""
 
 
-def run_ranks(ranks: int, function: str, *args: Any, timeout: float = CALL_SECONDS, joined: bool = True) -> list[Any]:
+def run_ranks(
+    ranks: int,
+    function: Callable[..., T],
+    *args: Any,
+    timeout: float = CALL_SECONDS,
+    joined: bool = True,
+    transformer_engine: bool = False,
+) -> list[T]:
     """Results of `function` ("module:name") called with `args` on each of `ranks` processes joined by gloo.
 
     Arguments and results travel by pickle. `timeout` is in seconds, for the whole call. Without `joined` the function
     makes a process group of its own: it is called with its rank and an address where the ranks can meet before `args`.
+    With `transformer_engine` the ranks find tests/te_stub in its place; without, they find none.
     """
-    global _group
     if not 1 <= ranks <= RANKS_MAX:
         raise ValueError(f"ranks = {ranks}; this harness has 1 to {RANKS_MAX}")
-    if _group is None:
-        _group = RankGroup()
-        atexit.register(_group.close)
-    return _group.run(ranks, function, args, timeout, joined)
+    if transformer_engine not in _groups:
+        _groups[transformer_engine] = RankGroup(transformer_engine)
+        atexit.register(_groups[transformer_engine].close)
+    return _groups[transformer_engine].run(ranks, function, args, timeout, joined)
 
 
 # --- the test's side --------------------------------------------------------------------------------------------------
@@ -81,7 +89,7 @@ def run_ranks(ranks: int, function: str, *args: Any, timeout: float = CALL_SECON
 class RankGroup:
     """The nursery, which forks the ranks of every call."""
 
-    def __init__(self) -> None:
+    def __init__(self, transformer_engine: bool) -> None:
         self._directory = tempfile.mkdtemp(prefix="megagrpo_ranks_")
         self._control, theirs = socket.socketpair()
         self._nursery = subprocess.Popen(
@@ -91,7 +99,7 @@ class RankGroup:
                 f"from tests.rank_group import nurse; nurse({theirs.fileno()}, {self._directory!r})",
             ],
             cwd=REPOSITORY,
-            env=os.environ | ENVIRONMENT,
+            env=os.environ | ENVIRONMENT | ({"PYTHONPATH": TE_STUB} if transformer_engine else {}),
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # the nursery cleans up and ends its process group when this process is gone
         )
@@ -198,7 +206,7 @@ def stopped(pid: int) -> bool:
         return True
 
 
-_group: RankGroup | None = None
+_groups: dict[bool, RankGroup] = {}
 
 
 # --- the processes' side ----------------------------------------------------------------------------------------------

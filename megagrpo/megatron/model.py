@@ -60,9 +60,19 @@ def _build_chunk(
     if fused and arch.latent is None:
         # GPTModel's arguments cannot express all of Llama 3's scaling.
         chunk.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim).to(torch.cuda.current_device())
+    if fused and arch.latent is not None:
+        _count_whole_weights_once(chunk)
     if chunk.post_process:
         chunk.output_layer = ValueHead(config) if arch.value_head else OutputLayer(chunk.output_layer)
     return chunk
+
+
+def _count_whole_weights_once(chunk: GPTModel) -> None:
+    """Every tensor rank has the projections down to the latents whole. Transformer Engine marks them as cut all the
+    same, and the gradient norm would count them on each of these ranks. To be called before there is an optimizer."""
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):
+            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
 
 
 def output_of(chunk: torch.nn.Module, packed: PackedTensors) -> torch.Tensor:

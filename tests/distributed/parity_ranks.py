@@ -20,6 +20,7 @@ from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
+from tests.distributed.te_ranks import build_as_on_gpus
 
 
 def load_model(directory: Path, layout: ParallelLayout, dtype: str = "float32", **train: Any) -> TrainedModel:
@@ -40,13 +41,18 @@ class RankLogits:
 
 
 def logits_of_models(
-    directories: list[Path], layout: ParallelLayout, microbatches: list[list[list[int]]], dtype: str = "float32"
+    directories: list[Path],
+    layout: ParallelLayout,
+    microbatches: list[list[list[int]]],
+    dtype: str = "float32",
+    layer_spec: str = "auto",
 ) -> list[RankLogits | None]:
     """For each model, this rank's logits of its part of `microbatches[m][sequence][token]`; None on earlier stages."""
     process.start_parallel(layout, seed=1)
-    return [
-        logits_of_chunks(load_model(directory, layout, dtype).chunks, layout, microbatches) for directory in directories
-    ]
+    if layer_spec == "transformer_engine":
+        build_as_on_gpus()
+    models = (load_model(directory, layout, dtype, layer_spec=layer_spec) for directory in directories)
+    return [logits_of_chunks(model.chunks, layout, microbatches) for model in models]
 
 
 def logits_of_chunks(

@@ -27,15 +27,22 @@ from megagrpo.weights.files.export import Export, begin_adapter_export, finish_e
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.views import box_view
 from tests.distributed.step_case import LR, RESPONSES, Case, StepResult, assemble, reference_of
+from tests.distributed.te_ranks import build_as_on_gpus
 from tests.rank_group import run_ranks
 
 Parts = list[tuple[Box, np.ndarray]]
 
 
-def on_ranks(function: Callable[..., Any], recipe: AnyRecipe, case: Case, *args: Any) -> list[Any]:
-    """Results by rank of `function`(the recipe's TrainRank or SftRank, its RankBatch, the case's advantages, *args)."""
-    arguments = recipe, str(case.directory), make_batches(recipe, case), case.advantages, *args
-    return run_ranks(recipe.train.layout.parallel().ranks, _call, function, *arguments, joined=False)
+def on_ranks(
+    function: Callable[..., Any], recipe: AnyRecipe, case: Case, *args: Any, first: Callable[[], None] | None = None
+) -> list[Any]:
+    """Results by rank of `function`(the recipe's TrainRank or SftRank, its RankBatch, the case's advantages, *args).
+
+    `first` is called before the rank is made. With layer_spec: transformer_engine in the recipe, ranks have te_stub.
+    """
+    arguments = first, recipe, str(case.directory), make_batches(recipe, case), case.advantages, *args
+    ranks, fused = recipe.train.layout.parallel().ranks, recipe.train.layer_spec == "transformer_engine"
+    return run_ranks(ranks, _call, function, *arguments, joined=False, transformer_engine=fused)
 
 
 def make_batches(recipe: AnyRecipe, case: Case) -> list[RankBatch]:
@@ -52,11 +59,16 @@ def _call(
     number: int,
     store: str,
     function: Callable[..., Any],
+    first: Callable[[], None] | None,
     recipe: AnyRecipe,
     directory: str,
     batches: Sequence[RankBatch],
     *args: Any,
 ) -> Any:
+    if first is not None:
+        first()
+    if recipe.train.layer_spec == "transformer_engine":
+        build_as_on_gpus()
     kind: Callable[..., ModelRank] = SftRank if isinstance(recipe, SftRecipe) else TrainRank
     rank = kind(recipe, number, store, directory, "cpu")
     return function(rank, batches[rank.where.data], *args)

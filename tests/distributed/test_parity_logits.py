@@ -28,15 +28,19 @@ def references(directory: Path, dtype: torch.dtype = torch.float32) -> list[torc
     return reference_logits(directory, SEQUENCES, dtype)
 
 
-def check(directories: list[Path], layout: ParallelLayout) -> None:
-    for directory, ours in zip(directories, logits_of(directories, layout), strict=True):
+def check(directories: list[Path], layout: ParallelLayout, layer_spec: str = "auto") -> None:
+    for directory, ours in zip(directories, logits_of(directories, layout, layer_spec=layer_spec), strict=True):
         for row, (got, wanted) in enumerate(zip(ours, references(directory), strict=True)):
             np.testing.assert_allclose(got, wanted.numpy(), rtol=0, atol=2e-5, err_msg=f"{directory}, sequence {row}")
 
 
-def logits_of(directories: list[Path], layout: ParallelLayout, dtype: str = "float32") -> list[list[np.ndarray]]:
+def logits_of(
+    directories: list[Path], layout: ParallelLayout, dtype: str = "float32", layer_spec: str = "auto"
+) -> list[list[np.ndarray]]:
     """By model and sequence: [tokens, vocab]."""
-    by_rank = run_ranks(layout.ranks, logits_of_models, directories, layout, MICROBATCHES, dtype)
+    arguments = directories, layout, MICROBATCHES, dtype, layer_spec
+    fused = layer_spec == "transformer_engine"
+    by_rank = run_ranks(layout.ranks, logits_of_models, *arguments, transformer_engine=fused)
     return [assemble([results[index] for results in by_rank], layout) for index in range(len(directories))]
 
 

@@ -1,0 +1,146 @@
+"""Transformer Engine's layers, from tests/te_stub, compute what transformers does, and take plain torch's step.
+
+Megatron's own layers are tested in the other files of this folder. Wrong marks and quirks in the stub are noticed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron import model
+from tests.distributed.conftest import CaseOf, Tiny
+from tests.distributed.layouts import KINDS, ROWS, Row
+from tests.distributed.step_case import Case, StepResult, assert_same_step, differences, grpo_step, load_reference
+from tests.distributed.step_ranks import gather, on_ranks, step
+from tests.distributed.test_parity_logits import check
+from tests.distributed.test_step_parity import recipe_of
+from tests.golden.record_te_manifest import TARGET, record
+from tests.rank_group import run_ranks
+
+TE = {"layer_spec": "transformer_engine"}
+
+
+def rows(*always: str) -> list[Any]:
+    """All rows; those not named here among the long tests."""
+    return [pytest.param(name, marks=[] if name in always else pytest.mark.long) for name in ROWS]
+
+
+@pytest.mark.parametrize("name", rows("one rank"))
+def test_every_family_agrees_with_transformers(name: str, tiny: Tiny) -> None:
+    row = ROWS[name]
+    families = [family for family, kind in KINDS.items() if kind == row.kind or name == "one rank"]
+    check([tiny(family, **row.changes) for family in families], row.layout, TE["layer_spec"])
+
+
+def test_a_rotary_embedding_without_yarn_agrees_with_transformers(tiny: Tiny) -> None:
+    """Megatron does not fuse it, and takes the row of each position from a table."""
+    plain = {"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    check([tiny("deepseek_v3", **plain)], ParallelLayout(tensor=2, expert_tensor=2), TE["layer_spec"])
+
+
+@pytest.fixture(scope="module")
+def in_torch(case_of: CaseOf) -> Callable[[Row], tuple[Case, StepResult]]:
+    @cache
+    def made(family: str, **changes: int) -> tuple[Case, StepResult]:
+        case = case_of(family, **changes)
+        return case, grpo_step(case, recipe_of(family, ParallelLayout()), load_reference(case.directory))
+
+    return lambda row: made(row.family, **row.changes)
+
+
+def step_of(row: Row, case: Case, first: Callable[[], None] | None = None, **train: Any) -> StepResult:
+    return gather(on_ranks(step, recipe_of(row.family, row.layout, **TE, **train), case, first=first))
+
+
+@pytest.mark.parametrize("name", rows("tensor, data"))
+def test_every_layout_takes_the_step_of_plain_torch(name, in_torch):
+    """Among other things the gradient norm, which does not depend on how many ranks hold a weight."""
+    case, wanted = in_torch(ROWS[name])
+    assert_same_step(step_of(ROWS[name], case), wanted)
+
+
+# --- what would be noticed --------------------------------------------------------------------------------------------
+
+
+def columns_not_marked() -> None:
+    """Weights that are cut over tensor ranks count on one of them only."""
+    from transformer_engine.pytorch.module import TransformerEngineBaseModule
+
+    TransformerEngineBaseModule.mark = lambda *_: None
+
+
+def norms_not_marked() -> None:
+    """Tensor ranks keep their own tokens' gradients of the norms inside linear layers."""
+    from transformer_engine.pytorch import module
+
+    made = module.LayerNormLinear.__init__
+
+    def unmarked(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.layer_norm_weight.sequence_parallel = False
+
+    module.LayerNormLinear.__init__ = unmarked
+
+
+def gate_and_up_swapped() -> None:
+    from transformer_engine.pytorch import module
+
+    forward = module.LayerNormLinear.forward
+
+    def swapped(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = forward(self, *args, **kwargs)
+        return out if self.use_bias else torch.cat(out.chunk(2, -1)[::-1], -1)  # only queries have a bias
+
+    module.LayerNormLinear.forward = swapped
+
+
+def every_microbatch_first() -> None:
+    """Each microbatch's gradient replaces the one before."""
+    from transformer_engine.pytorch import module
+
+    kept = module.weight_gradient
+    module.weight_gradient = lambda weight, found, fuse, _: kept(weight, found, fuse, True)
+
+
+def whole_weights_counted_on_every_rank() -> None:
+    """As Transformer Engine marks latent attention's projections down."""
+    model._count_whole_weights_once = lambda chunk: None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "shows"),
+    [
+        (columns_not_marked, "tensor", "grad norm"),
+        (norms_not_marked, "tensor", "ranks"),  # that hold the same norm
+        (gate_and_up_swapped, "tensor", "loss"),
+        (every_microbatch_first, "one rank", "gradient"),
+        (whole_weights_counted_on_every_rank, "tensor, data", "grad norm"),
+    ],
+)
+def test_a_wrong_mark_would_be_noticed(wrong, name, shows, in_torch):
+    case, wanted = in_torch(ROWS[name])
+    if shows == "ranks":
+        with pytest.raises(AssertionError, match="Arrays are not equal"):
+            step_of(ROWS[name], case, first=wrong)
+        return
+    found = differences(step_of(ROWS[name], case, first=wrong), wanted)
+    assert found[shows] > 1e-2, found
+
+
+# --- weights' names ---------------------------------------------------------------------------------------------------
+
+
+def recorded(rank: int, store: str) -> list[Any]:
+    return [record(case) for case in json.loads(TARGET.read_text())["cases"]]
+
+
+def test_the_recorded_names_and_shards_are_those_of_the_stub() -> None:
+    (found,) = run_ranks(1, recorded, joined=False, transformer_engine=True)
+    assert json.loads(json.dumps(found)) == [case["ranks"] for case in json.loads(TARGET.read_text())["cases"]]
