@@ -112,4 +112,4 @@ def test_a_driver_killed_at_any_moment_has_lost_no_committed_checkpoint(seed: in
     assert not list(tmp_path.glob(".*"))
     kept = {int(path.name.removeprefix("step_")) for path in tmp_path.iterdir()}
     assert found.state.step < 3 or 3 in kept
-    assert len(kept) <= 4
+    assert len(kept) <= 5  # one more until the newest is confirmed, and one that is being deleted
