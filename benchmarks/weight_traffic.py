@@ -23,12 +23,11 @@ STRAIGHT = -1
 
 def topology_of(sources: Iterable[int], destinations: Iterable[int], devices_per_node: int) -> Topology:
     """From device numbers that count through the cluster: number // devices_per_node is the node."""
-    return Topology(
-        *(
-            tuple(Place(f"node {number // devices_per_node}", number % devices_per_node) for number in numbers)
-            for numbers in (sources, destinations)
-        )
+    at, other = (
+        tuple(Place(f"node {number // devices_per_node}", number % devices_per_node) for number in numbers)
+        for numbers in (sources, destinations)
     )
+    return Topology(at, other)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +70,14 @@ class Case:
             return make_plan(sources, destinations)
         trainers, engines = (Place("trainers"),) * len(sources), (Place("engines"),) * len(destinations)
         return make_plan(sources, destinations, Topology(trainers, engines))
+
+    def on_two_nodes(self) -> Case:
+        """Training ranks and ranks of engines by turns on two nodes without devices, and buckets in two hops."""
+        sources, destinations = (
+            tuple(Place(f"node {index % 2}") for index in range(count))
+            for count in (self.layout.ranks, self.engines * self.tensor)
+        )
+        return replace(self, topology=Topology(sources, destinations, two_hops=True))
 
     def held(self, checkpoint: Tensors) -> list[Tensors]:
         """What each training rank holds of a checkpoint."""

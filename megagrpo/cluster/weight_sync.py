@@ -42,8 +42,9 @@ class WeightSync:
         self.version = -1  # nothing is verified yet
         manifests = rollouts.manifests()
         topology = Topology(policy.places(), rollouts.places())
-        self.plan = make_plan(sharing(policy.manifests()), sharing(list(chain(*manifests.values()))), topology)
         self.transport = choose_transport(recipe.weights.transfer_to(external=rollouts.external), topology)
+        topology = replace(topology, two_hops=self.transport is TransportName.TWO_HOPS)
+        self.plan = make_plan(sharing(policy.manifests()), sharing(list(chain(*manifests.values()))), topology)
         ends = accumulate(map(len, manifests.values()), initial=0)
         self._destinations = {name: tuple(range(*span)) for name, span in zip(manifests, pairwise(ends), strict=True)}
         self._host = RendezvousHost(_host(recipe.rollout.urls), recipe.weights.timeout_seconds)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -195,7 +196,42 @@ class Place:
 
 @dataclass(frozen=True)
 class Topology:
-    """The places of a plan's sources and destinations, in their order."""
+    """The places of a plan's sources and destinations, in their order.
+
+    With `two_hops`, what a source sends to a destination on another node goes to the source beside the destination,
+    which forwards it: the one on the same device, or, where places have no devices, one on the same node.
+    """
 
     sources: tuple[Place, ...]
     destinations: tuple[Place, ...]
+    two_hops: bool = False
+
+    @cached_property
+    def beside(self) -> tuple[int | None, ...]:
+        """By destination: the source beside it. Those of a node take turns if places have no devices."""
+        on: dict[Place, list[int]] = defaultdict(list)
+        for source, place in enumerate(self.sources):
+            on[place].append(source)
+        turns: dict[Place, int] = defaultdict(int)
+        found: list[int | None] = []
+        for place in self.destinations:
+            there = on.get(place, [])
+            found.append(there[turns[place] % len(there)] if there else None)
+            turns[place] += 1
+        return tuple(found)
+
+    @property
+    def shared_devices(self) -> set[Place]:
+        """The devices on which several sources or destinations are."""
+        counts = Counter(place for place in (*self.sources, *self.destinations) if place.device is not None)
+        return {place for place, count in counts.items() if count > 1}
+
+    def forwarder(self, source: int, destination: int) -> int | None:
+        """The source through which a destination receives from `source`; None: straight."""
+        if not self.two_hops or self.sources[source].node == self.destinations[destination].node:
+            return None
+        return self.beside[destination]
+
+    def forwards_to(self, source: int) -> list[int]:
+        """The destinations to which a source forwards."""
+        return [to for to, its in enumerate(self.beside) if its == source] if self.two_hops else []

@@ -82,8 +82,15 @@ class WeightPlan:
         return transfer.box.elements * ITEM_BYTES[storage.dtype]
 
     def part_for_source(self, source: int) -> WeightPlan:
-        """What one source needs of the plan: its transfers, and the storages of other manifests that they touch."""
-        return self._part(self.outgoing(source), source=source)
+        """What one source needs of the plan: its transfers and those that it forwards, and the storages of other
+        manifests that they touch."""
+        forwarded = (
+            transfer
+            for destination in self.topology.forwards_to(source)
+            for transfer in self.incoming(destination)
+            if self.topology.forwarder(transfer.source, destination) == source
+        )
+        return self._part((*self.outgoing(source), *forwarded), source=source)
 
     def part_for_destination(self, destination: int) -> WeightPlan:
         """What a destination receives and what it passes on. Raises WeightPlanError if `plan_problems` finds any."""
@@ -121,7 +128,7 @@ def make_plan(
             tuple(Place(f"{role} {index}") for index in range(len(manifests)))
             for role, manifests in (("source", sources), ("destination", destinations))
         )
-        topology = Topology(*apart)
+        topology = Topology(next(apart), next(apart))
     places = len(topology.sources), len(topology.destinations)
     if places != (len(sources), len(destinations)):
         needed = f"{len(sources)} and {len(destinations)}, one for each manifest"

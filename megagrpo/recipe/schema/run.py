@@ -33,10 +33,12 @@ class ModelConfig(Section):
 class WeightsConfig(Section):
     """How new weights travel from the training ranks to the engines after every step."""
 
-    transfer: Literal["auto", "shared_memory", "process_group", "disk"] = "auto"
-    """How the bytes travel. shared_memory: exact shards within one node (CUDA IPC on GPUs). process_group: exact shards
-    between any nodes (gloo; NCCL on GPUs). disk: safetensors files in `directory`. auto: disk for external engines,
-    shared_memory if everything is on one node, otherwise process_group."""
+    transfer: Literal["auto", "shared_memory", "two_hops", "process_group", "disk"] = "auto"
+    """How the bytes travel. shared_memory: exact shards within one node (CUDA IPC on GPUs). two_hops: exact shards
+    between nodes on which engines share devices with training ranks (gloo or NCCL between training ranks, and shared
+    memory on each node). process_group: exact shards between any nodes (gloo; NCCL on GPUs that are not shared). disk:
+    safetensors files in `directory`. auto: disk for external engines, shared_memory if everything is on one node,
+    two_hops if there is a training rank beside each engine, otherwise process_group."""
 
     bucket_bytes: Annotated[int, Field(ge=4096, le=2**40)] = 256 * 1024 * 1024
     """Largest size of a bucket. A process sends at most two buckets at once."""

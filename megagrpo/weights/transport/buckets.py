@@ -1,15 +1,18 @@
 """Buckets: what is in each bucket between two peers, and how buckets flow through a transport that moves bytes.
 
 Both ends derive the buckets from the plan alone, and derive the same ones: a message says only which bucket it is. A
-sender packs a bucket into a free slot, gives it to the transport, and tells the receiver through the rendezvous. The
-receiver unpacks it and tells the sender that the slot is free again. A sender thus packs one bucket while another is
-being unpacked, and no end holds more than two. All waiting is in the rendezvous: an abort or the deadline ends it.
+sender packs a bucket into a free slot, tells the receiver through the rendezvous, and gives it to the transport, which
+may wait for the receiver. The receiver unpacks it and tells the sender that the slot is free again. A sender thus packs
+one bucket while another is being unpacked. Where the plan says so, the source beside a destination receives for it and
+forwards the bucket as it is. No wait goes in a circle: a bucket waits for room at the forwarder, a forwarder for its
+destination, and a destination for nothing. All waiting is in the rendezvous: an abort or the deadline ends it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -27,42 +30,72 @@ from megagrpo.weights.views import box_view, fill_padding, stored_tensors, torch
 
 ALIGNMENT = 16
 SLOTS = 2
-"""Buckets that one end holds at a time: one is filled while the other is received."""
+"""Buckets that one end packs at a time: one is filled while the other is received. As many arrive at a time."""
 
 Peer = int
 """All holders of a plan, by one number: its sources, then its destinations."""
+Key = tuple[Peer, Peer, int]
+"""A bucket, by its sender, its receiver and its number."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One peer's part in a sync, as a transport needs it to connect."""
+
+    peers: Mapping[Peer, str]
+    """All that take part, with their names, in order."""
+    pairs: tuple[tuple[Peer, Peer], ...]
+    """(sender, receiver) of all buckets that this peer sends, receives or forwards."""
+    sent_bytes: int
+    """The largest bucket that is packed here; 0: none."""
+    received_bytes: int
+    """The largest bucket that arrives here; 0: none."""
+
 
 Ticket = int | tuple[str | dict[str, Any], int]
 """What a transport's receiver needs to find a bucket: a slot, or a memory's name (on GPUs its handle) and a place."""
 
-Message = tuple[Literal["sent"], Peer, int, int, Ticket] | tuple[Literal["received"], int]
-"""Sender, number, slot and ticket of a bucket; or the slot of one that has been unpacked."""
+Message = tuple[Literal["sent"], Key, int, Ticket] | tuple[Literal["received"], int]
+"""Key, slot and ticket of a bucket; or the slot of one that has been unpacked."""
 
 
 class Transport(Protocol):
-    """Moves the bytes of buckets between peers, and knows nothing of weights. All methods may raise WeightSyncError."""
+    """Moves the bytes of buckets between peers, and knows nothing of weights. All methods may raise WeightSyncError.
 
-    def connect(
-        self, sync: Sync, member: Member, peers: Mapping[Peer, str], device: torch.device, slot_bytes: int
-    ) -> None:
-        """Before anything is sent in a sync: makes connections, and SLOTS slots of at least `slot_bytes` (0: this end
-        sends nothing) on `device`. `peers` are all that take part, with their names, in the same order at every end."""
+    A bucket lies in a slot while it is on its way to the next peer: slots 0 .. SLOTS - 1 are packed here, and slots
+    SLOTS .. 2 * SLOTS - 1 are for buckets that arrive.
+    """
+
+    def connect(self, sync: Sync, member: Member, part: Part, device: torch.device) -> None:
+        """Before anything is sent in a sync: makes all connections that it needs, and slots on `device`."""
         ...
 
     def slot(self, index: int) -> torch.Tensor:
-        """uint8 [slot_bytes or more], into which a bucket is packed."""
+        """uint8 [sent_bytes or more], into which a bucket is packed."""
         ...
 
-    def send(self, index: int, bucket_bytes: int, receiver: Peer) -> Any:
-        """Begins to send the bucket in a slot. Returns, as JSON, the ticket that the receiver needs."""
+    def may_send(self, receiver: Peer) -> bool:
+        """Whether another bucket may follow one that is still on its way to this peer."""
+        ...
+
+    def ticket(self, index: int, receiver: Peer) -> Ticket:
+        """What the receiver needs to receive the bucket in a slot, as JSON. It is told before `send`, which may wait
+        for it."""
+        ...
+
+    def send(self, index: int, bucket_bytes: int, receiver: Peer) -> None:
+        """Begins to send the bucket in a slot."""
         ...
 
     def sent(self, index: int, label: str) -> None:
         """The receiver has acknowledged the bucket in this slot. `label` names it in errors."""
         ...
 
-    def receive(self, sender: Peer, bucket_bytes: int, ticket: Any, label: str) -> Callable[[], torch.Tensor]:
-        """Begins to receive a bucket. The function that it returns waits for it: uint8 [bucket_bytes or more]."""
+    def receive(
+        self, sender: Peer, bucket_bytes: int, ticket: Ticket, index: int, label: str
+    ) -> Callable[[], torch.Tensor]:
+        """Begins to receive a bucket, into a slot if this transport does not read it where it lies. The function that
+        it returns waits for it: uint8 [bucket_bytes or more]."""
         ...
 
     def close(self) -> None:
@@ -91,11 +124,31 @@ class Piece:
 class Bucket:
     """The `number`-th of the `count` buckets from one peer to another."""
 
-    sender: Peer
-    receiver: Peer
+    path: tuple[Peer, ...]
+    """The sender, a source that forwards it if it takes two hops, and the receiver."""
     number: int
     count: int
     pieces: tuple[Piece, ...]
+
+    @property
+    def sender(self) -> Peer:
+        return self.path[0]
+
+    @property
+    def receiver(self) -> Peer:
+        return self.path[-1]
+
+    @property
+    def key(self) -> Key:
+        return self.sender, self.receiver, self.number
+
+    def before(self, peer: Peer) -> Peer:
+        """The peer from which this one has it."""
+        return self.path[self.path.index(peer) - 1]
+
+    def after(self, peer: Peer) -> Peer:
+        """The peer to which this one sends it."""
+        return self.path[self.path.index(peer) + 1]
 
     @property
     def bytes(self) -> int:
@@ -157,6 +210,13 @@ def incoming(plan: WeightPlan, destination: int, active: frozenset[int], bucket_
         yield from buckets_between(plan, sender, destination, active, bucket_bytes)
 
 
+def forwarded(plan: WeightPlan, source: int, active: frozenset[int], bucket_bytes: int) -> Iterator[Bucket]:
+    """All that a source receives for active destinations, and forwards to them."""
+    for destination in sorted(active & set(plan.topology.forwards_to(source))):
+        buckets = incoming(plan, destination, active, bucket_bytes)
+        yield from (bucket for bucket in buckets if source in bucket.path[1:])
+
+
 @lru_cache(maxsize=1024)
 def buckets_between(
     plan: WeightPlan, sender: Peer, destination: int, active: frozenset[int], bucket_bytes: int
@@ -165,8 +225,10 @@ def buckets_between(
     transfers = [transfer for transfer in plan.incoming(destination) if _sender(plan, transfer, active) == sender]
     transfers.sort(key=lambda transfer: (transfer.destination_placement.storage, transfer.destination_placement.at))
     cut = _cut_into_buckets(plan, transfers, bucket_bytes)
-    receiver = destination_peer(plan, destination)
-    return tuple(Bucket(sender, receiver, number, len(cut), tuple(pieces)) for number, pieces in enumerate(cut))
+    forwarder = plan.topology.forwarder(sender, destination) if sender < len(plan.sources) else None
+    by = () if forwarder is None else (forwarder,)
+    path = (sender, *by, destination_peer(plan, destination))
+    return tuple(Bucket(path, number, len(cut), tuple(pieces)) for number, pieces in enumerate(cut))
 
 
 def _sender(plan: WeightPlan, transfer: Transfer, active: frozenset[int]) -> Peer:
@@ -230,12 +292,27 @@ class _BucketEnd:
         """Frees buffers and connections. May be called twice."""
         self._transport.close()
 
+    @contextmanager
+    def _taking_part(self, version: int) -> Iterator[Sync]:
+        """In a sync that fails, the transport is closed: nothing of it may still wait for a peer, or run on a GPU."""
+        with ExitStack() as failing, self._member.attend(version) as sync:
+            failing.callback(self._transport.close)  # after all others know why
+            try:
+                yield sync
+            except WeightSyncError:
+                self._member.check_abort()  # then that is why something of a peer is gone
+                raise
+            failing.pop_all()
+
+    def _flow(self, sync: Sync, storages: Mapping[str, torch.Tensor]) -> _Flow:
+        return _Flow(self._plan, self._peer, self._member, self._transport, sync, storages)
+
     def _outgoing(self, active: frozenset[int]) -> list[Bucket]:
         return list(outgoing(self._plan, self._peer, active, self._bucket_bytes))
 
 
 class BucketSender(_BucketEnd):
-    """The end of the `source`-th training rank of `plan`."""
+    """The end of the `source`-th training rank of `plan`; it also forwards what comes for engine ranks beside it."""
 
     def __init__(
         self, plan: WeightPlan, source: int, rendezvous: Rendezvous, bucket_bytes: int, transport: Transport
@@ -248,10 +325,10 @@ class BucketSender(_BucketEnd):
 
         Raises WeightSyncError, naming the missing peer and the bucket, or ModelError.
         """
-        with self._member.attend(version) as sync:
+        with self._taking_part(version) as sync:
             storages = stored_tensors(self._plan.sources[self._peer], tensors)
-            flow = _Flow(self._plan, self._peer, self._member, self._transport, sync, storages)
-            flow.run(self._outgoing(sync.destinations), [])
+            forwarding = list(forwarded(self._plan, self._peer, sync.destinations, self._bucket_bytes))
+            self._flow(sync, storages).run(self._outgoing(sync.destinations), forwarding)
 
     def digests(self, tensors: Mapping[str, torch.Tensor], active: Sequence[int]) -> dict[int, dict[str, int]]:
         """This rank's part of the digests expected at each of the `active` destinations."""
@@ -285,11 +362,11 @@ class BucketReceiver(_BucketEnd):
 
     def receive(self, version: int) -> None:
         """Writes everything in place. The engine must not generate meanwhile. Raises WeightSyncError."""
-        with self._member.attend(version) as sync:
+        with self._taking_part(version) as sync:
             if self._destination not in sync.destinations:
                 where = f"{self._member.name}: weight sync to version {version}"
                 raise WeightSyncError(Problem(where, "it takes no part"))
-            flow = _Flow(self._plan, self._peer, self._member, self._transport, sync, self._storages)
+            flow = self._flow(sync, self._storages)
             flow.run(self._outgoing(sync.destinations), self._incoming(sync.destinations))
             fill_padding(self._plan.destinations[self._destination], self._storages)
 
@@ -322,79 +399,109 @@ class _Flow:
         self._sync, self._storages = sync, storages
         self._unsent: deque[Bucket] = deque()
         self._free = list(range(SLOTS))
+        self._free_to_receive = list(range(SLOTS, 2 * SLOTS))
         self._unacknowledged: dict[int, Bucket] = {}  # by slot
-        self._awaited: dict[tuple[Peer, int], Bucket] = {}  # by sender and number
+        self._awaited: dict[Key, Bucket] = {}
         self._from_sources = 0  # buckets from sources that have not been unpacked
-        self._arriving: deque[tuple[Bucket, int, Callable[[], torch.Tensor]]] = deque()
+        self._announced: deque[tuple[Bucket, int, Ticket]] = deque()  # with the slot that they are in, and their ticket
+        self._arriving: deque[tuple[Bucket, int, int, Callable[[], torch.Tensor]]] = deque()  # and their slot here
 
     def run(self, outgoing: list[Bucket], incoming: list[Bucket]) -> None:
-        """Receives all of `incoming` and sends all of `outgoing`. A destination passes buckets on once all buckets from
-        sources have arrived."""
-        plan, sources = self._plan, len(self._plan.sources)
+        """Sends all of `outgoing` and receives all of `incoming`, and forwards what is for others. A destination passes
+        buckets on once all buckets from sources have arrived."""
         self._unsent.extend(outgoing)
-        self._awaited = {(bucket.sender, bucket.number): bucket for bucket in incoming}
-        self._from_sources = sum(bucket.sender < sources for bucket in incoming)
+        self._awaited = {bucket.key: bucket for bucket in incoming}
+        own = (bucket for bucket in incoming if bucket.receiver == self._peer)
+        self._from_sources = sum(bucket.sender < len(self._plan.sources) for bucket in own)
         device = next(iter(self._storages.values())).device if self._storages else torch.device("cpu")
-        peers = [*range(sources), *(destination_peer(plan, index) for index in sorted(self._sync.destinations))]
-        names = {peer: name_of(plan, peer) for peer in peers}
-        slot_bytes = max((bucket.bytes for bucket in outgoing), default=0)
-        self._transport.connect(self._sync, self._member, names, device, slot_bytes)
+        self._transport.connect(self._sync, self._member, self._part(outgoing, incoming), device)
         queue = str(self._peer)
-        while self._unsent or self._unacknowledged or self._awaited or self._arriving:
-            while self._free and self._unsent and not self._from_sources:
+        while self._unsent or self._unacknowledged or self._awaited or self._announced or self._arriving:
+            while self._free and self._may_send():
                 self._send(self._unsent.popleft())
-            message = None if len(self._arriving) == SLOTS else self._member.pop(queue, Message)
+            while self._free_to_receive and self._announced:
+                self._begin_to_receive(*self._announced.popleft())
+            message = self._member.pop(queue, Message)
             if message is None and self._arriving:
-                self._unpack_next()
+                self._take_next()
                 continue
             self._handle(message or self._member.wait(lambda: self._member.pop(queue, Message), self._missing))
+
+    def _part(self, outgoing: list[Bucket], incoming: list[Bucket]) -> Part:
+        plan, peer = self._plan, self._peer
+        peers = [*range(len(plan.sources)), *(destination_peer(plan, i) for i in sorted(self._sync.destinations))]
+        hops = {(peer, bucket.after(peer)) for bucket in outgoing} | {(b.before(peer), peer) for b in incoming}
+        hops |= {(peer, bucket.receiver) for bucket in incoming if bucket.receiver != peer}
+        sent, received = (max((bucket.bytes for bucket in of), default=0) for of in (outgoing, incoming))
+        return Part({its: name_of(plan, its) for its in peers}, tuple(sorted(hops)), sent, received)
+
+    def _may_send(self) -> bool:
+        if not self._unsent or self._from_sources:
+            return False
+        return self._transport.may_send(self._unsent[0].after(self._peer))
 
     def _send(self, bucket: Bucket) -> None:
         index = self._free.pop()
         flat = self._transport.slot(index)
         bucket.pack(self._storages, flat)
         _finish_copies(flat)
-        ticket = self._transport.send(index, bucket.bytes, bucket.receiver)
+        self._hand_over(bucket, index)
+
+    def _hand_over(self, bucket: Bucket, index: int) -> None:
+        """To the next peer, which must know of it first: the transport may wait for it."""
+        receiver = bucket.after(self._peer)
         self._unacknowledged[index] = bucket
-        self._member.push(str(bucket.receiver), ["sent", bucket.sender, bucket.number, index, ticket])
+        ticket = self._transport.ticket(index, receiver)
+        self._member.push(str(receiver), ["sent", bucket.key, index, ticket])
+        self._transport.send(index, bucket.bytes, receiver)
 
     def _handle(self, message: Message) -> None:
         match message:
-            case ["sent", sender, number, index, ticket]:
-                bucket = self._awaited.pop((sender, number), None)
+            case ["sent", key, index, ticket]:
+                bucket = self._awaited.pop(key, None)
                 if bucket is None:
+                    sender, _, number = key
                     peers = (*self._plan.sources, *self._plan.destinations)
                     name = peers[sender].holder if 0 <= sender < len(peers) else f"peer {sender}"
                     raise self._unplanned(f"bucket {number + 1} from {name}", "it came twice")
-                received = self._transport.receive(sender, bucket.bytes, ticket, label_of(self._plan, bucket))
-                self._arriving.append((bucket, index, received))
+                self._announced.append((bucket, index, ticket))
             case ["received", index]:
                 bucket = self._unacknowledged.pop(index, None)
                 if bucket is None:
                     raise self._unplanned(f"an acknowledgement of slot {index}", "nothing was sent from it")
                 self._transport.sent(index, label_of(self._plan, bucket))
-                self._free.append(index)
+                (self._free if index < SLOTS else self._free_to_receive).append(index)
 
     def _unplanned(self, what: str, given: str) -> WeightSyncError:
         where, needed = f"{name_of(self._plan, self._peer)}: {what}", "the same plan and bucket size at both ends"
         return WeightSyncError(Problem(where, f"{given}, or it is not in the plan", needed))
 
-    def _unpack_next(self) -> None:
-        bucket, index, received = self._arriving.popleft()
+    def _begin_to_receive(self, bucket: Bucket, slot_there: int, ticket: Ticket) -> None:
+        index, sender, label = self._free_to_receive.pop(), bucket.before(self._peer), label_of(self._plan, bucket)
+        received = self._transport.receive(sender, bucket.bytes, ticket, index, label)
+        self._arriving.append((bucket, slot_there, index, received))
+
+    def _take_next(self) -> None:
+        bucket, slot_there, index, received = self._arriving.popleft()
         flat = received()
-        bucket.unpack(self._storages, flat)
-        _finish_copies(flat)
-        self._from_sources -= bucket.sender < len(self._plan.sources)
-        self._member.push(str(bucket.sender), ["received", index])
+        if bucket.receiver == self._peer:
+            bucket.unpack(self._storages, flat)
+            _finish_copies(flat)
+            self._from_sources -= bucket.sender < len(self._plan.sources)
+            self._free_to_receive.append(index)
+        else:
+            _finish_copies(flat)
+            self._hand_over(bucket, index)
+        self._member.push(str(bucket.before(self._peer)), ["received", slot_there])
 
     def _missing(self) -> Problem:
         """Names the first bucket that is late, and all peers that are."""
         if self._unacknowledged:
             late = list(self._unacknowledged.values())
-            missing = f"no acknowledgement by {self._names(bucket.receiver for bucket in late)}"
+            missing = f"no acknowledgement by {self._names(bucket.after(self._peer) for bucket in late)}"
         else:
             late = list(self._awaited.values())
-            missing = f"nothing came from {self._names(bucket.sender for bucket in late)}"
+            missing = f"nothing came from {self._names(bucket.before(self._peer) for bucket in late)}"
         return self._member.late(label_of(self._plan, late[0]), missing)
 
     def _names(self, peers: Iterable[Peer]) -> str:

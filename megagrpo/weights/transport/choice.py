@@ -1,7 +1,7 @@
 """Chooses the transport of a run, and opens both of its ends.
 
     host = RendezvousHost(host="10.0.0.1", timeout_seconds=600)     # driver
-    transport = choose_transport("auto", plan.topology)             # driver
+    transport = choose_transport("auto", topology)                  # driver
     channel = Channel(transport, host.rendezvous, bucket_bytes)     # driver, which sends it to both ends
     sender = open_sender(channel, plan, source)                     # in every training rank
     receiver = open_receiver(channel, plan, destination, tensors)   # in every engine rank
@@ -34,6 +34,7 @@ from megagrpo.weights.transport.disk import DiskFiles, DiskSender
 from megagrpo.weights.transport.process_group import ProcessGroup
 from megagrpo.weights.transport.rendezvous import Rendezvous
 from megagrpo.weights.transport.shared_memory import SharedMemory
+from megagrpo.weights.transport.two_hops import TwoHops
 
 
 class TransportName(StrEnum):
@@ -42,8 +43,12 @@ class TransportName(StrEnum):
     SHARED_MEMORY = "shared_memory"
     """Exact shards within one node: files in /dev/shm, CUDA IPC buffers on GPUs."""
 
+    TWO_HOPS = "two_hops"
+    """Exact shards, between nodes on which training ranks share devices with engines: through a process group of
+    training ranks, and through shared memory on each node."""
+
     PROCESS_GROUP = "process_group"
-    """Exact shards, point to point between any nodes: gloo on CPUs, NCCL on GPUs."""
+    """Exact shards, point to point between any nodes: gloo on CPUs, NCCL on GPUs, which no two ranks may share."""
 
     DISK = "disk"
     """A checkpoint on a file system that both ends reach."""
@@ -68,13 +73,24 @@ def choose_transport(wanted: str, topology: Topology) -> TransportName:
     Raises RecipeError if the recipe names a transport that cannot work here.
     """
     nodes = {place.node for place in (*topology.sources, *topology.destinations)}
+    beside = None not in topology.beside
     if wanted == "auto":
-        return TransportName.SHARED_MEMORY if len(nodes) == 1 else TransportName.PROCESS_GROUP
-    transport = TransportName(wanted)
+        between = TransportName.TWO_HOPS if beside else TransportName.PROCESS_GROUP
+        transport = TransportName.SHARED_MEMORY if len(nodes) == 1 else between
+    else:
+        transport = TransportName(wanted)
+    needed, fix = "", "transfer: auto"
     if len(nodes) > 1 and transport is TransportName.SHARED_MEMORY:
         given = f"{transport} between {len(nodes)} nodes"
         needed = "training ranks and engines on one node: the bytes go through that node's memory"
-        raise RecipeError(Problem("weights.transfer", given, needed, "transfer: auto, process_group or disk"))
+        fix = "transfer: auto, process_group or disk"
+    elif transport is TransportName.TWO_HOPS and not beside:
+        given, needed = f"{transport}, and engines away from training ranks", "a training rank beside every engine rank"
+    elif transport is TransportName.PROCESS_GROUP and topology.shared_devices:
+        given, needed = f"{transport} between several processes on one GPU", "one process on each GPU, for NCCL"
+        fix = "transfer: auto; engines on GPUs of their own, or on all those of the training ranks"
+    if needed:
+        raise RecipeError(Problem("weights.transfer", given, needed, fix))
     return transport
 
 
@@ -104,9 +120,8 @@ def _transport(channel: Channel, plan: WeightPlan, peer: Peer) -> Transport:
         case TransportName.SHARED_MEMORY:
             return SharedMemory(channel.rendezvous.run)
         case TransportName.PROCESS_GROUP:
-            # NCCL refuses two ranks on one GPU: if training ranks and engines share GPUs, gloo carries host memory.
-            places = plan.topology
-            shared = {*places.sources} & {place for place in places.destinations if place.device is not None}
-            return ProcessGroup(peer, on_host=bool(shared))
+            return ProcessGroup(peer)
+        case TransportName.TWO_HOPS:
+            return TwoHops(peer, len(plan.sources), channel.rendezvous.run)
         case TransportName.DISK:
             raise ValueError("disk has no end in an engine rank: the engine's server reads the files")

@@ -3,6 +3,12 @@
 The group is made directly, in the rendezvous's store: torch's registry does not know it, so it needs no default group
 in this process, and leaves those of Megatron and SGLang alone. It is made anew when the peers have changed or a sync
 has failed: see Sync.generation.
+
+NCCL makes a communicator for each pair of ranks when they first send, and blocks both until both are there. Therefore
+all pairs that a sync uses connect before it begins, every end in the same order of pairs: the first pair of those that
+are left always has both its ends. What a pair sends runs in order on a stream of its own, and behind an operation that
+waits for its peer a GPU may start none of any stream (CUDA_DEVICE_MAX_CONNECTIONS is 1 in training ranks). Therefore
+each direction has a group of its own, and a peer is sent one bucket at a time: no operation ever lies behind another.
 """
 
 from __future__ import annotations
@@ -19,77 +25,84 @@ import torch.distributed as dist
 
 from megagrpo.errors import Problem, WeightSyncError, brief
 from megagrpo.ports import own_address
-from megagrpo.weights.transport.buckets import SLOTS, Peer
+from megagrpo.weights.transport.buckets import SLOTS, Part, Peer, Ticket
 from megagrpo.weights.transport.rendezvous import Member, Rendezvous, Sync
 
+GREETING = 2 * SLOTS
+"""The tag of the byte with which a pair connects; buckets have the numbers of their slots."""
 
-class ProcessGroup:
-    """Implements Transport (buckets.py) for one peer. Each slot is a send of its own, matched by the slot's number.
 
-    With `on_host` the bytes go through host memory, by gloo, also if the weights are on GPUs.
-    """
+class PeerGroup:
+    """The group, and the operations of one peer in it. Each slot is a send of its own, matched by the slot's number."""
 
-    def __init__(self, peer: Peer, *, on_host: bool) -> None:
-        self._peer, self._on_host = peer, on_host
-        self._group: Any = None
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
         self._generation = -1
+        self._groups: tuple[Any, ...] = ()  # to higher ranks, and to lower ones
         self._rank_of: dict[Peer, int] = {}
         self._names: Mapping[Peer, str] = {}
-        self._device = torch.device("cpu")
-        self._slots: list[torch.Tensor] = []
-        self._landing: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * SLOTS
-        self._landed = 0
-        self._sends: dict[int, Any] = {}
-        self._seconds_left: Callable[[], float] = lambda: 0.0
+        self._sends: dict[int, tuple[Any, Peer]] = {}
+        self.device = torch.device("cpu")
 
-    def connect(
-        self, sync: Sync, member: Member, peers: Mapping[Peer, str], device: torch.device, slot_bytes: int
-    ) -> None:
-        device = torch.device("cpu") if self._on_host else device
-        self._device, self._seconds_left = device, member.seconds_left
+    def join(self, sync: Sync, member: Member, part: Part, device: torch.device) -> None:
+        """Makes the group of part.peers and connects part.pairs, unless they are those of the sync before."""
+        self.device, self._member = device, member
         if self._generation != sync.generation:
             self.close()
-            self._names, self._rank_of = peers, {peer: rank for rank, peer in enumerate(peers)}
+            self._names, self._rank_of = part.peers, {peer: rank for rank, peer in enumerate(part.peers)}
             self._call_roll(sync, member)
-            self._group = self._connected(sync, member)
+            self._groups = self._connected(sync, member, part)
             self._generation = sync.generation
-        if not self._slots or slot_bytes > self._slots[0].numel():
-            self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
 
-    def slot(self, index: int) -> torch.Tensor:
-        return self._slots[index]
+    @property
+    def _in_order(self) -> bool:
+        """Whether what a pair sends runs in order on one stream: NCCL."""
+        return self.device.type == "cuda"
 
-    def send(self, index: int, bucket_bytes: int, receiver: Peer) -> Any:
-        with _transport_errors(f"sending to {self._names[receiver]}"):
-            self._sends[index] = self._group.send([self._slots[index][:bucket_bytes]], self._rank_of[receiver], index)
-        return index
+    def may_send(self, receiver: Peer) -> bool:
+        return not self._in_order or all(receiver != to for _, to in self._sends.values())
+
+    def send(self, flat: torch.Tensor, index: int, receiver: Peer) -> None:
+        with _errors(f"sending to {self._names[receiver]}"):
+            self._sends[index] = self._begin_to_send(flat, receiver, index), receiver
 
     def sent(self, index: int, label: str) -> None:
-        with _transport_errors(label):
-            self._sends.pop(index).wait(self._timeout())
+        self._finish(self._sends.pop(index)[0], label)
 
-    def receive(self, sender: Peer, bucket_bytes: int, ticket: Any, label: str) -> Callable[[], torch.Tensor]:
-        if ticket not in range(SLOTS):
+    def receive(self, flat: torch.Tensor, sender: Peer, ticket: Ticket, label: str) -> Callable[[], torch.Tensor]:
+        if not isinstance(ticket, int) or ticket not in range(SLOTS):
             raise WeightSyncError(Problem(label, f"a ticket {brief(ticket)}", "the same weights.transfer at both ends"))
-        index, self._landed = self._landed, (self._landed + 1) % SLOTS
-        if self._landing[index].numel() < bucket_bytes:
-            self._landing[index] = torch.empty(bucket_bytes, dtype=torch.uint8, device=self._device)
-        flat = self._landing[index][:bucket_bytes]
-        with _transport_errors(label):
-            work = self._group.recv([flat], self._rank_of[sender], ticket)
+        with _errors(label):
+            work = self._begin_to_receive(flat, sender, ticket)
 
         def wait() -> torch.Tensor:
-            with _transport_errors(label):
-                work.wait(self._timeout())
+            self._finish(work, label)
             return flat
 
         return wait
 
     def close(self) -> None:
         self._sends.clear()
-        if self._group is not None:
-            self._group.abort()
-        self._group, self._generation = None, -1
+        for group in set(self._groups):
+            group.abort()
+        self._groups, self._generation = (), -1
+
+    def _begin_to_send(self, flat: torch.Tensor, receiver: Peer, tag: int) -> Any:
+        return self._group(self._peer, receiver).send([flat], self._rank_of[receiver], tag)
+
+    def _begin_to_receive(self, flat: torch.Tensor, sender: Peer, tag: int) -> Any:
+        return self._group(sender, self._peer).recv([flat], self._rank_of[sender], tag)
+
+    def _group(self, sender: Peer, receiver: Peer) -> Any:
+        return self._groups[self._rank_of[sender] > self._rank_of[receiver]]
+
+    def _finish(self, work: Any, label: str) -> None:
+        """Waits until the bytes are there. A wait for NCCL orders streams, and may return before."""
+        with _errors(label):
+            if self._in_order:
+                late = partial(self._member.late, label, "its bytes did not arrive")
+                self._member.wait(lambda: work.is_completed() or None, late)
+            work.wait(self._timeout())
 
     def _call_roll(self, sync: Sync, member: Member) -> None:
         """Waits until all peers are there, before any of them connects. Names a missing peer; an abort ends it."""
@@ -100,20 +113,25 @@ class ProcessGroup:
             member.wait(partial(member.read, key.format(peer), bool), missing)
 
     def _where(self, member: Member) -> str:
-        return f"{member.name}: process group of {len(self._rank_of)} training and engine ranks"
+        return f"{member.name}: process group of {len(self._rank_of)} ranks"
 
-    def _connected(self, sync: Sync, member: Member) -> Any:
-        """The new group. It is made in a thread, because torch waits for all the others, aborted or not."""
+    def _connected(self, sync: Sync, member: Member, part: Part) -> tuple[Any, ...]:
+        """The new groups, with all pairs connected. They are made in a thread, because torch and NCCL wait for all the
+        others, aborted or not."""
         where = self._where(member)
-        made: list[Any] = []
+        made: list[tuple[Any, ...]] = []
         failed: list[Exception] = []
 
         def make() -> None:
             try:
-                with _transport_errors(where):
+                with _errors(where):
+                    if self.device.type == "cuda":
+                        torch.cuda.set_device(self.device)  # a new thread begins on the first
                     # A connection of its own: a wait in one connection holds up all others that use it.
                     store = member.rendezvous.join(where).store
-                    made.append(self._new_group(dist.PrefixStore(f"group/{sync.generation}", store), member.rendezvous))
+                    groups = self._new_groups(dist.PrefixStore(f"group/{sync.generation}", store), member.rendezvous)
+                    self._greet(groups, part)
+                    made.append(groups)
             except (WeightSyncError, ValueError, TypeError) as error:
                 failed.append(error)
 
@@ -127,25 +145,77 @@ class ProcessGroup:
             raise failed[0]
         return made.pop()  # its new owner alone ends it
 
-    def _new_group(self, store: dist.Store, rendezvous: Rendezvous) -> Any:
+    def _new_groups(self, store: dist.Store, rendezvous: Rendezvous) -> tuple[Any, ...]:
         rank, ranks = self._rank_of[self._peer], len(self._rank_of)
         timeout = timedelta(seconds=rendezvous.timeout_seconds)
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
+            # Its watchdog ends the process of an operation that is late: not before we have given it up.
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            with torch.cuda.device(self._device):  # a new thread begins on the first device
-                return dist.ProcessGroupNCCL(store, rank, ranks, options)
+            options._timeout = 2 * timeout
+            stores = dist.PrefixStore("up", store), dist.PrefixStore("down", store)
+            return tuple(dist.ProcessGroupNCCL(its, rank, ranks, options) for its in stores)
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(rendezvous.store.host))]
-        return dist.ProcessGroupGloo(store, rank, ranks, options)
+        group = dist.ProcessGroupGloo(store, rank, ranks, options)
+        return group, group
+
+    def _greet(self, groups: tuple[Any, ...], part: Part) -> None:
+        """Each pair of this peer's sends a byte, one pair after the other: by their lower rank, then their higher."""
+        rank_of, own = self._rank_of, self._rank_of[self._peer]
+        pairs = [(rank_of[sender], rank_of[receiver]) for sender, receiver in part.pairs]
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        for sender, receiver in sorted(pairs, key=lambda pair: (*sorted(pair), pair)):
+            group = groups[sender > receiver]
+            begin, other = (group.send, receiver) if sender == own else (group.recv, sender)
+            work = begin([byte], other, GREETING)
+            work.wait(self._timeout())
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
 
     def _timeout(self) -> timedelta:
-        return timedelta(seconds=max(0.001, self._seconds_left()))
+        return timedelta(seconds=max(0.001, self._member.seconds_left()))
+
+
+class ProcessGroup:
+    """Implements Transport (buckets.py) for one peer, by a group of all peers."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._group = PeerGroup(peer)
+        self._slots = [torch.empty(0, dtype=torch.uint8)] * 2 * SLOTS
+
+    def connect(self, sync: Sync, member: Member, part: Part, device: torch.device) -> None:
+        self._group.join(sync, member, part, device)
+        for index, needed in enumerate([part.sent_bytes] * SLOTS + [part.received_bytes] * SLOTS):
+            if needed > self._slots[index].numel():
+                self._slots[index] = torch.empty(needed, dtype=torch.uint8, device=device)
+
+    def slot(self, index: int) -> torch.Tensor:
+        return self._slots[index]
+
+    def may_send(self, receiver: Peer) -> bool:
+        return self._group.may_send(receiver)
+
+    def ticket(self, index: int, receiver: Peer) -> int:
+        return index
+
+    def send(self, index: int, bucket_bytes: int, receiver: Peer) -> None:
+        self._group.send(self._slots[index][:bucket_bytes], index, receiver)
+
+    def sent(self, index: int, label: str) -> None:
+        self._group.sent(index, label)
+
+    def receive(
+        self, sender: Peer, bucket_bytes: int, ticket: Ticket, index: int, label: str
+    ) -> Callable[[], torch.Tensor]:
+        return self._group.receive(self._slots[index][:bucket_bytes], sender, ticket, label)
+
+    def close(self) -> None:
+        self._group.close()
 
 
 @contextmanager
-def _transport_errors(where: str) -> Iterator[None]:
+def _errors(where: str) -> Iterator[None]:
     """torch's transports raise RuntimeError for a peer that died and for a timeout; sockets raise OSError."""
     try:
         yield

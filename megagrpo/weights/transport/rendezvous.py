@@ -178,7 +178,7 @@ class Member:
         """Calls `look` until it returns something other than None. At the deadline it raises `missing()`."""
         begun = now = time.monotonic()
         while (found := look()) is None:  # at or after `now`: a look that moves the deadline does so in time
-            self._check_abort()
+            self.check_abort()
             if now >= self._deadline:
                 raise WeightSyncError(missing())
             time.sleep(min(LONGEST_PAUSE_SECONDS, max(1e-4, (now - begun) / 10), max(0.0, self._deadline - now)))
@@ -218,7 +218,8 @@ class Member:
         """Until the deadline; not below 0."""
         return max(0.0, self._deadline - time.monotonic())
 
-    def _check_abort(self) -> None:
+    def check_abort(self) -> None:
+        """Raises the reasons if the attempt was aborted."""
         if self._sync is NO_SYNC:
             return
         key = f"abort/{self._sync.attempt}"

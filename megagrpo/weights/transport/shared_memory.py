@@ -17,7 +17,7 @@ import stat
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch.multiprocessing import reductions
 
 from megagrpo.errors import Problem, WeightSyncError, brief
 from megagrpo.remove_after_me import remove_after_me
-from megagrpo.weights.transport.buckets import SLOTS, Peer
+from megagrpo.weights.transport.buckets import SLOTS, Part, Peer, Ticket
 from megagrpo.weights.transport.rendezvous import Member, Sync
 
 DIRECTORY = Path("/dev/shm")
@@ -43,31 +43,41 @@ class SharedMemory:
     def __init__(self, run: str) -> None:
         self._stem = f"megagrpo-{run}-"
         self._own: FileArea | CudaArea | None = None
-        self._slot_bytes = 0
+        self._slots = self._slot_bytes = 0
         self._others: dict[Peer, tuple[Any, torch.Tensor]] = {}
 
-    def connect(
-        self, sync: Sync, member: Member, peers: Mapping[Peer, str], device: torch.device, slot_bytes: int
-    ) -> None:
-        if slot_bytes > self._slot_bytes:
+    def connect(self, sync: Sync, member: Member, part: Part, device: torch.device) -> None:
+        self.make_slots(SLOTS, part.sent_bytes, device)
+
+    def make_slots(self, slots: int, slot_bytes: int, device: torch.device) -> None:
+        """So many of at least this size, unless they are there."""
+        if slot_bytes and (slots > self._slots or slot_bytes > self._slot_bytes):
             self._release()
             aligned = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
             if device.type == "cuda":
-                self._own = CudaArea(SLOTS * aligned, device)
+                self._own = CudaArea(slots * aligned, device)
             else:
-                self._own = FileArea(f"{self._stem}{secrets.token_hex(8)}", SLOTS * aligned)
-            self._slot_bytes = aligned
+                self._own = FileArea(f"{self._stem}{secrets.token_hex(8)}", slots * aligned)
+            self._slots, self._slot_bytes = slots, aligned
 
     def slot(self, index: int) -> torch.Tensor:
         return self._area().flat[index * self._slot_bytes : (index + 1) * self._slot_bytes]
 
-    def send(self, index: int, bucket_bytes: int, receiver: Peer) -> Any:
-        return [self._area().ticket(receiver), index * self._slot_bytes]
+    def may_send(self, receiver: Peer) -> bool:
+        return True
+
+    def ticket(self, index: int, receiver: Peer) -> Ticket:
+        return self._area().ticket(receiver), index * self._slot_bytes
+
+    def send(self, index: int, bucket_bytes: int, receiver: Peer) -> None:
+        pass
 
     def sent(self, index: int, label: str) -> None:
         pass
 
-    def receive(self, sender: Peer, bucket_bytes: int, ticket: Any, label: str) -> Callable[[], torch.Tensor]:
+    def receive(
+        self, sender: Peer, bucket_bytes: int, ticket: Ticket, index: int, label: str
+    ) -> Callable[[], torch.Tensor]:
         if not isinstance(ticket, tuple):
             raise WeightSyncError(Problem(label, f"a ticket {brief(ticket)}", "the same weights.transfer at both ends"))
         of_area, begin = ticket
@@ -92,7 +102,7 @@ class SharedMemory:
     def _release(self) -> None:
         if self._own is not None:
             self._own.close()
-        self._own, self._slot_bytes = None, 0
+        self._own, self._slots, self._slot_bytes = None, 0, 0
 
 
 def remove_left_over(run: str) -> None:
