@@ -19,7 +19,7 @@ ROUTER_BYTES = 10
 """For each token and expert: float32 scores and probabilities, and two maps of bool."""
 DISPATCH_BYTES = 24
 """For each token that goes to an expert: indices (int64) there and back, and its probability in float32."""
-LOGIT_CHUNK_ELEMENTS, LOGIT_CHUNK_COLUMNS = 2**22, 2048
+LOGIT_CHUNK_ELEMENTS, LOGIT_CHUNK_COLUMNS = 2**22, {"cpu": 2048, "cuda": 8192}
 """Sizes of the chunks in which logits are made, as in megagrpo/megatron/heads.py."""
 
 
@@ -286,16 +286,21 @@ def logits_bytes(work: Pass, positions: int, *, gradients: bool, entropy: bool =
     """
     arch, tensor, element = work.architecture, work.layout.tensor, work.element_bytes
     rows = arch.padded_vocab(tensor) // tensor
-    chunks = -(-rows // max(LOGIT_CHUNK_COLUMNS, LOGIT_CHUNK_ELEMENTS // max(positions, 1)))
-    chunk, several = 4 * positions * -(-rows // chunks), chunks > 1
-    hidden = positions * arch.hidden
+    chunks = -(-rows // max(LOGIT_CHUNK_COLUMNS[work.device], LOGIT_CHUNK_ELEMENTS // max(positions, 1)))
+    columns, several, fused = -(-rows // chunks), chunks > 1, work.device == "cuda"
+    chunk, hidden = 4 * positions * columns, positions * arch.hidden
     held = hidden * element + (work.gathered_bytes if tensor > 1 else 0)
-    # Float32 chunks that live at once: where there are several, a new one is made while those of the last are there.
-    # In bfloat16 the product lies beside the first of them.
+    # On CPUs, float32 copies of what products take in bfloat16.
     narrow = element < 4
-    forward = (3.0 if entropy else 1.0 + several) + (0.5 if narrow and (several or not entropy) else 0.0)
+    copies = 4 * (hidden + columns * arch.hidden) if narrow and not fused else 0
+    # Float32 chunks that live at once: where there are several, a new one is made while those of the last are there.
+    forward = (1.0 if fused or not entropy else 2.0) + several
     if not gradients:
-        return int(held + forward * chunk)
-    backward = (4.0 if entropy else 2.0) if several else (2.0 if entropy else 1.0) + 0.5 * narrow
+        return int(held + max(copies + chunk, forward * chunk))
+    # The gradient in bfloat16, and what it multiplies; op by op, the factor of an entropy's gradient.
+    backward = (1.0 if fused or not entropy else 2.0) + (0.5 if narrow else 0.0)
+    again = chunk * (1.5 if narrow and not fused else 0.5 if narrow else 1.0) + (
+        4 * columns * arch.hidden if copies else 0
+    )
     matrix = 0 if work.adapters else rows * arch.hidden * element
-    return int(held + max(forward * chunk, backward * chunk + matrix + hidden * (4 + element)))
+    return int(held + max(forward * chunk, max(backward * chunk, again) + matrix + hidden * (4 + element)))
