@@ -153,6 +153,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
             here, column = _labels_in(part, local)
             of_label += (logits.gather(1, column)[:, 0] * scale).where(here, 0.0)
             higher, of_part, weighted_of_part = sums(logits, top, scale, entropy)
+            del logits  # before the next ones are made
             _lower(total, weighted, top - higher)
             top = higher
             total += of_part
@@ -196,6 +197,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
             hidden_grad += _product(gradient, weight[part])
             if weight_grad is not None:
                 torch.mm(gradient.t(), hidden, out=weight_grad[part])
+            del gradient
         return hidden_grad.to(hidden.dtype), weight_grad, None, None, None, None, None
 
 

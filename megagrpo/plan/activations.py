@@ -287,14 +287,13 @@ def logits_bytes(work: Pass, positions: int, *, gradients: bool, entropy: bool =
     arch, tensor, element = work.architecture, work.layout.tensor, work.element_bytes
     rows = arch.padded_vocab(tensor) // tensor
     chunks = -(-rows // max(LOGIT_CHUNK_COLUMNS[work.device], LOGIT_CHUNK_ELEMENTS // max(positions, 1)))
-    columns, several, fused = -(-rows // chunks), chunks > 1, work.device == "cuda"
+    columns, fused = -(-rows // chunks), work.device == "cuda"
     chunk, hidden = 4 * positions * columns, positions * arch.hidden
     held = hidden * element + (work.gathered_bytes if tensor > 1 else 0)
     # On CPUs, float32 copies of what products take in bfloat16.
     narrow = element < 4
     copies = 4 * (hidden + columns * arch.hidden) if narrow and not fused else 0
-    # Float32 chunks that live at once: where there are several, a new one is made while those of the last are there.
-    forward = (1.0 if fused or not entropy else 2.0) + several
+    forward = 1.0 if fused or not entropy else 2.0  # float32 chunks that live at once
     if not gradients:
         return int(held + max(copies + chunk, forward * chunk))
     # The gradient in bfloat16, and what it multiplies; op by op, the factor of an entropy's gradient.
