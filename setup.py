@@ -34,7 +34,7 @@ setup(
     ],
     extras_require={
         "sglang": ["sglang>=0.5.23,<0.6"],
-        "te": ["transformer-engine[pytorch]>=2.4"],
+        "te": ["transformer-engine[pytorch]>=2.9,<2.12"],
         "wandb": ["wandb>=0.18"],
         "tensorboard": ["tensorboard>=2.18"],
         "dev": [

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class EngineSpec:
     """What engine `index` of a recipe is made from: all that travels from the driver to the engine's process.
 
-    `gpus` are its devices as its node counts them, none on CPUs. `api_key` is that of an external server.
+    `gpus` are its devices as its node names them, none on CPUs. `api_key` is that of an external server.
     """
 
     recipe: Recipe
@@ -39,7 +39,7 @@ class EngineSpec:
     model_directory: str
     tokenizer_directory: str
     device: str
-    gpus: tuple[int, ...]
+    gpus: tuple[int | str, ...]
     api_key: str | None = field(repr=False)
 
     @property

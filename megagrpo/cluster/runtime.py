@@ -161,12 +161,15 @@ def _is_ready(group: PlacementGroup, watch: NodeWatch) -> bool:
     return False
 
 
-def _gpus(group: PlacementGroup, nodes: Sequence[str], timeout_seconds: float, watch: NodeWatch) -> dict[int, int]:
-    """By bundle, the index of its GPU on its node. nodes: the bundles' nodes, which a RankError names."""
+def _gpus(
+    group: PlacementGroup, nodes: Sequence[str], timeout_seconds: float, watch: NodeWatch
+) -> dict[int, int | str]:
+    """By bundle, its GPU on its node. nodes: the bundles' nodes, which a RankError names."""
 
     @ray.remote(num_gpus=1, num_cpus=0, max_retries=0)
-    def gpu() -> int:
-        return int(ray.get_gpu_ids()[0])
+    def gpu() -> int | str:
+        found = str(ray.get_gpu_ids()[0])  # as CUDA_VISIBLE_DEVICES of the node has it: some batch systems put UUIDs
+        return int(found) if found.isdecimal() else found
 
     names = [f"device {index} on {node}" for index, node in enumerate(nodes)]
     asked = {

@@ -27,6 +27,8 @@ WITHOUT: Mapping[str, str] = {
 """What each optional extra of setup.py is for."""
 CORNERSTONES = ("megatron-core", "sglang", "transformer-engine", "transformers", "ray", "mlflow")
 """Packages whose own requirements are compared with what is installed."""
+IN_EXTRAS = {"megatron-core": "transformer-engine"}
+"""A cornerstone, and the package that it names in extras only and that megagrpo uses with it."""
 APEX = "pip uninstall apex, then build NVIDIA's from https://github.com/NVIDIA/apex, with its C++ and CUDA extensions"
 
 
@@ -73,7 +75,8 @@ def fit_findings(
         wrong = []
         for requirement in map(Requirement, requirements_of(name)):
             found = version_of(requirement.name)
-            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            marker = requirement.marker
+            applies = marker is None or marker.evaluate({"extra": ""}) or requirement.name == IN_EXTRAS.get(name)
             if applies and found is not None and not requirement.specifier.contains(found, prereleases=True):
                 wrong.append(f"{requirement.name}{requirement.specifier}, and {found} is here")
         if wrong:

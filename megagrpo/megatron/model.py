@@ -64,6 +64,7 @@ def _build_chunk(
         _count_whole_weights_once(chunk)
     if chunk.post_process:
         chunk.output_layer = ValueHead(config) if arch.value_head else OutputLayer(chunk.output_layer)
+    chunk.to(torch.cuda.current_device())  # Megatron makes routers' weights on the CPU
     return chunk
 
 

@@ -29,7 +29,6 @@ def start(rank: int, ranks: int, meeting: StoreAddress | str, device: str, timeo
     """
     timeout = timedelta(seconds=timeout_seconds)
     _silence_harmless_warnings()
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps communication by launch order
     if device == "cpu":
         _use_loopback_if_local(meeting)
     else:

@@ -183,10 +183,13 @@ Link = Literal["device", "node", "network"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A node, by a name that is unique in the cluster, and one of its devices. Without a device, none is shared."""
+    """A node, by a name that is unique in the cluster, and one of its devices. Without a device, none is shared.
+
+    A device is its index on the node, or its UUID where the node's CUDA_VISIBLE_DEVICES has UUIDs.
+    """
 
     node: str
-    device: int | None = None
+    device: int | str | None = None
 
     def link_to(self, other: Place) -> Link:
         if self.node != other.node:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+from pathlib import Path
+
 import torch
 from megatron.core.transformer import multi_latent_attention
 from torch import Tensor
 
-from megagrpo.megatron import config, trained_model
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron import config, model, process, trained_model
+from megagrpo.recipe.schema import TrainConfig
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import critic_of
 
 
 def build_as_on_gpus() -> None:
@@ -17,6 +24,27 @@ def build_as_on_gpus() -> None:
     trained_model.layer_spec = lambda train, _: config.layer_spec(train, "cuda")
     multi_latent_attention.fused_apply_mla_rope_for_q = rotate_queries
     multi_latent_attention.fused_apply_mla_rope_for_kv = keys_and_values
+
+
+def tensors_elsewhere(directories: list[Path], layer_specs: list[str]) -> list[str]:
+    """Which tensors of the models, and of critics of them, are not on the rank's device, here the meta device."""
+    process.start_parallel(ParallelLayout(), seed=1)
+    build_as_on_gpus()
+    torch.cuda.current_device = lambda: torch.device("meta")
+    found = []
+    for directory, spec in product(directories, layer_specs):
+        policy, train = read_architecture(directory), TrainConfig(layer_spec=spec)
+        for arch in (policy, critic_of(policy)):
+            settings = config.transformer_config(arch, train, torch.bfloat16, "cuda")
+            (chunk,) = model.build_chunks(arch, settings, ParallelLayout())
+            for name, module in chunk.named_modules():
+                held = module._parameters | module._buffers | vars(module)
+                found += [
+                    f"{directory.name} {spec} {name}.{key}"
+                    for key, value in held.items()
+                    if isinstance(value, Tensor) and value.numel() and value.device.type != "meta"
+                ]
+    return found
 
 
 # --- Megatron's Triton kernels for latent attention (fusions/fused_mla_yarn_rope_apply.py) ----------------------------

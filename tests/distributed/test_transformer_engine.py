@@ -19,6 +19,7 @@ from tests.distributed.conftest import CaseOf, Tiny
 from tests.distributed.layouts import KINDS, ROWS, Row
 from tests.distributed.step_case import Case, StepResult, assert_same_step, differences, grpo_step, load_reference
 from tests.distributed.step_ranks import gather, on_ranks, step
+from tests.distributed.te_ranks import tensors_elsewhere
 from tests.distributed.test_parity_logits import check
 from tests.distributed.test_step_parity import recipe_of
 from tests.golden.record_te_manifest import TARGET, record
@@ -134,7 +135,13 @@ def test_a_wrong_mark_would_be_noticed(wrong, name, shows, in_torch):
     assert found[shows] > 1e-2, found
 
 
-# --- weights' names ---------------------------------------------------------------------------------------------------
+# --- where tensors are, and weights' names ----------------------------------------------------------------------------
+
+
+def test_every_tensor_of_a_model_is_on_the_ranks_device(tiny: Tiny) -> None:
+    directories, specs = [tiny(family) for family in KINDS], ["local", "transformer_engine"]
+    (elsewhere,) = run_ranks(1, tensors_elsewhere, directories, specs, transformer_engine=True)
+    assert elsewhere == []
 
 
 def recorded(rank: int, store: str) -> list[Any]:

@@ -37,6 +37,7 @@ class TorchImported(BaseException):
         if name == "torch":
             raise self
 
+del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
 sys.meta_path.insert(0, TorchImported())
 spec = SimpleNamespace(device="cpu", recipe=SimpleNamespace(rollout=SimpleNamespace(engine="transformers")))
 for actor, arguments in ((actors.RankActor, (None, 0, "", "", "cpu")), (engines.EngineActor, (spec,))):
@@ -44,13 +45,14 @@ for actor, arguments in ((actors.RankActor, (None, 0, "", "", "cpu")), (engines.
     try:
         actor.__ray_metadata__.modified_class().start(*arguments)
     except TorchImported:
-        print(repr(os.environ["CUDA_VISIBLE_DEVICES"]))
+        print([os.environ["CUDA_VISIBLE_DEVICES"], os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)])
 """
 
 
-def test_an_actor_for_the_cpu_hides_the_gpus_before_it_imports_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=os.environ, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["''", "''"], done.stderr
+def test_an_actor_for_the_cpu_hides_the_gpus_before_it_imports_torch_and_a_rank_orders_its_kernels() -> None:
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["['', '1']", "['', None]"], done.stderr
 
 
 # The driver imports neither Megatron nor an engine: its actors use them, and they would cost every start seconds.

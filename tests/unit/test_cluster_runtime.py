@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -94,6 +95,26 @@ def test_a_stop_ends_the_wait_for_the_numbers_of_gpus(monkeypatch: pytest.Monkey
     monkeypatch.setattr(runtime, "PlacementGroupSchedulingStrategy", lambda group, index: None)
     with pytest.raises(StopRequested):
         runtime._gpus(None, ["host-a", "host-a"], 60.0, NodeWatch({}, stop))  # type: ignore[arg-type]
+
+
+NAMES = """
+import sys
+import ray
+from ray.util.placement_group import placement_group
+from megagrpo.cluster import runtime, waiting
+ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+group = placement_group([{"GPU": 1.0, "CPU": 1.0}] * 2)
+print(runtime._gpus(group, ["host"] * 2, 100.0, waiting.NodeWatch({}, lambda: None)))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("visible", ["2,5", "GPU-8f5c,GPU-1b2d"])
+def test_gpus_have_the_names_that_their_node_gives_them(visible: str) -> None:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
+    done = subprocess.run([sys.executable, "-c", NAMES], env=environment, capture_output=True, text=True, timeout=300)
+    names = [int(name) if name.isdecimal() else name for name in visible.split(",")]
+    assert done.stdout.strip() in [str(dict(enumerate(order))) for order in (names, names[::-1])], done.stderr
 
 
 def test_only_gpus_are_shared() -> None:

@@ -4,6 +4,10 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from megagrpo.doctor.packages import fit_findings, installed_version, package_findings
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +33,29 @@ def test_the_pins_are_those_versions_that_fit_the_packages_tested_here() -> None
         assert pinned(name) == metadata.version(name)
     found = fit_findings(lambda name: metadata.requires(name) or [] if installed_version(name) else [], pinned)
     assert [finding for finding in found if finding.state != "ok"] == []
+
+
+def test_setup_py_asks_for_no_version_that_megatron_or_sglang_refuses() -> None:
+    ours = {}
+    for text in re.findall(
+        r'^ +(?:"\w+": \[)?"([\w.-]+(?:\[\w+\])?[<>=~][^"]*)"', (ROOT / "setup.py").read_text(), re.MULTILINE
+    ):
+        ours[Requirement(text).name] = Requirement(text).specifier
+    assert {"torch", "transformers", "sglang", "transformer-engine"} <= ours.keys()
+    compared = set()
+    for package in ("megatron-core", "sglang"):
+        for theirs in map(Requirement, metadata.requires(package) or []):
+            bounds = {Version(each.version) for each in (*ours.get(theirs.name, ()), *theirs.specifier)}
+            near = [
+                Version(f"{v.major}.{v.minor + step}") for v in bounds for step in (-1, 0, 1) if v.minor + step >= 0
+            ]
+            both = [v for v in (*bounds, *near) if v in ours.get(theirs.name, SpecifierSet()) and v in theirs.specifier]
+            if theirs.name in ours:
+                compared.add(theirs.name)
+                assert both, f"{package} asks for {theirs}"
+            if theirs.name == "transformer-engine":  # it has no other use
+                assert [v for v in near if v in ours[theirs.name]] == [v for v in near if v in both]
+    assert {"torch", "transformers", "transformer-engine", "einops"} <= compared
 
 
 def test_transformer_engine_is_there_for_one_cuda_only() -> None:

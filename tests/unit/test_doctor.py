@@ -15,7 +15,7 @@ REQUIRED = [
     "torch>=2.9",
     "megatron-core<0.17,>=0.16.1",
     'sglang<0.6,>=0.5.23; extra == "sglang"',
-    'transformer-engine[pytorch]>=2.4; extra == "te"',
+    'transformer-engine[pytorch]<2.12,>=2.9; extra == "te"',
     'pytest>=8; extra == "dev"',
 ]
 
@@ -49,6 +49,16 @@ def test_what_a_package_asks_of_others_is_compared_with_what_is_here() -> None:
     assert found["ray 2.60.0"].state == "ok"
     assert found["sglang 0.5.23"].state == "doubtful"
     assert found["sglang 0.5.23"].found == "asks for torch==2.14.1, and 2.13.0+cpu is here"
+
+
+@pytest.mark.parametrize(("engine", "state"), [("2.8.0", "doubtful"), ("2.11.0", "ok"), ("2.12.0", "doubtful")])
+def test_the_transformer_engine_that_megatron_names_in_an_extra_is_compared(engine: str, state: str) -> None:
+    versions = {"megatron-core": metadata.version("megatron-core"), "transformer-engine": engine}
+    asked = {"megatron-core": metadata.requires("megatron-core")}
+    found = {
+        finding.part.split()[0]: finding for finding in fit_findings(lambda name: asked.get(name, []), versions.get)
+    }
+    assert found["megatron-core"].state == state
 
 
 def test_every_optional_extra_says_what_it_is_for() -> None:
