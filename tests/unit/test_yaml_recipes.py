@@ -34,6 +34,9 @@ NODES = {
     "lora_qwen3_8b_1gpu": 1,
     "math_qwen3_30b_a3b_2x8": 2,
     "math_qwen3_32b_4x8": 4,
+    "math_qwen3_32b_8b200": 1,
+    "math_qwen3_32b_8h200": 1,
+    "math_qwen3_8b_8a100": 1,
     "math_qwen3_8b_8gpu": 1,
 }
 
