@@ -1,15 +1,18 @@
 """Gives a training rank's device memory back while the rollout engine needs it.
 
 Storages are emptied in place: parameters, optimizer and communication hold views of the same memory, and all views stay
-valid and see the old content when the storage is restored. On CUDA the content waits in pinned host memory. On a CPU
-the same code copies it, so that tests can show it.
+valid and see the old content when the storage is restored. On CUDA the content waits in pinned host memory, exactly as
+many bytes as there are: torch's own pinned memory takes the next power of two. On a CPU the same code copies it, so
+that tests can show it.
 """
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -30,6 +33,18 @@ class _Released:
     content: torch.Tensor | None
 
 
+class HostMemory:
+    """Bytes on pages of their own, pinned for copies from and to a GPU while this lives."""
+
+    def __init__(self, size_bytes: int, *, pinned: bool) -> None:
+        self.bytes = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+        if pinned:
+            cudart: Any = torch.cuda.cudart()
+            address = self.bytes.data_ptr()
+            torch.cuda.check_error(int(cudart.cudaHostRegister(address, size_bytes, 0)))
+            weakref.finalize(self, cudart.cudaHostUnregister, address)
+
+
 class Offload:
     """Which parts of a rank are on its device. `reference` are the tensors of the reference policy, if there is one.
 
@@ -47,12 +62,23 @@ class Offload:
         self._optimizer = optimizer
         self._reference = reference
         self._released: dict[Part, list[_Released]] = {}
+        self._host: dict[Part, HostMemory] = {}
+        """Kept when a part is restored: pinning takes longer than copying."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the host memory that parts are moved to."""
+        return sum(len(memory.bytes) for memory in self._host.values())
 
     def release(self, parts: Iterable[Part]) -> None:
         """Moves `parts` to host memory and frees their device memory. Does nothing for parts that are released."""
         for part in parts:
             if part not in self._released:
-                self._released[part] = _empty(self._storages(part), keep=part != "gradients")
+                storages = self._storages(part)
+                total = 0 if part == "gradients" else sum(storage.nbytes() for storage in storages)
+                if total and part not in self._host:
+                    self._host[part] = HostMemory(total, pinned=storages[0].device.type == "cuda")
+                self._released[part] = _empty(storages, self._host[part].bytes if total else None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the engine is another process
 
@@ -103,12 +129,14 @@ class Offload:
                     main.grad = None
 
 
-def _empty(storages: Sequence[torch.UntypedStorage], *, keep: bool) -> list[_Released]:
-    released = []
+def _empty(storages: Sequence[torch.UntypedStorage], host: torch.Tensor | None) -> list[_Released]:
+    """Contents go to `host`, one after the other; without it they are forgotten."""
+    released, start = [], 0
     for storage in storages:
         content = None
-        if keep:
-            content = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+        if host is not None:
+            content = host[start : start + storage.nbytes()]
+            start += storage.nbytes()
             content.copy_(_bytes_of(storage), non_blocking=True)
         released.append(_Released(storage, storage.nbytes(), content))
     _wait_for_copies()

@@ -6,6 +6,7 @@ Every method is collective: all ranks call the same ones in the same order. It k
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -90,7 +91,7 @@ class TrainRank(ModelRank):
 
     def compute_reference_logprobs(self) -> None:
         """Logprobs of the batch under the reference; they stay here."""
-        with self.reference.in_place_of(self.policy.chunks):
+        with self._reference_here() as reference, reference.in_place_of(self.policy.chunks):
             self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs("reference"))
 
     def token_kl(self) -> TokenNumbers | None:
@@ -178,7 +179,22 @@ class TrainRank(ModelRank):
 
     def update_reference(self) -> None:
         """Moves the reference towards the policy by the recipe's share."""
-        self.reference.follow(self.policy.chunks)
+        with self._reference_here() as reference:
+            reference.follow(self.policy.chunks)
+
+    @property
+    def _saves_reference(self) -> bool:
+        return self.policy.reference is not None and self.policy.reference.follows
+
+    @contextmanager
+    def _reference_here(self) -> Iterator[Reference]:
+        """Inside, the reference is on the device; afterwards in host memory if train.offload has it, in updates too."""
+        away = "reference" in self.recipe.train.offload
+        if away:
+            self.policy.offload.restore(["reference"])
+        yield self.reference
+        if away:
+            self.policy.offload.release(["reference"])
 
     @property
     def reference(self) -> Reference:
@@ -222,11 +238,13 @@ class TrainRank(ModelRank):
 
     def save(self, directory: Path) -> tuple[SavedFile, ...]:
         """Also writes the critic's state, into a directory of its own in this one."""
-        files = super().save(directory)
+        with self._reference_here() if self._saves_reference else nullcontext():
+            files = super().save(directory)
         return files + self._critic.save(directory) if self._critic else files
 
     def load(self, directory: Path) -> None:
-        super().load(directory)
+        with self._reference_here() if self._saves_reference else nullcontext():
+            super().load(directory)
         if self._critic:
             self._critic.load(directory)
 

@@ -44,7 +44,7 @@ LOWERED_BY: Mapping[str, tuple[str, ...]] = {
     "parameters": ("train.layout.tensor", "train.layout.pipeline"),
     "gradients": ("train.layout.tensor", "train.layout.pipeline", "train.lora"),
     "optimizer": ("train.layout.data", "train.layout.tensor", "train.layout.pipeline", "train.lora"),
-    "reference": ("train.layout.tensor", "train.layout.pipeline", "algorithm.kl.coefficient"),
+    "reference": ("train.offload", "train.layout.tensor", "train.layout.pipeline", "algorithm.kl.coefficient"),
     "critic": ("train.layout.tensor", "train.layout.pipeline", "train.layout.data"),
 }
 
@@ -152,6 +152,14 @@ def model_parts(case: Case, stage: int) -> dict[str, int]:
     return {name: size for name, size in found.items() if size}
 
 
+def host_bytes(case: Case) -> int:
+    """Host memory that train.offload's parts take on the fullest node. Gradients come back as zeros: they take none."""
+    away = set(case.recipe.train.offload) - {"gradients"}
+    sizes = (model_parts(case, stage) for stage in range(case.layout.pipeline))
+    fullest = max(sum(size for name, size in of_rank.items() if name in away) for of_rank in sizes)
+    return fullest * min(case.layout.ranks, case.recipe.cluster.gpus_per_node)
+
+
 def _optimizer_bytes(trained: RankParameters, train: TrainConfig, layout: ParallelLayout, item: int) -> int:
     """Adam's two moments in float32, and float32 copies of bfloat16 weights; a data rank's share of them with the
     distributed optimizer."""
@@ -210,7 +218,7 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
 
     sizes = model_parts(case, index)
     models = [Part(name, size, _that_lower(name, train, arch)) for name, size in sizes.items()]
-    moved = [replace(part, lowered_by=movable + part.lowered_by) for part in models]
+    moved = [replace(part, lowered_by=tuple(dict.fromkeys(movable + part.lowered_by))) for part in models]
     batch = _batch(recipe, stage, sequences)
     sync = list(_sync_parts(case, index, sizes["parameters"]))
     found = {}
@@ -222,7 +230,9 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
             away = {*train.offload} - {"parameters"}
             parts = [models[0], *(part for part in moved[1:] if part.name not in away), batch, *sync]
         else:
-            parts = [*models, batch, *(with_gradients if phase == "update" else without)]
+            gone = [part for part in train.offload if part == "reference" and phase == "update"]
+            parts = [part for part in models if part.name not in gone]
+            parts += [batch, *(with_gradients if phase == "update" else without)]
         if case.device == "cuda":
             # Torch keeps the memory of passes that are over; an engine on the same device does not get it. Moving
             # anything away empties torch's cache as well.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,41 @@ def test_released_memory_is_gone_and_the_numbers_stay_bit_for_bit(name: str, cas
             assert found.keys() == wanted_tensors.keys()
             for name, tensor in found.items():
                 assert torch.equal(tensor, wanted_tensors[name]), name
+
+
+def where_the_reference_is(rank: TrainRank, batch: RankBatch, advantages: Any, directory: Path | None) -> Any:
+    """Metrics; the reference's bytes on the device after its pass, in the update and after a save; host bytes."""
+    held = []
+
+    def count() -> None:
+        held.append(sum(storage.nbytes() for storage in {t.untyped_storage() for t in rank.reference_tensors}))
+
+    rank.reference_tensors = rank.reference.tensors
+    load_and_pass(rank, batch)
+    count()
+    metrics = update(rank, advantages)
+    rank.update_reference()
+    count()
+    if directory:
+        rank.save(directory)
+        count()
+    sizes = {t.untyped_storage(): t.numel() * t.element_size() for t in rank.reference_tensors}
+    return metrics, held, rank.policy.offload.host_bytes, sum(sizes.values())
+
+
+def test_the_reference_is_away_in_updates_if_it_is_offloaded(case_of: CaseOf, tmp_path: Path) -> None:
+    kl = {"kl": {"coefficient": 0.1}, "reference": {"update_every_steps": 1, "share": 0.5}}
+    found = {}
+    for offload in (["reference"], []):
+        recipe = make_recipe(ROWS["one rank"].layout, algorithm=kl, train={"offload": offload})
+        (found[bool(offload)],) = on_ranks(
+            where_the_reference_is, recipe, case_of("qwen2_tied"), tmp_path if offload else None
+        )
+    metrics, held, host_bytes, size = found[True]
+    assert metrics == found[False][0]
+    assert held == [0, 0, 0]
+    assert all(found[False][1])
+    assert host_bytes == size  # and no power of two
 
 
 def update_while_released(rank: TrainRank, batch: RankBatch, advantages: Any) -> None:

@@ -16,7 +16,7 @@ from megagrpo.plan.activations import Pass, layer_bytes, logits_bytes, stage_byt
 from megagrpo.plan.advice import checkpoint_bytes
 from megagrpo.plan.case import A_CPU, Case
 from megagrpo.plan.engine import cache_bytes_per_token, default_fraction, engine_memory
-from megagrpo.plan.memory import DeviceMemory, PhaseMemory, memory, model_parts
+from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes, memory, model_parts
 from megagrpo.plan.parameters import (
     active_parameters,
     engine_rank_parameters,
@@ -271,6 +271,17 @@ def test_offload_takes_what_it_says_from_rollouts_and_all_but_parameters_from_sy
     gone |= {"parameters"}
     assert away["rollout"] == {name: size for name, size in here["rollout"].items() if name not in gone}
     assert {"gradients", "reference"} <= set(away["rollout"])
+
+
+def test_the_reference_is_away_in_updates_if_it_is_offloaded() -> None:
+    layout, algorithm = {"tensor": 8, "pipeline": 2, "data": 2}, {"kl": {"coefficient": 0.001}}
+    train = {"total_steps": 1, "layout": layout, "offload": ["reference", "gradients"]}
+    moved = merged(layout, train=train, algorithm=algorithm)
+    here, away = phases(held_by(merged(layout, algorithm=algorithm))), phases(held_by(moved))
+    assert away["update"] == {name: size for name, size in here["update"].items() if name != "reference"}
+    assert away["logprobs"] == here["logprobs"]
+    of_stages = [model_parts(Case(moved, LLAMA, H100), stage)["reference"] for stage in (0, 1)]
+    assert host_bytes(Case(moved, LLAMA, H100)) == 8 * max(of_stages)
 
 
 def test_a_memory_saver_takes_the_engine_away_from_training() -> None:

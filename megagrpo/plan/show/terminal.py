@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megagrpo.plan.device_map import MappedDevice, axes, ranks_text, rows
-from megagrpo.plan.memory import DeviceMemory, PhaseMemory
+from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes
 from megagrpo.plan.parameters import Stage
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.search import SPARE, Choice, Search
@@ -122,6 +122,8 @@ def _memory(plan: Plan, marks: _Marks) -> RenderableType | None:
         lines += [_kind(kind, plan), _bar(kind.fullest, card, scale, marks, _colours(kind))]
     if more := kinds[KINDS_MAX:]:
         lines.append(Text(f"{len(more)} more kinds need at most {byte_text(more[0].fullest.bytes)}"))
+    if moved := host_bytes(plan):
+        lines.append(Text(f"train.offload: {byte_text(moved)} of a node's host memory, pinned"))
     return Group(*lines)
 
 

@@ -135,8 +135,9 @@ class Recipe(Section):
 
     def _offload(self) -> Iterator[Problem]:
         offload = self.train.offload
-        if offload and self.cluster.placement == "disaggregated":
-            given = f"{', '.join(offload)}, with cluster.placement: disaggregated"
+        for_engines = [part for part in offload if part != "reference"]
+        if for_engines and self.cluster.placement == "disaggregated":
+            given = f"{', '.join(for_engines)}, with cluster.placement: disaggregated"
             needed = "nothing: training has its devices to itself, with no engine to make room for"
             yield Problem("train.offload", given, needed, "remove it, or write cluster.placement: colocated")
         if "reference" in offload and self.algorithm.kl.coefficient == 0:

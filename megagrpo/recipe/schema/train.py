@@ -159,7 +159,8 @@ class TrainConfig(Section):
     """Megatron's layers: transformer_engine's fused ones, or its local ones. auto: the former where they can run."""
 
     offload: list[Literal["parameters", "gradients", "optimizer", "reference", "critic"]] = []
-    """Parts moved to host memory while they are not needed. Numbers do not change. Colocated placement only."""
+    """Parts moved to host memory while they are not needed. Numbers do not change. Colocated placement only, but for
+    the reference, which is away during updates as well."""
 
     megatron: dict[str, Any] = {}
     """Any other field of Megatron's TransformerConfig, checked against the installed version."""
