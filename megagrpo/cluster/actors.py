@@ -11,7 +11,7 @@ import psutil
 import ray
 
 from megagrpo.recipe.defaults import dtype_name, sync_directory
-from megagrpo.recipe.schema import Recipe, SftRecipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from megagrpo.weights.transport.choice import Channel
 
 
-def prepare_process(device: str) -> None:
-    """Sets the network interface of the process groups of this process and its children, unless the user has set it,
-    and hides the node's GPUs from an actor for device cpu.
+def prepare_process(device: str, recipe: AnyRecipe) -> None:
+    """Sets the network interface of the process groups of this process and its children, and what NCCL must find alike
+    in all of them, unless the user has set it; and hides the node's GPUs from an actor for device cpu.
 
     Without it, gloo takes the address that the host name resolves to, which on many machines is 127.0.1.1, and NCCL
     takes the first interface that it finds. An address that no interface has (an alias of loopback) changes nothing.
@@ -39,8 +39,21 @@ def prepare_process(device: str) -> None:
     if name := interface_of(ray.util.get_node_ip_address()):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, name)
+    for variable, value in nccl_environment(recipe).items():
+        os.environ.setdefault(variable, value)
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def nccl_environment(recipe: AnyRecipe) -> dict[str, str]:
+    """What training ranks and SGLang's ranks must have alike where NCCL joins them: SGLang sets it in its servers,
+    unless it is set there already. Colocated ones are never joined, and training ranks keep NCCL's defaults."""
+    if not isinstance(recipe, Recipe) or recipe.rollout.engine != "sglang" or recipe.cluster.placement == "colocated":
+        return {}
+    options = recipe.rollout.sglang.model_extra or {}
+    symmetric = bool(options.get("enable_symm_mem"))
+    multicast = symmetric or bool(options.get("enable_nccl_nvls"))
+    return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
 
 
 def interface_of(address: str) -> str | None:
@@ -55,9 +68,9 @@ class RankProcess:
 
     rank: Any
 
-    def prepare(self, device: str) -> None:
+    def prepare(self, device: str, recipe: AnyRecipe) -> None:
         """Call it before torch is imported."""
-        prepare_process(device)
+        prepare_process(device, recipe)
         if device == "cpu":
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused kernels: compiling them for a CPU gains nothing
 
@@ -94,7 +107,7 @@ class SftActor(RankProcess):
     """A rank of supervised fine-tuning."""
 
     def start(self, recipe: SftRecipe, rank: int, store: StoreAddress, model_directory: str, device: str) -> None:
-        self.prepare(device)
+        self.prepare(device, recipe)
         from megagrpo.megatron.sft_rank import SftRank
 
         self.rank = SftRank(recipe, rank, store, model_directory, device)
@@ -111,7 +124,7 @@ class RankActor(RankProcess):
     """A rank of GRPO or PPO. It keeps its end of the weight sync, which every sync reuses."""
 
     def start(self, recipe: Recipe, rank: int, store: StoreAddress, model_directory: str, device: str) -> None:
-        self.prepare(device)
+        self.prepare(device, recipe)
         from megagrpo.megatron.rank import TrainRank
 
         self.recipe, self.model_directory = recipe, model_directory

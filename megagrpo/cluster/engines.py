@@ -6,7 +6,7 @@ Each kind is imported where it is made: an import takes seconds, and must follow
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.engine import Engine, MemoryTag
 from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
 from megagrpo.types import Request, Sample
-from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.boxes import Manifest, Place
 
 if TYPE_CHECKING:
     from megagrpo.rollout.sglang.server import Server
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class EngineSpec:
     """What engine `index` of a recipe is made from: all that travels from the driver to the engine's process.
 
-    `gpus` are its devices as its node names them, none on CPUs. `api_key` is that of an external server.
+    `gpus` are those that its process sees (visible_gpus), as its node names them; none on CPUs. `api_key` is that of
+    an external server.
     """
 
     recipe: Recipe
@@ -59,7 +60,9 @@ class EngineActor:
     engine: Engine
 
     def start(self, spec: EngineSpec) -> None:
-        prepare_process(spec.device)
+        prepare_process(spec.device, spec.recipe)
+        if spec.gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
         self.engine = make_engine(spec)
 
     def manifests(self) -> list[Manifest]:
@@ -91,6 +94,15 @@ class EngineActor:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def visible_gpus(own: Sequence[Place], all_places: Iterable[Place]) -> tuple[int | str, ...]:
+    """The GPUs that an engine's process sees: its own first, on which alone it computes, then all others of the run on
+    its node. It maps memory of training ranks and engine ranks there, which send weights to it."""
+    first = [place.device for place in own if place.device is not None]
+    nodes = {place.node for place in own}
+    beside = {place.device for place in all_places if place.node in nodes and place.device is not None}
+    return (*first, *sorted(beside.difference(first), key=str)) if first else ()
 
 
 def make_engine(spec: EngineSpec) -> Engine:
@@ -152,7 +164,5 @@ def _started_server(spec: EngineSpec) -> Server:
         deterministic=rollout.deterministic,
     )
     environment = server_environment(spec.device, rollout.layout.tensor, spec.threads, spec.index)
-    if spec.gpus:
-        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.gpus))}
     log = run_directory(recipe) / "logs" / f"{spec.name.replace(' ', '_')}.log"
     return Server(arguments, name=spec.name, log=log.absolute(), python=rollout.sglang.python, environment=environment)

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from megagrpo.cluster.engines import EngineActor, EngineSpec
+from megagrpo.cluster.engines import EngineActor, EngineSpec, visible_gpus
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import EngineError, MegagrpoError
@@ -78,6 +78,11 @@ class Rollouts:
             own = self._runtime.places_of_engine(self._index[name])
             found += own or [Place(name)] * len(manifests)
         return tuple(found)
+
+    def visible_gpus(self) -> list[tuple[int | str, ...]]:
+        """Of the process of every rank of every engine that the run starts, in the order of `places`."""
+        own = (self._runtime.places_of_engine(index) for index in range(len(self._index)))
+        return [visible_gpus(its, self._runtime.places) for its in own for _ in its]
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Training rollouts of a step, in the order of the prompts."""
@@ -180,7 +185,7 @@ class Rollouts:
             model_directory=str(model),
             tokenizer_directory=str(tokenizer),
             device=self._runtime.device,
-            gpus=tuple(place.device for place in self._runtime.places_of_engine(index) if place.device is not None),
+            gpus=visible_gpus(self._runtime.places_of_engine(index), self._runtime.places),
             api_key=os.environ.get(self._recipe.rollout.api_key_variable or ""),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
@@ -21,7 +21,8 @@ from megagrpo.recipe.defaults import sync_directory
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.boxes import Box, Manifest, Topology, classes_of
 from megagrpo.weights.digest import digest_problems, expected_digests
-from megagrpo.weights.plan import make_plan
+from megagrpo.weights.plan import WeightPlan, make_plan
+from megagrpo.weights.planning.routes import Routes
 from megagrpo.weights.transport.buckets import bucket_problems
 from megagrpo.weights.transport.choice import Channel, TransportName, choose_transport
 from megagrpo.weights.transport.disk import remove_all, remove_older
@@ -45,6 +46,8 @@ class WeightSync:
         self.transport = choose_transport(recipe.weights.transfer_to(external=rollouts.external), topology)
         topology = replace(topology, two_hops=self.transport is TransportName.TWO_HOPS)
         self.plan = make_plan(sharing(policy.manifests()), sharing(list(chain(*manifests.values()))), topology)
+        if problems := unseen_problems(self.plan, rollouts.visible_gpus()):
+            raise WeightSyncError(problems)
         ends = accumulate(map(len, manifests.values()), initial=0)
         self._destinations = {name: tuple(range(*span)) for name, span in zip(manifests, pairwise(ends), strict=True)}
         self._host = RendezvousHost(_host(recipe.rollout.urls), recipe.weights.timeout_seconds)
@@ -250,6 +253,31 @@ def _host(urls: Iterable[str]) -> str:
     node = ray.util.get_node_ip_address()
     ways = [own_address(urlsplit(url).hostname or node) for url in urls] if node == LOOPBACK else []
     return next((way for way in ways if way != LOOPBACK), node)
+
+
+def unseen_problems(plan: WeightPlan, visible: Sequence[Collection[int | str]]) -> list[Problem]:
+    """One for each engine rank whose process does not see a GPU of its node from which the plan sends to it.
+
+    visible: by destination of the plan; none if no engine is the run's own.
+    """
+    if not visible or not isinstance(plan.transfers, Routes):
+        return []
+    sources, destinations = plan.topology.sources, plan.topology.destinations
+    straight, passed_on = plan.transfers.pairs()
+    senders = [(sources[source], to) for source, to in straight] + [(destinations[via], to) for via, to in passed_on]
+    unseen: dict[int, set[str]] = {}
+    for place, to in senders:
+        if place.node == destinations[to].node and place.device is not None and place.device not in visible[to]:
+            unseen.setdefault(to, set()).add(str(place.device))
+    return [
+        Problem(
+            where=f"{plan.destinations[to].holder}: CUDA_VISIBLE_DEVICES of its process",
+            given=f"GPUs {', '.join(map(str, visible[to]))}",
+            needed=f"GPU {', '.join(sorted(gpus))} too: weights come from its memory",
+            fix="report it",
+        )
+        for to, gpus in sorted(unseen.items())
+    ]
 
 
 def sharing(manifests: Sequence[Manifest]) -> list[Manifest]:

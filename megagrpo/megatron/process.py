@@ -41,7 +41,7 @@ def start(rank: int, ranks: int, meeting: StoreAddress | str, device: str, timeo
             rank=rank,
             world_size=ranks,
             timeout=timeout,
-            device_id=None if device == "cpu" else torch.device("cuda", torch.cuda.current_device()),
+            # No device_id: with it, every later group splits the communicator of all ranks, on all of them.
         )
     except (dist.DistError, OSError, RuntimeError, ValueError) as error:
         given = f"{meeting}: {error}"
@@ -72,6 +72,7 @@ def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         order="tp-cp-ep-dp-pp",
+        create_gloo_process_groups=False,  # for Megatron's own checkpoints
         distributed_timeout_minutes=timeout_seconds / 60,  # annotated as an integer, used as timedelta(minutes=...)
     )
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))  # torch has no public name for it

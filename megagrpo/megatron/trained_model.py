@@ -217,7 +217,7 @@ def make_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=distributed_optimizer,
     )
-    return get_megatron_optimizer(config, wrapped)
+    return get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

@@ -1,8 +1,10 @@
 """Arguments that a recipe may give in rollout.sglang, and the size of caches, asked of the installed SGLang."""
 
 import json
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +127,16 @@ def test_a_plans_cache_bytes_per_token_are_those_of_sglangs_pools() -> None:
     held = json.loads(answered.stdout.splitlines()[-1])
     each = cache_bytes_per_token(dense, 2, 2), cache_bytes_per_token(latent, 8, 2)
     assert held == [(TOKENS + 1) * size for size in each]  # with a slot for padding
+
+
+def test_sglang_sets_no_other_settings_of_nccl_and_keeps_those_that_are_there() -> None:
+    """Training ranks have these two alike (cluster/actors.py). NCCL_GRAPH_MIXING_SUPPORT is for a way of splitting
+    engines that is refused."""
+    installed = find_spec("sglang")
+    assert installed is not None
+    assert installed.origin is not None
+    source = (Path(installed.origin).parent / "srt/entrypoints/engine.py").read_text()
+    body = source.partition("def _set_envs_and_config")[2].partition("\ndef ")[0]
+    named = set(re.findall(r'os\.environ\["(NCCL_\w+)"\]', body)) - {"NCCL_GRAPH_MIXING_SUPPORT"}
+    assert named == {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"}
+    assert all(f'"{name}" not in os.environ' in body for name in named)

@@ -1,29 +1,43 @@
-"""Which transport carries the weights, and what is said of replicas that disagree."""
+"""Which transport carries the weights, which GPUs engines see, and what is said of replicas that disagree."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, given, settings
 
-from megagrpo.cluster.weight_sync import replica_problems
-from megagrpo.errors import RecipeError
+from megagrpo.cluster.actors import nccl_environment
+from megagrpo.cluster.engines import visible_gpus
+from megagrpo.cluster.weight_sync import replica_problems, unseen_problems
+from megagrpo.errors import RecipeError, WeightSyncError
 from megagrpo.recipe.load import load
 from megagrpo.recipe.schema.run import WeightsConfig
 from megagrpo.weights.boxes import Box, Place, Topology
+from megagrpo.weights.transport.buckets import incoming
 from megagrpo.weights.transport.choice import TransportName, choose_transport
+from megagrpo.weights.transport.shared_memory import require_named_gpus
 from tests.tiny_run import make_run
+from tests.unit.test_weights_plan_topology import clusters
+from tests.weight_streams import Case
 
 ONE_NODE = Topology((Place("a", 0), Place("a", 1)), (Place("a", 2),))
-TWO_NODES = Topology((Place("a", 0), Place("a", 1)), (Place("b", 0),))
+APART = Topology((Place("a", 0), Place("a", 1)), (Place("b", 0),))
+BESIDE = Topology((Place("a", 0), Place("b", 0)), (Place("b", 0), Place("a", 0)))
+ON_CPUS = Topology((Place("a"), Place("b")), (Place("b"), Place("b")))
+SOME_BESIDE = Topology((Place("a", 0), Place("a", 1)), (Place("a", 1), Place("b", 0)))
+ENGINES_SHARE = Topology((Place("a", 0), Place("a", 1)), (Place("b", 0), Place("b", 0)))
 
 
 @pytest.mark.parametrize(
     ("topology", "external", "chosen"),
     [
         (ONE_NODE, False, TransportName.SHARED_MEMORY),
-        (TWO_NODES, False, TransportName.PROCESS_GROUP),
-        (TWO_NODES, True, TransportName.DISK),
+        (APART, False, TransportName.PROCESS_GROUP),
+        (APART, True, TransportName.DISK),
+        (BESIDE, False, TransportName.TWO_HOPS),
+        (ON_CPUS, False, TransportName.TWO_HOPS),
     ],
 )
 def test_auto_chooses_by_the_places_of_ranks_and_engines(
@@ -32,11 +46,89 @@ def test_auto_chooses_by_the_places_of_ranks_and_engines(
     assert choose_transport(WeightsConfig().transfer_to(external=external), topology) is chosen
 
 
-def test_shared_memory_is_refused_between_nodes_and_taken_within_one() -> None:
-    with pytest.raises(RecipeError, match="between 2 nodes"):
-        choose_transport("shared_memory", TWO_NODES)
+@pytest.mark.parametrize(
+    ("wanted", "topology", "why"),
+    [
+        ("shared_memory", APART, "between 2 nodes"),
+        ("two_hops", APART, "a training rank beside every engine rank"),
+        ("process_group", BESIDE, "several processes on one GPU"),
+        ("process_group", SOME_BESIDE, "several processes on one GPU"),
+        ("auto", SOME_BESIDE, "several processes on one GPU"),
+        ("auto", ENGINES_SHARE, "several processes on one GPU"),
+    ],
+)
+def test_a_transport_that_cannot_work_is_refused(wanted: str, topology: Topology, why: str) -> None:
+    """NCCL allows no two ranks on one GPU."""
+    with pytest.raises(RecipeError, match=why):
+        choose_transport(wanted, topology)
+
+
+def test_a_transport_that_works_is_taken() -> None:
     assert choose_transport("shared_memory", ONE_NODE) is TransportName.SHARED_MEMORY
-    assert choose_transport("process_group", TWO_NODES) is TransportName.PROCESS_GROUP
+    assert choose_transport("process_group", APART) is TransportName.PROCESS_GROUP
+    assert choose_transport("process_group", ON_CPUS) is TransportName.PROCESS_GROUP
+    assert choose_transport("two_hops", ON_CPUS) is TransportName.TWO_HOPS
+
+
+@settings(max_examples=25)
+@given(case=clusters())
+def test_each_engine_sees_the_gpus_of_its_node_from_which_weights_come_its_own_first(case: Case) -> None:
+    """Training ranks and engines on the same devices, on others, or both; against every bucket of the plan."""
+    assert case.topology is not None
+    topology = replace(case.topology, two_hops=None not in case.topology.beside)
+    plan = replace(case, topology=topology).plan()
+    run = (*topology.sources, *topology.destinations)
+    own_places = [
+        topology.destinations[at : at + case.tensor] for at in range(0, len(topology.destinations), case.tensor)
+    ]
+    assume(all(len({place.node for place in own}) == 1 for own in own_places))
+    visible = [visible_gpus(own, run) for own in own_places for _ in own]
+    assert not unseen_problems(plan, visible)
+    active, sources = frozenset(range(len(plan.destinations))), len(plan.sources)
+    needs_others = set()
+    for index, place in enumerate(topology.destinations):
+        own = [place.device for place in own_places[index // case.tensor]]
+        assert list(visible[index][: len(own)]) == own
+        assert len(set(visible[index])) == len(visible[index])
+        for bucket in incoming(plan, index, active, 1 << 20):
+            peer = bucket.before(sources + index)
+            sender = run[peer]
+            if sender.node == place.node:
+                assert sender.device in visible[index]
+                if sender.device not in own:
+                    needs_others.add(index)
+    alone = [tuple(place.device for place in own) for own in own_places for _ in own]
+    assert {problem.where.partition(":")[0] for problem in unseen_problems(plan, alone)} == {
+        plan.destinations[index].holder for index in needs_others
+    }
+
+
+def test_an_engine_without_gpus_names_none() -> None:
+    assert visible_gpus([Place("a")], [Place("a"), Place("b")]) == ()
+
+
+def test_a_process_that_sees_fewer_gpus_than_it_was_told_of_is_refused() -> None:
+    require_named_gpus("engine 0 rank 0", "3,0,1", 3)
+    require_named_gpus("engine 0 rank 0", None, 1)
+    with pytest.raises(WeightSyncError, match=r"1 of CUDA_VISIBLE_DEVICES 3,0,1"):
+        require_named_gpus("engine 0 rank 0", "3,0,1", 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "alike"),
+    [
+        ([], {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}),
+        (["rollout.sglang.enable_nccl_nvls=true"], {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}),
+        (["rollout.sglang.enable_symm_mem=true"], {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}),
+        (["cluster.placement=colocated"], {}),
+        (["rollout.engine=transformers"], {}),
+    ],
+)
+def test_training_ranks_and_servers_that_nccl_joins_have_its_settings_alike(
+    overrides: list[str], alike: dict[str, str], tmp_path: Path
+) -> None:
+    apart = ["rollout.engine=sglang", "cluster.placement=disaggregated"]
+    assert nccl_environment(load(make_run(tmp_path), [*apart, *overrides]).recipe) == alike
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ class SharedMemory:
         self._others: dict[Peer, tuple[Any, torch.Tensor]] = {}
 
     def connect(self, sync: Sync, member: Member, part: Part, device: torch.device) -> None:
+        if device.type == "cuda":
+            require_named_gpus(member.name, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count())
         self.make_slots(SLOTS, part.sent_bytes, device)
 
     def make_slots(self, slots: int, slot_bytes: int, device: torch.device) -> None:
@@ -206,6 +208,15 @@ class CudaArea:
 
     def close(self) -> None:
         self._tickets.clear()
+
+
+def require_named_gpus(where: str, named: str | None, seen: int) -> None:
+    """Raises WeightSyncError if a process sees fewer GPUs than CUDA_VISIBLE_DEVICES names: CUDA ignores all from the
+    first on that is not there, as in a container with one GPU."""
+    if named and seen < len(named.split(",")):
+        fix = "give every process of a node, and its container, all GPUs of the run there; or weights.transfer: disk"
+        needed = "all that it was told to use: weights come from their memory"
+        raise WeightSyncError(Problem(f"{where}: GPUs", f"{seen} of CUDA_VISIBLE_DEVICES {named}", needed, fix))
 
 
 def map_cuda(ticket: dict[str, Any], label: str) -> torch.Tensor:
