@@ -184,7 +184,11 @@ def _place(location: Iterable[str | int], recipe_class: type[AnyRecipe]) -> tupl
             here = Expected(members[str(key)], others=others)
             continue
         inner = here.below(str(key))
-        if inner is None and not here.sections:
+        named = next((section for section in here.sections if section.__name__ == key), None)
+        if inner is None and named:  # pydantic's name for a section beside other values
+            here = Expected(named)
+            continue
+        if inner is None and (not here.sections or str(key).startswith("literal[")):
             break
         keys.append(key)
         if inner is None:  # a key that the section does not have
