@@ -22,8 +22,9 @@ KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), 
 def report(directory: Path, steps: int) -> str:
     """The report of the run in `directory`; tables show its last `steps` steps. Raises ReportError."""
     if not directory.is_dir():
+        given = "no such directory" if not directory.exists() else "a file"
         needed = "the directory of a run: track.directory and name of its recipe, such as runs/NAME"
-        raise ReportError(Problem(f"{directory}: no such directory", needed=needed))
+        raise ReportError(Problem(str(directory), given, needed))
     records, recipe = read_mismatch(directory), directory / "recipe.yaml"
     if not records and recipe.is_file() and b"\nkind: sft\n" in b"\n" + recipe.read_bytes():
         return f"A fine-tuning run has no rollouts to compare. Its losses are in {directory / 'metrics.jsonl'}."
@@ -40,7 +41,7 @@ def read_mismatch(directory: Path) -> list[MismatchRecord]:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     except OSError as error:
         needed = f"the directory of a run that has started: each writes {MISMATCH_FILE}"
-        raise ReportError(Problem(f"{path}: {error.strerror}", needed=needed)) from error
+        raise ReportError(Problem(str(path), error.strerror or str(error), needed)) from error
     records = []
     for number, line in enumerate(lines, 1):
         try:
@@ -88,7 +89,7 @@ def _token_row(step: int, token: WorstToken) -> list[str]:
         _number(token.train_logprob, ".4f"),
         _number(token.rollout_logprob, ".4f"),
         str(token.weight_version),
-        printable(token.prompt_id),
+        _line(token.prompt_id),
         str(token.sample),
         str(token.position),
         f"{before}【{_line(token.text)}】{after}",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 
 from megagrpo.errors import CheckpointError, Problem, RecipeError, brief, first_line
 
 STEP_MAX = 10**9
+Count = Annotated[int, pydantic.Field(ge=0, le=10**18)]
 
 FIXED: Mapping[str, str] = {
     "seed": "it seeds the order of the prompts and every sample",
@@ -34,10 +35,10 @@ FIXED: Mapping[str, str] = {
 class TrainerState:
     """The driver's state after `step` steps. Plain JSON values only."""
 
-    step: int
+    step: Annotated[int, pydantic.Field(ge=0, le=STEP_MAX)]
     """Steps finished; the next one is step + 1."""
 
-    weight_version: int
+    weight_version: Count
     """Version of the weights that the engines hold after the last sync."""
 
     data_cursor: Mapping[str, Any]
@@ -46,10 +47,10 @@ class TrainerState:
     recipe: Mapping[str, Any]
     """The resolved recipe of the run, to be compared on resume (allow_changes)."""
 
-    episodes: int = 0
+    episodes: Count = 0
     """Responses generated for training so far."""
 
-    kl_coefficient: float | None = None
+    kl_coefficient: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] | None = None
     """Weight of the KL penalty in the next step; None without a penalty, as in fine-tuning."""
 
     evaluation: Mapping[str, float] | None = None
@@ -61,7 +62,7 @@ class TrainerState:
     best_evaluation: float | None = None
     """Best value so far of the metric that early stopping watches."""
 
-    evaluations_without_best: int = 0
+    evaluations_without_best: Count = 0
     """Evaluations since that best value."""
 
     tracker_runs: Mapping[str, str] | None = None
@@ -84,8 +85,6 @@ class TrainerState:
             given = sorted(values) if isinstance(values, dict) else type(values).__name__
             keys = f"the keys {sorted(needed)}, and of others only {sorted(known - needed)}"
             raise CheckpointError(Problem(where, given=f"{given}", needed=keys))
-        if isinstance(values["step"], int) and not 0 <= values["step"] <= STEP_MAX:
-            raise CheckpointError(Problem(f"{where}: step", brief(values["step"]), f"from 0 to {STEP_MAX}"))
         try:
             return pydantic.TypeAdapter(cls).validate_python(values)
         except pydantic.ValidationError as error:

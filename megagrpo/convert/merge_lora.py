@@ -16,6 +16,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from megagrpo.checkpoint.store import RANK
 from megagrpo.checkpoint.torch_checkpoint import TorchCheckpoint
@@ -29,7 +30,8 @@ from megagrpo.convert.source import (
     trainer_state,
     training_checkpoint,
 )
-from megagrpo.errors import CheckpointError, ModelError, Problem
+from megagrpo.errors import ModelError, Problem, UnusableCheckpointError, brief, first_line
+from megagrpo.recipe.schema import LoraConfig
 from megagrpo.weights.boxes import Box, Placement
 from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.families.reading import read_json
@@ -130,13 +132,13 @@ def open_adapter(path: Path) -> Adapter:
         return _of_training(found)
     given = "no such directory" if not path.is_dir() else "a directory with neither"
     needed = f"a PEFT adapter ({ADAPTER_CONFIG}), or a training checkpoint of megagrpo (step_*)"
-    raise CheckpointError(Problem(str(path), given, needed))
+    raise UnusableCheckpointError(Problem(str(path), given, needed))
 
 
 def _of_peft(path: Path) -> Adapter:
     file = path / ADAPTER_WEIGHTS
     if not file.is_file():
-        raise CheckpointError(Problem(str(file), "no such file", "adapters as safetensors"))
+        raise UnusableCheckpointError(Problem(str(file), "no such file", "adapters as safetensors"))
     config = read_json(path / ADAPTER_CONFIG, fix="write the adapter again, with PEFT's save_pretrained")
     entries = read_header(file)
     shapes = {name: entry.shape for name, entry in entries.items()}
@@ -223,11 +225,15 @@ def _of_modules(pattern: str) -> str:
 
 
 def _of_training(path: Path) -> Adapter:
-    recipe = trainer_state(path).recipe
-    lora = recipe.get("train", {}).get("lora")
+    train = trainer_state(path).recipe.get("train")
+    lora = train.get("lora") if isinstance(train, dict) else None
     if lora is None:
-        fix = "megagrpo convert megatron-to-hf writes its weights"
-        raise CheckpointError(Problem(str(path), "a checkpoint of a run without train.lora", "one with adapters", fix))
+        given, fix = "a checkpoint of a run without train.lora", "megagrpo convert megatron-to-hf writes its weights"
+        raise UnusableCheckpointError(Problem(str(path), given, "one with adapters", fix))
+    try:
+        settings = LoraConfig.model_validate(lora)
+    except ValidationError as error:
+        raise UnusableCheckpointError(Problem(f"{path}: train.lora", brief(lora), first_line(error))) from None
     stored = TorchCheckpoint(path / RANK)
     prefix = MAIN_WEIGHTS + PREFIX
     shapes = {
@@ -235,7 +241,7 @@ def _of_training(path: Path) -> Adapter:
         for name, storage in stored.tensors.items()
         if name.startswith(prefix)
     }
-    scales = {module + ".weight": lora["alpha"] / lora["rank"] for module in _modules(shapes)}
+    scales = {module + ".weight": settings.alpha / settings.rank for module in _modules(shapes)}
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Any:
         values = stored.read(MAIN_WEIGHTS + name, start, shape)

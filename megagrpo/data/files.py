@@ -74,7 +74,7 @@ def path_problem(path: Path) -> Problem | None:
     if not path.exists():
         near = near_file(path)
         fix = f"did you mean {near}?" if near else "check the path; relative paths start at the working directory"
-        return Problem(f"{path}: no such file", needed="a parquet or JSONL file", fix=fix)
+        return Problem(str(path), "no such file", needed="a parquet or JSONL file", fix=fix)
     if not path.is_file():
         given = "a directory" if path.is_dir() else "a special file"
         return Problem(f"{path}: not a file", given, needed="a parquet or JSONL file")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.recipe.schema import AnyRecipe, SftRecipe
+
+VALUE_MAX = 1e15
+"""Of bytes, tokens, rows, seconds and factors."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def _problem(name: str, written: str) -> Problem | None:
     where, names = f"assumption {name}", [field.name for field in fields(Assumptions)]
     if name not in names:
         near = get_close_matches(name, names, n=1)
-        given = f"{name}={written}" if written else name
+        given = f"{name}={written}" if written else name or "nothing"
         fix = f"did you mean {near[0]}?" if near else ""
         return Problem(where, given, f"NAME=VALUE with one of {', '.join(names)}", fix)
     try:
@@ -168,6 +170,7 @@ def _problem(name: str, written: str) -> Problem | None:
         return Problem(where, written or "nothing", f"a number, as in {name}=0.5")
     share = name in ("packing", "overlap") or name.endswith(("_share", "_efficiency"))
     least = "at least 0" if name == "overlap" or "seconds" in name.split("_per_")[0] else "more than 0"
-    if not math.isfinite(value) or value < 0 or (value == 0 and least == "more than 0") or (share and value > 1):
-        return Problem(where, written, f"{least}{' and at most 1' if share else ''}")
+    most = 1 if share else VALUE_MAX
+    if not 0 <= value <= most or (value == 0 and least == "more than 0"):
+        return Problem(where, written, f"{least} and at most {most:g}")
     return None

@@ -100,7 +100,7 @@ def read_steps(run_directory: Path) -> list[Step]:
         steps = [line for line in map(json.loads, lines) if "seconds/step" in line and "seconds/update" in line]
     except OSError as error:
         raise ReportError(
-            Problem(f"{path}: {error.strerror}", needed=f"the directory of a run: each step adds to its {METRICS_FILE}")
+            Problem(str(path), error.strerror or str(error), f"the directory of a run: each step adds to {METRICS_FILE}")
         ) from error
     except (ValueError, TypeError) as error:
         raise ReportError(Problem(str(path), given=str(error), needed="lines of JSON, as a run writes them")) from error

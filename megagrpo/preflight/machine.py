@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 from megagrpo.doctor.packages import package_findings
 from megagrpo.errors import MegagrpoError, Problem
@@ -14,8 +15,11 @@ from megagrpo.recipe.model_rules import divisors, either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.run import address_problem
 from megagrpo.rollout.sglang.arguments import sglang_problems
+from megagrpo.track.mlflow import tracking_uri
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.sglang import split_problems
+
+SQLITE, SQLITE_BEGIN = "sqlite:///", b"SQLite format 3\0"
 
 
 def package_problems(recipe: AnyRecipe) -> Iterator[Problem]:
@@ -122,7 +126,7 @@ def address_problems(recipe: AnyRecipe, plan_only: bool) -> Iterator[Problem]:
 
 
 def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
-    """Directories that the run writes to and that cannot be made or written."""
+    """Directories that the run writes to and that cannot be made or written, and what is no database of MLflow."""
     directories = {"track.directory": run_directory(recipe)}
     if recipe.checkpoint.directory is not None:
         directories["checkpoint.directory"] = checkpoint_directory(recipe)
@@ -134,3 +138,14 @@ def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         elif not os.access(existing, os.W_OK | os.X_OK):
             needed = "a directory that can be written"
             yield Problem(field, given=f"{directory}, and {existing} is not writable", needed=needed)
+    uri = tracking_uri(recipe) if recipe.track.mlflow else ""
+    if uri.startswith(SQLITE) and (database := Path(uri.removeprefix(SQLITE))).exists():
+        if not database.is_file():
+            given = "a directory, a device or a pipe"
+        else:
+            with database.open("rb") as file:
+                begin = file.read(len(SQLITE_BEGIN))
+            given = "a file that is no SQLite database" if begin not in (b"", SQLITE_BEGIN) else ""
+        if given:
+            needed, fix = "a database, or none yet", "remove it, or set track.mlflow.uri to another"
+            yield Problem("track.mlflow", f"{database}, {given}", needed, fix)

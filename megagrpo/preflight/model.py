@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -35,15 +36,31 @@ CONFIG_FILES = ("config.json", "generation_config.json", "*.safetensors.index.js
 TEMPLATE_NEEDED = "a Jinja template that turns messages into text"
 RENDERER_SECONDS = 2
 RENDERER = f"""
-import json, resource, sys
+import datetime, json, resource, sys
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-template = sys.stdin.buffer.read().decode()
+given = json.load(sys.stdin)
 resource.setrlimit(resource.RLIMIT_CPU, ({RENDERER_SECONDS}, {RENDERER_SECONDS}))
 resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
 made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-made.filters["tojson"] = json.dumps
-question = [{{"role": "user", "content": "1+1="}}]
-print(made.from_string(template).render(messages=question, add_generation_prompt=True)[:1000])
+made.filters["tojson"] = lambda x, ensure_ascii=False, **options: json.dumps(x, ensure_ascii=ensure_ascii, **options)
+class Refused(Exception): pass
+def refuse(message): raise Refused(message)
+made.globals |= {{"raise_exception": refuse, "strftime_now": datetime.datetime.now().strftime}}
+values = {{f"{{name}}_token": "" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")}} | given["arguments"]
+values |= {{"tools": None, "documents": None, "add_generation_prompt": True}}
+question, found = {{"role": "user", "content": "1+1="}}, []
+for messages in ([question], [{{"role": "system", "content": "Add."}}, question]):
+    try:
+        if made.from_string(given["template"]).render(messages=messages, **values).strip():
+            sys.exit(0)
+        found.append("renders as nothing")
+    except Refused:
+        sys.exit(0)
+    except MemoryError:
+        raise
+    except Exception as error:
+        found.append(f"ends in {{type(error).__name__}}: {{error}}"[:300])
+print(json.dumps("a question " + found[0]))
 """
 VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
 # Tags that transformers adds to Jinja. They have no effect when a prompt is rendered.
@@ -136,16 +153,19 @@ def _local_directory(path: str, revision: str | None, patterns: tuple[str, ...],
         raise ModelError(Problem(field, given, needed, fix)) from None
 
 
-def tokenizer_problems(directory: Path, chat_template: str | None, vocabulary: int | None) -> list[Problem]:
+def tokenizer_problems(directory: Path, recipe: AnyRecipe, vocabulary: int | None) -> list[Problem]:
     """What is wrong with the tokenizer in `directory`, or with the template file that replaces its own.
 
     vocabulary: rows of the model's embedding; None if unknown.
     """
     if not directory.is_dir():
         return []
+    found = [path for pattern in TOKENIZER_FILES for path in directory.glob(pattern)]
+    if blocking := [path for path in found if path.exists() and not (path.is_file() or path.is_dir())]:
+        return [Problem(str(path), "a device or a pipe", "a tokenizer's file") for path in blocking]
     return [
         *_vocabulary_problems(directory, vocabulary),
-        *_template_problems(directory, chat_template),
+        *_template_problems(directory, recipe),
         *_generation_problems(directory / "generation_config.json", vocabulary),
     ]
 
@@ -193,21 +213,22 @@ def _generation_problems(path: Path, vocabulary: int | None) -> list[Problem]:
     return []
 
 
-def template_file_problems(path: str) -> list[Problem]:
+def template_file_problems(path: str, arguments: Mapping[str, Any]) -> list[Problem]:
     """What is wrong with a template file that replaces the tokenizer's own."""
     try:
         if Path(path).exists() and not Path(path).is_file():
             return [Problem("model.chat_template", f"{path} is a directory, a device or a pipe", TEMPLATE_NEEDED)]
-        return _syntax_problems(Path(path).read_text(encoding="utf-8"), "model.chat_template")
+        return _syntax_problems(Path(path).read_text(encoding="utf-8"), "model.chat_template", arguments)
     except OSError as error:
         return [Problem("model.chat_template", f"{path}: {error.strerror}", TEMPLATE_NEEDED)]
     except UnicodeDecodeError:
         return [Problem("model.chat_template", f"{path} is not UTF-8", TEMPLATE_NEEDED, "save it as UTF-8")]
 
 
-def _template_problems(directory: Path, chat_template: str | None) -> list[Problem]:
-    if chat_template is not None:
-        return template_file_problems(chat_template)
+def _template_problems(directory: Path, recipe: AnyRecipe) -> list[Problem]:
+    arguments = recipe.data.chat_template_arguments
+    if recipe.model.chat_template is not None:
+        return template_file_problems(recipe.model.chat_template, arguments)
     for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
         try:
             text = (directory / name).read_text(encoding="utf-8")
@@ -217,7 +238,7 @@ def _template_problems(directory: Path, chat_template: str | None) -> list[Probl
         except (ValueError, RecursionError) as error:
             return [Problem(str(directory / name), first_line(error), "JSON in UTF-8")]
         if template:
-            return _syntax_problems(template, str(directory / name))
+            return _syntax_problems(template, str(directory / name), arguments)
     fix = "set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model"
     return [Problem(str(directory), "a tokenizer without a chat template", TEMPLATE_NEEDED, fix)]
 
@@ -231,30 +252,34 @@ def _template_in(config: Any) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _syntax_problems(template: str, where: str) -> list[Problem]:
+def _syntax_problems(template: str, where: str, arguments: Mapping[str, Any]) -> list[Problem]:
     import jinja2
 
+    plain = GENERATION_TAG.sub("", template)
     try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", template))
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
     except jinja2.TemplateSyntaxError as error:
         return [Problem(where, f"line {error.lineno}: {error.message}", "a valid Jinja template")]
-    given = _rendering(GENERATION_TAG.sub("", template))
+    except RecursionError:
+        return [Problem(where, "expressions nested too deeply", "a valid Jinja template")]
+    given = _rendering(json.dumps({"template": plain, "arguments": arguments}))
     return (
         [Problem(where, given, TEMPLATE_NEEDED, "correct it, or set model.chat_template to another")] if given else []
     )
 
 
 @lru_cache
-def _rendering(template: str) -> str:
-    """What is wrong with what the template makes of a question: it has no end, takes all memory, or is nothing.
+def _rendering(asked: str) -> str:
+    """What is wrong with what the template makes of a question, alone or after a system message: it has no end, takes
+    all memory, fails, or is nothing.
 
-    A template that refuses the question may take those of the data, which a run renders at its start.
+    A template that refuses the question (raise_exception) may take those of the data, which a run renders at its start.
     """
     command, limit = [sys.executable, "-I", "-c", RENDERER], 60 * RENDERER_SECONDS
     try:
-        done = subprocess.run(command, input=template.encode(errors="replace"), capture_output=True, timeout=limit)
+        done = subprocess.run(command, input=asked.encode(), capture_output=True, timeout=limit)
     except subprocess.TimeoutExpired:
         return f"a question takes more than {limit} s to render"
-    if done.returncode < 0 or b"MemoryError" in done.stderr:
+    if done.returncode:
         return f"a question takes more than {RENDERER_SECONDS} s or 2 GB to render"
-    return "a question renders as nothing" if done.returncode == 0 and not done.stdout.strip() else ""
+    return str(json.loads(done.stdout)) if done.stdout else ""

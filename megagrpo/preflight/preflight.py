@@ -68,10 +68,11 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
     tokenizer = _attempt(problems, lambda: tokenizer_directory(recipe, model))
     if tokenizer and tokenizer in known_models().values():
         unchecked.append(f"the tokenizer of {recipe.model.path}: not on this machine")
-        problems += template_file_problems(recipe.model.chat_template) if recipe.model.chat_template else []
+        if recipe.model.chat_template:
+            problems += template_file_problems(recipe.model.chat_template, recipe.data.chat_template_arguments)
     elif tokenizer:
         vocabulary = architecture.vocab if architecture else None
-        problems += tokenizer_problems(tokenizer, recipe.model.chat_template, vocabulary)
+        problems += tokenizer_problems(tokenizer, recipe, vocabulary)
     absent = _absent_data(recipe) if plan_only else []
     unchecked += [f"{path}: no such file on this machine" for path in absent]
     problems += _data_problems(loaded, absent)

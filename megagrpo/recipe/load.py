@@ -157,8 +157,10 @@ def _load(path: str | Path, overrides: Sequence[str], kind: str | None) -> Loade
 
 def _read(path: Path) -> Document:
     try:
+        if path.exists() and not path.is_file():
+            raise RecipeError(Problem(str(path), "a directory, a device or a pipe", "a YAML file that can be read"))
         with path.open("rb") as file:
-            text = file.read(4 * CHARACTERS_MAX + 1).decode("utf-8-sig")  # /dev/zero has no end
+            text = file.read(4 * CHARACTERS_MAX + 1).decode("utf-8-sig")
     except FileNotFoundError:
         raise RecipeError(
             Problem(str(path), given="no such file", needed="a YAML recipe", fix=_other_recipes(path))

@@ -124,6 +124,10 @@ def _adapters(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem
         needed = "a model with q_proj, k_proj and v_proj"
         yield Problem("train.lora", given, needed, "remove train.lora, or choose another model")
         return
+    most = max(architecture.hidden, architecture.ffn, architecture.heads * architecture.head_dim)
+    if recipe.train.lora.rank > most:
+        given, needed = str(recipe.train.lora.rank), f"at most {most}, the longest side of the model's matrices"
+        yield Problem("train.lora.rank", given, needed, "a rank of 8 to 64 is usual")
     layout = recipe.train.layout.parallel()
     if architecture.experts is not None and layout.expert_tensor > 1:
         default = "" if recipe.train.layout.expert_tensor else " (the default: as tensor)"

@@ -188,8 +188,9 @@ def first_progress(recipe: AnyRecipe, cursor: Cursor[Any], state: TrainerState |
         early = EarlyStopping(rule) if rule else None
         if state and recipe.algorithm.kl.target is not None and state.kl_coefficient is not None:
             coefficient = state.kl_coefficient
-        before = (state.recipe.get("eval") or {}).get("early_stopping") if state else None
-        if state and rule and before and before["metric"] == rule.metric:
+        saved = state.recipe.get("eval") if state else None
+        before = saved.get("early_stopping") if isinstance(saved, dict) else None
+        if state and rule and isinstance(before, dict) and before.get("metric") == rule.metric:
             early = EarlyStopping(rule, state.best_evaluation, state.evaluations_without_best)
     if state is None:
         return Progress(coefficient, cursor.state(), early=early)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from megagrpo.checkpoint.store import MANIFEST, CheckpointStore, SavedFile, describe
 from megagrpo.checkpoint.trainer_state import FIXED, TrainerState, allow_changes
-from megagrpo.errors import CheckpointError, RecipeError
+from megagrpo.errors import EXIT_USER_ERROR, CheckpointError, RecipeError
 from tests.small_disk import small_disk
 from tests.tiny_run import recipe_with
 
@@ -125,8 +126,9 @@ def test_if_every_checkpoint_is_damaged_the_error_names_each(tmp_path: Path) -> 
     store = CheckpointStore(tmp_path, keep_last=3)
     for step in (5, 10):
         (save(store, step) / "rank/.metadata").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"(?s)step_000010.*\.metadata has 0 bytes instead of 7.*step_000005"):
+    with pytest.raises(CheckpointError, match=r"(?s)step_000010.*\.metadata has 0 bytes.*7.*step_000005") as said:
         store.latest_complete()
+    assert said.value.exit_code == EXIT_USER_ERROR
 
 
 def test_a_file_that_a_rank_said_it_wrote_but_is_not_there_stops_the_commit(tmp_path: Path) -> None:
@@ -164,6 +166,17 @@ def test_trainer_state_without_a_field_that_was_added_has_its_default_and_an_unk
     for wrong, named in ((values | {"moon_phase": 0.5}, "moon_phase"), ({"step": 3}, "weight_version")):
         with pytest.raises(CheckpointError, match=named):
             TrainerState.from_json(json.dumps(wrong))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("step", -1), ("step", 2**80), ("weight_version", -1), ("episodes", 2**80), ("evaluations_without_best", -1)]
+    + [("kl_coefficient", value) for value in (math.nan, math.inf, -0.5)],
+)
+def test_a_number_of_the_trainers_state_that_cannot_be_is_refused(field: str, value: float) -> None:
+    values = json.loads(state(3).to_json()) | {field: value}
+    with pytest.raises(CheckpointError, match=f"trainer.json: {field}"):
+        TrainerState.from_json(json.dumps(values))
 
 
 def recipe() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from megagrpo.convert import hugging_face
 from megagrpo.convert.merge_lora import merge_lora, open_adapter
-from megagrpo.errors import CheckpointError, ModelError
+from megagrpo.errors import EXIT_USER_ERROR, CheckpointError, ModelError
 from tests.safetensors_files import ADAPTED, saved, write_peft
 from tests.tiny_models import make_model
 
@@ -156,5 +156,8 @@ def test_a_config_that_is_no_json_object_is_said(model: Path, tmp_path: Path, te
 
 
 def test_what_is_no_adapter_is_said(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
-        merge_lora(model, tmp_path, tmp_path / "merged")
+    (tmp_path / "file").write_text("garbage")
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(CheckpointError, match=r"adapter_config\.json") as said:
+            merge_lora(model, path, tmp_path / "merged")
+        assert said.value.exit_code == EXIT_USER_ERROR

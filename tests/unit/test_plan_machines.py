@@ -65,6 +65,8 @@ def test_assumptions_are_given_by_name():
         ("disk_bytes_per_second=0", "more than 0"),
         ("driver_seconds=-1", "at least 0"),
         ("update_factor=nan", "more than 0"),
+        ("response_tokens=1e300", "at most 1e+15"),
+        ("=", "given: nothing"),
     ],
 )
 def test_a_bad_assumption_is_refused_with_what_it_should_be(text, says):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -107,9 +108,37 @@ def test_a_model_that_sglang_holds_in_no_layout_needs_another_engine(tmp_path: P
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "2 s or 2 GB"),
         ("{{ 'a' * 10**10 }}", "2 s or 2 GB"),
         ("{% if messages[0].role == 'robot' %}{{ messages }}{% endif %}", "renders as nothing"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+        ("{{ messages[0].content.a.b }}", "UndefinedError"),
+        ("{{ messages | surprise }}", "TemplateAssertionError"),
+        ("{{ 9 ** (9 ** 9) }}", "2 s or 2 GB"),
+        ("{{ " + 9999 * "(", "nested too deeply"),
     ],
 )
 def test_a_chat_template_without_an_end_or_a_result_is_refused(template: str, given: str, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text(template)
     with pytest.raises(MegagrpoError, match=f"chat_template(?s:.)*{given}"):
         preflight(load(make_run(tmp_path), [f"model.chat_template={tmp_path}/own.jinja"]), plan_only=True)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('a system message is needed') if messages[0].role != 'system' }}{{ messages[1].content }}",
+        "{{ bos_token + strftime_now('%Y') + messages[1].content.strip() }}",
+        "{{ style.upper() }}{% generation %}{{ messages | tojson(indent=1) }}{% endgeneration %}",
+    ],
+)
+def test_a_chat_template_that_the_data_may_suit_is_taken(template: str, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(template)
+    given = [f"model.chat_template={tmp_path}/own.jinja", "data.chat_template_arguments={style: brief}"]
+    preflight(load(make_run(tmp_path), given), plan_only=True)
+
+
+@pytest.mark.parametrize("file", ["recipe.yaml", "train.jsonl", "model/config.json", "model/tokenizer_config.json"])
+def test_a_pipe_that_nobody_writes_to_is_refused(file: str, tmp_path: Path) -> None:
+    recipe = make_run(tmp_path)
+    (tmp_path / file).unlink()
+    os.mkfifo(tmp_path / file)
+    with pytest.raises(MegagrpoError, match=r"a pipe|a special file"):
+        preflight(load(recipe), plan_only=True)

@@ -84,6 +84,13 @@ def test_a_mistake_in_a_recipe_is_located(old: str, new: str, place: str, tmp_pa
     assert place in refused(recipe)
 
 
+@pytest.mark.parametrize("content", [None, b"garbage" * 99])
+def test_what_is_no_database_of_mlflow_is_refused(content: bytes | None, tmp_path: Path, refused: Refused) -> None:
+    recipe, database = make_run(tmp_path), tmp_path / "mlflow.db"
+    database.mkdir() if content is None else database.write_bytes(content)
+    assert "mlflow.db" in refused(recipe, "track.mlflow={}", f"track.directory={tmp_path}")
+
+
 def test_a_missing_recipe_is_refused_with_its_neighbours(tmp_path: Path, refused: Refused) -> None:
     make_run(tmp_path).rename(tmp_path / "other.yaml")
     assert "other.yaml" in refused(tmp_path / "recipe.yaml")
@@ -95,6 +102,7 @@ WRONG = """
     name=../tiny train.total_steps data.train.1.path=x seed.value=1 train.total_steps=null
     train.megatron.hiden_dropout=0 model.chat_template={tmp}/broken.jinja data.train.0.path={tmp}/none.jsonl
     data.train.0.path={tmp}/cut.parquet checkpoint.keep_best=products/mean@1 reward.functions.0.function=gsm8
+    data.train.0.amount=1000000000 data.train.0.amount=1e300 algorithm.loss.dual_clip=1e300
     reward.functions.0.function={tmp}/mine.py:score track.directory={tmp}/train.jsonl
 """
 

@@ -76,9 +76,10 @@ def test_only_what_a_model_has_can_be_recomputed(again: str, config: dict[str, A
         ("rollout.response_tokens_max", ["rollout.response_tokens_max=49"]),
         ("eval.response_tokens_max", [EVAL, "eval.response_tokens_max=49"]),
         ("rollout.stop_token_ids", ["rollout.stop_token_ids=[5, 31]"]),
+        ("train.lora.rank", ["train.lora={rank: 65}"]),
     ],
 )
-def test_lengths_and_tokens_that_the_model_does_not_have_are_named(field: str, overrides: list[str]) -> None:
+def test_lengths_tokens_and_ranks_that_the_model_does_not_have_are_named(field: str, overrides: list[str]) -> None:
     (problem,) = model_problems(recipe_with(*overrides), architecture_of(CONFIG))
     assert problem.where == field
 

@@ -99,20 +99,21 @@ def test_the_report_shows_the_last_steps_and_the_worst_tokens_of_all(
 def test_a_token_is_shown_in_one_line_and_one_that_is_not_a_number_comes_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = replace(TOKEN, before="a\nb", text="\x1b[31m", after="\t", rollout_logprob=math.nan)
+    broken = replace(TOKEN, prompt_id="\x1b[2J\n", before="a\nb", text="\x1b[31m", after="\t", rollout_logprob=math.nan)
     write(tmp_path, *records(range(1, 3)), replace(RECORD, step=3, worst=(broken,)))
     assert main(["report", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     worst = lines[next(number for number, line in enumerate(lines) if "difference" in line.split()) + 1]
     assert "not finite" in worst
+    assert r"\x1b[2J\n" in worst
     assert worst.endswith(r"a\nb【\x1b[31m】\t")
 
 
 def test_what_is_not_a_run_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "absent")]) == EXIT_USER_ERROR
-    assert "absent: no such directory" in capsys.readouterr().err
+    assert "absent\n      given: no such directory" in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == EXIT_USER_ERROR
-    assert "mismatch.jsonl: No such file" in capsys.readouterr().err
+    assert "mismatch.jsonl\n      given: No such file" in capsys.readouterr().err
     whole = json.dumps(asdict(RECORD))
     garbage = ['{"step": 1}', "\udcff\x00", "[" * 100_000, whole.replace("640", '"640"'), whole.replace('"6#"', "6")]
     for line in (*garbage, whole.replace("2.25", "[]"), whole.replace('"worst": [', '"worst": [7, ')):

@@ -106,6 +106,16 @@ def test_a_run_told_to_stop_saves_what_is_done_and_continues_as_if_it_had_not_be
     assert recorder.saved[-1] == undisturbed.saved[-1]
 
 
+@pytest.mark.parametrize("saved", [{}, {"eval": "x"}, {"eval": {"early_stopping": 1}}])
+def test_a_run_continues_from_a_checkpoint_whose_recipe_lacks_an_evaluation(saved: dict[str, Any]) -> None:
+    watched = ["eval.files=[{path: a.jsonl}]", "eval.early_stopping={metric: mean@1, patience: 2}"]
+    run = step_fakes.make_run(*watched, scores=lambda prompt: [1.0] * 4)
+    state = TrainerState(2, 2, run.cursor.state(), saved, best_evaluation=0.5)
+    begun = run_loop.first_progress(run.recipe, run.cursor, state)
+    assert begun.early is not None
+    assert (begun.step, begun.early.best) == (2, None)
+
+
 def test_a_run_told_to_stop_still_ends_with_the_mismatch_that_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     monkeypatch.setattr(train, "report_mismatch", lambda recipe, step, *given: Problem("far") if step == 2 else None)
