@@ -110,10 +110,10 @@ class TrainRank(ModelRank):
         """
         update = self.begin_update(advantages, kl_coefficient, step)
         grad_norms = []
-        for _ in range(self.recipe.algorithm.epochs):
-            for minibatch, weights in update.minibatches:
-                self.compute_gradients(minibatch, weights, update)
-                grad_norms.append(self.policy.optimizer_step(lr))
+        steps = self.recipe.algorithm.epochs * update.minibatches
+        for number, (minibatch, weights) in enumerate(steps, start=1):
+            self.compute_gradients(minibatch, weights, update)
+            grad_norms.append(self.policy.optimizer_step(lr, more=number < len(steps)))
         if not self.has_logits:
             return None
         seen = [update.before_update[index] for index in sorted(update.before_update)]

@@ -58,14 +58,14 @@ class TrainedModel:
         self.layout = train.layout.parallel()
         self.where = where
         self._dtype_name = str(dtype).removeprefix("torch.")
-        self._settings = train.optimizer
+        self._settings, self._overlap = train.optimizer, train.overlap
         config = transformer_config(architecture, train, dtype, device)
         self._side = TE_SPEC if layer_spec(train, device) == "transformer_engine" else LOCAL_SPEC
         models = build_chunks(architecture, config, self.layout)
         load_files(directory, self.manifest(), named_tensors(models), architecture)
         self.adapters = Adapters(models, architecture, self.manifest(), adapters, seed) if adapters else None
         sum_gradients(config)
-        self.chunks = wrap_chunks(models, config, train.distributed_optimizer)
+        self.chunks = wrap_chunks(models, config, train)
         self.optimizer = make_optimizer(self.chunks, train.optimizer, train.distributed_optimizer, dtype)
         self.reference: Reference | None = None
         self.offload = Offload(self.chunks, self.optimizer)
@@ -131,16 +131,20 @@ class TrainedModel:
         self.zero_gradients()
         forward_backward(self.chunks, microbatches, loss)
 
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float, *, more: bool = False) -> float:
         """Clips the gradients in the chunks' buffers, steps, and returns their global norm before clipping.
 
-        Raises RankError if it is not finite.
+        If `more` steps follow, the next forward pass brings the new weights (train.overlap); otherwise they are in
+        place when this returns. Raises RankError if the norm is not finite.
         """
         set_learning_rate(self.optimizer, lr, self._settings.weight_decay)
         _, grad_norm, _ = self.optimizer.step()
         if not math.isfinite(grad_norm):
             fix = f"{DIVERGED_FIX} (checkpoints are not affected)"
             raise RankError(Problem("update: the gradient is not finite", f"norm {grad_norm}", fix=fix))
+        if not more and "parameters" in self._overlap:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
         return float(grad_norm)
 
     def keep_reference(self, share: float | None) -> None:
@@ -171,17 +175,20 @@ class TrainedModel:
 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", module="megatron")
 
 
-def wrap_chunks(
-    chunks: list[GPTModel], config: TransformerConfig, distributed_optimizer: bool
-) -> list[DistributedDataParallel]:
-    """Gives each model chunk gradient buffers: float32 whatever the weights' type, summed over data and context ranks.
+def wrap_chunks(chunks: list[GPTModel], config: TransformerConfig, train: TrainConfig) -> list[DistributedDataParallel]:
+    """Gives each model chunk gradient buffers, summed over data and context ranks.
 
     Sums, not means: calculate_per_token_loss makes Megatron scale neither dense nor expert gradients, because the loss
     has global denominators already. The weights move into the wrapper's buffers: tensors taken from parameters before
     are no longer the weights.
     """
+    overlaps = "gradients" in train.overlap
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, check_for_nan_in_grad=False
+        grad_reduce_in_fp32=train.gradient_dtype == "float32",
+        use_distributed_optimizer=train.distributed_optimizer,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather="parameters" in train.overlap,
+        check_for_nan_in_grad=False,
     )
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
@@ -191,6 +198,9 @@ def wrap_chunks(
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             if buffer.gradient_scaling_factor != 1.0:
                 raise ValueError(f"gradients would be scaled by {buffer.gradient_scaling_factor}; the loss needs sums")
+    if overlaps:  # schedules sum the gradients of the last microbatch's backward pass, and those before it with them
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
 
 

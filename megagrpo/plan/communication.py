@@ -24,8 +24,6 @@ from megagrpo.weights.families.architecture import Architecture
 Link = Literal["node", "network"]
 Seconds = dict[str, float]
 """By what they are spent on."""
-GRADIENT_BYTES = 4
-"""Gradients are summed in float32 (megatron/trained_model.py)."""
 
 
 def added(*parts: Mapping[str, float]) -> Seconds:
@@ -216,17 +214,18 @@ def stage_seconds(arch: Architecture, layout: ParallelLayout, groups: Groups, pa
 
 
 def replica_seconds(
-    dense: float, experts: float, distributed_optimizer: bool, groups: Groups, item_bytes: int, links: Links
+    dense: float, experts: float, train: TrainConfig, groups: Groups, item_bytes: int, links: Links
 ) -> Seconds:
     """Gradients summed over replicas and new weights back, for one optimizer step, by what is exchanged and the link.
     `dense` and `experts` are the trained elements of one rank. Without the distributed optimizer gradients are
     all-reduced: scattered, and gathered in their own dtype."""
-    back = item_bytes if distributed_optimizer else GRADIENT_BYTES
+    gradient_bytes = 2 if train.gradient_dtype == "bfloat16" else 4
+    back = item_bytes if train.distributed_optimizer else gradient_bytes
     seconds = {}
     of_dense, of_experts = ("data", groups.replicas, dense), ("data of experts", groups.expert_replicas, experts)
     for name, group, elements in (of_dense, of_experts):
         if group.ranks > 1 and elements:
-            for what, each in (("gradients", GRADIENT_BYTES), ("weights", back)):
+            for what, each in (("gradients", gradient_bytes), ("weights", back)):
                 label = f"{name}: {what} communication ({group.link})"
                 seconds[label] = gather(group, elements * each, 1, links)
     return seconds

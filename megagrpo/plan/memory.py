@@ -138,7 +138,8 @@ def model_parts(case: Case, stage: int) -> dict[str, int]:
     if train.lora is not None:
         trained = adapter_parameters(architecture, layout, stage, train.lora)
         weights += trained.total
-    found = {"parameters": weights * item, "gradients": 4 * trained.total}  # summed in float32, whole on every rank
+    each = 2 if train.gradient_dtype == "bfloat16" else 4
+    found = {"parameters": weights * item, "gradients": each * trained.total}  # whole on every rank
     found["optimizer"] = _optimizer_bytes(trained, train, layout, item)
     if isinstance(recipe, Recipe):
         algorithm = recipe.algorithm
@@ -148,7 +149,7 @@ def model_parts(case: Case, stage: int) -> dict[str, int]:
             found["reference"] = trained.total * (item + exact)
         if algorithm.critic is not None:  # adapters are never on it
             values = rank_parameters(critic_of(case.critic or architecture), layout, stage, fused)
-            found["critic"] = values.total * (item + 4) + _optimizer_bytes(values, train, layout, item)
+            found["critic"] = values.total * (item + each) + _optimizer_bytes(values, train, layout, item)
     return {name: size for name, size in found.items() if size}
 
 

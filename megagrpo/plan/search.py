@@ -36,7 +36,6 @@ APART = (*(f"train.layout.{size}" for size in ("tensor", "pipeline", "context", 
 CHUNKS = (1, 2, 4)
 ENGINE_SHARES = ((1, 4), (1, 2), (3, 4))  # of all GPUs, for engines on GPUs of their own
 ENGINE_WEIGHTS_SHARE = 0.4
-GRADIENT_BYTES = 6  # bfloat16 weights and float32 gradients: no rank that trains holds less for a parameter
 MEMORY_SHARES = (0.5, 0.65, 0.8)
 SGLANG = "rollout.sglang"
 
@@ -206,7 +205,8 @@ def _sparing_layouts(run: _Run) -> Iterator[Values]:
     none can."""
     recipe, arch, engine = run.case.recipe, run.case.architecture, _first_engine(run)
     experts = expert_parameters(arch)
-    dense, each = total_parameters(arch) - experts, 2 if recipe.train.lora else GRADIENT_BYTES
+    dense, each = total_parameters(arch) - experts, 4 if recipe.train.gradient_dtype == "bfloat16" else 6
+    each = 2 if recipe.train.lora else each  # bytes for each parameter: weights, and gradients of what is trained
 
     def least(values: Values) -> float:
         """No layout can have less on its fullest rank, during the update."""

@@ -30,7 +30,7 @@ from megagrpo.plan.communication import (
     stage_seconds,
 )
 from megagrpo.plan.parameters import adapted_linears, adapter_parameters, layer_counts, rank_parameters, stages
-from megagrpo.recipe.schema import LoraConfig, TrainConfig
+from megagrpo.recipe.schema import LoraConfig, Recipe, TrainConfig
 from megagrpo.recipe.schema.train import RecomputeModule
 from megagrpo.weights.families.architecture import Architecture
 
@@ -178,7 +178,20 @@ class TrainingRanks:
     def update_seconds(self, batch: BatchSize) -> Seconds:
         """Forward, backward and one optimizer step."""
         seconds = self._pass_seconds(training_products(self.train), (1, 1), batch, self.microbatches(batch))
-        return added(seconds, self._step_seconds)
+        return added(seconds, self._exposed(self._step_seconds, sum(seconds.values()) / self.microbatches(batch)))
+
+    def _exposed(self, step: Seconds, microbatch: float) -> Seconds:
+        """What passes over a `microbatch` of so many seconds do not hide (train.overlap). Gradients: two thirds of the
+        last one, its backward pass. Parameters: after all steps but an update's last, the first one's forward pass."""
+        overlap, recipe, hidden = self.train.overlap, self.case.recipe, dict(step)
+        steps = recipe.algorithm.minibatches * recipe.algorithm.epochs if isinstance(recipe, Recipe) else 1
+        behind = {"gradients": (2 / 3, 1.0), "weights": (1 / 3, (steps - 1) / steps)}
+        for name, spent in step.items():
+            what = "gradients" if "gradients" in name else "weights" if "weights" in name else ""
+            if what and ("gradients" if what == "gradients" else "parameters") in overlap:
+                share, often = behind[what]
+                hidden[name] = spent - often * min(spent, share * microbatch)
+        return hidden
 
     def microbatches(self, batch: BatchSize) -> int:
         """On each data rank (batching/rank_batches.py): as many as hold the tokens, and enough to fill the pipeline."""
@@ -274,7 +287,7 @@ class TrainingRanks:
                 held = adapter_parameters(self.arch, self.case.layout, stage, train.lora)
             if held.total > dense + routed:
                 dense, routed = held.total - held.experts, held.experts
-        found = replica_seconds(dense, routed, train.distributed_optimizer, groups, self.case.item_bytes, self._links)
+        found = replica_seconds(dense, routed, train, groups, self.case.item_bytes, self._links)
         seconds = {name: spent * (1 - assumed.overlap) for name, spent in found.items()}
         owned = float(dense + routed)
         if train.distributed_optimizer:

@@ -51,7 +51,7 @@ def measure(
     if train.lora is not None:
         Adapters(chunks, arch, LOCAL_SPEC.manifest(arch, layout, where, dtype), train.lora, seed=1)
     sum_gradients(config)
-    wrapped = wrap_chunks(chunks, config, train.distributed_optimizer)
+    wrapped = wrap_chunks(chunks, config, train)
     batch: list[PackedTensors] = []
 
     def loss(index: int, hidden: torch.Tensor) -> torch.Tensor:

@@ -104,6 +104,33 @@ def test_the_same_seed_and_layout_give_the_same_numbers(case, several_alone):
     np.testing.assert_array_equal(change, several_alone[1])
 
 
+@pytest.mark.parametrize("name", ["tensor, data", "unequal, context, expert"])
+def test_exchanges_beside_passes_change_no_number(name: str, case: Case) -> None:
+    """Of several steps and updates: also weights that a forward pass brings are there when others read them."""
+    layout = ROWS[name].of("qwen3")
+    found = []
+    for overlap in ([], ["gradients", "parameters"]):
+        train = {"overlap": overlap, "distributed_optimizer": True}
+        results = on_ranks(several_steps, make_recipe(layout, algorithm=SEVERAL, train=train), case)
+        metrics, before, after = zip(*results, strict=True)
+        found.append((figures(the_one(metrics)), assemble(after)))
+        assert any((found[-1][1][key] != value).any() for key, value in assemble(before).items())
+    (wanted, wanted_weights), (metrics, weights) = found
+    assert metrics == wanted
+    for key, value in wanted_weights.items():
+        np.testing.assert_array_equal(weights[key], value)
+
+
+def test_gradients_in_bfloat16_are_near_those_in_float32(case: Case) -> None:
+    layout, norms = ROWS["tensor, data"].of("qwen3"), []
+    for kind in ("float32", "bfloat16"):
+        recipe = make_recipe(layout, model={"path": "unused", "dtype": "bfloat16"}, train={"gradient_dtype": kind})
+        metrics, *_ = zip(*on_ranks(several_steps, recipe, case), strict=True)
+        norms.append(the_one(metrics).grad_norm)
+    assert norms[0] != norms[1]
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)
+
+
 # --- old logprobs and reference ---------------------------------------------------------------------------------------
 
 
@@ -119,6 +146,8 @@ def test_one_update_needs_no_pass_for_old_logprobs(case):
     (own,), (stored,) = (on_ranks(first_metrics, recipe, case, old) for old in (False, True))
     assert own.ratio_mean == 1.0
     assert own.clip_low_fraction == own.clip_high_fraction == 0.0
+    # Exactly, also by logprobs of a pass of their own: clips of 3e-4, as GSPO's, are as small as rounding.
+    assert (stored.ratio_mean, stored.clip_low_fraction, stored.clip_high_fraction) == (1.0, 0.0, 0.0)
     assert own.kl is None
     assert figures(replace(stored, kl=0)) == pytest.approx(figures(replace(own, kl=0)), rel=1e-5)
     assert 0 < own.entropy < np.log(131)

@@ -145,7 +145,8 @@ def test_stages_send_each_microbatch_forth_and_its_gradient_back():
 @pytest.mark.parametrize(("distributed", "back"), [(True, 2), (False, 4)])
 def test_replicas_sum_gradients_and_get_weights_back(distributed, back):
     groups = Groups.of(ParallelLayout(tensor=2, data=16), 8)
-    found = replica_seconds(1e9, 0.0, distributed, groups, 2, Links(1e30, 1.0, 0.0, 0.0))
+    train = TrainConfig(total_steps=1, distributed_optimizer=distributed)
+    found = replica_seconds(1e9, 0.0, train, groups, 2, Links(1e30, 1.0, 0.0, 0.0))
     each = 15 / 16 / 4  # four of the sixteen replicas share a node's network
     assert list(found.values()) == pytest.approx([4e9 * each, back * 1e9 * each])
     assert all("(network)" in name for name in found)

@@ -221,6 +221,18 @@ def test_offloading_takes_time_between_the_phases():
     assert found["to the host and back"] == pytest.approx(expected, rel=0.02)
 
 
+def test_exchanges_beside_passes_and_gradients_in_bfloat16_take_less_time():
+    def exchanged(**train):
+        found = parts(case(train={"layout": {"tensor": 2, "data": 4}, **train}), "update")
+        return [sum(spent for name, spent in found.items() if what in name) for what in ("gradients", "weights")]
+
+    alone, beside = exchanged(), exchanged(overlap=["gradients", "parameters"])
+    narrow = exchanged(gradient_dtype="bfloat16")
+    assert beside[0] < alone[0]
+    assert beside[1] == alone[1]  # of one optimizer step, the last of its update
+    assert narrow == [pytest.approx(alone[0] / 2, rel=0.01), alone[1]]
+
+
 def test_supervised_fine_tuning_has_updates_only():
     time = step_time(Case(plans.sft_recipe(examples=128, layout={"data": 8}), LLAMA_8B, H100))
     assert [phase.phase for phase in time.phases] == ["update", "driver"]

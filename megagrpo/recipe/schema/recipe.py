@@ -14,7 +14,7 @@ from megagrpo.recipe.schema.eval import EvalConfig, metric_rules
 from megagrpo.recipe.schema.reward import RewardConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, TrackConfig, WeightsConfig
-from megagrpo.recipe.schema.train import TrainConfig, device_rules, length_rules, longest_rules
+from megagrpo.recipe.schema.train import TrainConfig, device_rules, dtype_rules, length_rules, longest_rules
 from megagrpo.section import Section, Seed
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -59,6 +59,7 @@ class Recipe(Section):
         )
         yield from self._passes()
         yield from device_rules(self.train, self.cluster)
+        yield from dtype_rules(self.train, self.model.dtype)
         yield from self._offload()
         yield from self._evaluation()
         yield from self._devices()

@@ -11,7 +11,7 @@ from megagrpo.errors import Problem
 from megagrpo.recipe.schema.data import DataFileConfig
 from megagrpo.recipe.schema.recipe import RunName
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, TrackConfig
-from megagrpo.recipe.schema.train import TrainConfig, device_rules, length_rules, longest_rules
+from megagrpo.recipe.schema.train import TrainConfig, device_rules, dtype_rules, length_rules, longest_rules
 from megagrpo.section import PositiveInt, Section, Seed, Tokens
 
 NO_ENGINES = "nothing: supervised fine-tuning has no engines"
@@ -98,6 +98,7 @@ class SftRecipe(Section):
             needed = "nothing: no logprobs are computed before an update"
             yield Problem("train.logprob_tokens_per_microbatch", given, needed, "remove it")
         yield from device_rules(train, self.cluster)
+        yield from dtype_rules(train, self.model.dtype)
         if train.offload:
             yield Problem("train.offload", given=", ".join(train.offload), needed=NO_ENGINES, fix="remove it")
         if self.cluster.placement != "colocated":

@@ -152,6 +152,15 @@ class TrainConfig(Section):
     distributed_optimizer: bool = True
     """Split optimizer states over the data ranks."""
 
+    overlap: list[Literal["gradients", "parameters"]] = []
+    """Exchanges among data ranks that go on beside passes: gradients are summed bucket by bucket while the last
+    microbatch's backward pass goes on; parameters of an optimizer step are gathered in the next minibatch's forward
+    pass. Numbers do not change."""
+
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of gradients' buffers, in which microbatches and data ranks are summed. bfloat16 takes half of the memory and of
+    the exchange, and rounds each sum; it needs bfloat16 weights."""
+
     recompute: Literal["none", "selective", "full"] | RecomputeConfig = "none"
     """Activations recomputed in the backward pass: none, selective (the attention core), full (all layers), or some."""
 
@@ -187,6 +196,11 @@ class TrainConfig(Section):
             needed = f"a multiple of {trained}: whole microbatches pass together"
             fix = f"{max(2, tokens // trained) * trained}, or remove it"
             yield Problem("logprob_tokens_per_microbatch", f"{tokens}, and {trained} with gradients", needed, fix)
+        yield from once_each("overlap", self.overlap)
+        if "parameters" in self.overlap and not (self.distributed_optimizer and "gradients" in self.overlap):
+            given = "parameters" + ("" if self.distributed_optimizer else " with distributed_optimizer: false")
+            needed = "the distributed optimizer, which gathers them, and gradients in the list"
+            yield Problem("overlap", given, needed, "overlap: [gradients, parameters], distributed_optimizer: true")
         if self.lora is not None and self.layer_spec == "transformer_engine":
             needed = "Megatron's local layers: adapters are on their linear layers"
             yield Problem("layer_spec", "transformer_engine with train.lora", needed, "layer_spec: auto")
@@ -222,6 +236,13 @@ def longest_rules(
         given += f", padded to {padded} for context ranks" if padded > longest else ""
         needed = f"at least {-(-padded // context)}, to hold the longest {what}"
         yield Problem("train.tokens_per_microbatch", given, needed, f"raise it, or lower {' or '.join(limits)}")
+
+
+def dtype_rules(train: TrainConfig, dtype: str) -> Iterator[Problem]:
+    """`dtype` is model.dtype."""
+    if train.gradient_dtype == "bfloat16" and dtype == "float32":
+        needed = "float32, as the weights: Megatron's buffers are in one or the other"
+        yield Problem("train.gradient_dtype", "bfloat16 with model.dtype: float32", needed, "remove it")
 
 
 def device_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[Problem]:
