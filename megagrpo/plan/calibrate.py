@@ -99,9 +99,8 @@ def read_steps(run_directory: Path) -> list[Step]:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is being written
         steps = [line for line in map(json.loads, lines) if "seconds/step" in line and "seconds/update" in line]
     except OSError as error:
-        raise ReportError(
-            Problem(str(path), error.strerror or str(error), f"the directory of a run: each step adds to {METRICS_FILE}")
-        ) from error
+        needed = f"the directory of a run: each step adds to its {METRICS_FILE}"
+        raise ReportError(Problem(str(path), error.strerror or str(error), needed)) from error
     except (ValueError, TypeError) as error:
         raise ReportError(Problem(str(path), given=str(error), needed="lines of JSON, as a run writes them")) from error
     if not steps:

@@ -10,7 +10,14 @@ from pathlib import Path
 
 from megagrpo.doctor.packages import package_findings
 from megagrpo.errors import MegagrpoError, Problem
-from megagrpo.recipe.defaults import checkpoint_directory, device_here, dtype_name, plan_devices, run_directory
+from megagrpo.recipe.defaults import (
+    checkpoint_directory,
+    device_here,
+    dtype_name,
+    export_directory,
+    plan_devices,
+    run_directory,
+)
 from megagrpo.recipe.model_rules import divisors, either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.run import address_problem
@@ -127,11 +134,17 @@ def address_problems(recipe: AnyRecipe, plan_only: bool) -> Iterator[Problem]:
 
 def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
     """Directories that the run writes to and that cannot be made or written, and what is no database of MLflow."""
-    directories = {"track.directory": run_directory(recipe)}
-    if recipe.checkpoint.directory is not None:
-        directories["checkpoint.directory"] = checkpoint_directory(recipe)
-    for field, directory in directories.items():
+    of_checkpoints = "checkpoint.directory" if recipe.checkpoint.directory else "track.directory"
+    directories = {
+        checkpoint_directory(recipe): of_checkpoints,
+        export_directory(recipe): "track.directory",
+        run_directory(recipe): "track.directory",
+    }
+    found: dict[Path, tuple[Path, str]] = {}
+    for directory, field in directories.items():
         existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        found[existing] = directory, field
+    for existing, (directory, field) in found.items():
         if not existing.is_dir():
             needed = "a directory, or a place to make one"
             yield Problem(field, given=f"{directory}, and {existing} is a file", needed=needed)

@@ -84,6 +84,15 @@ def test_a_mistake_in_a_recipe_is_located(old: str, new: str, place: str, tmp_pa
     assert place in refused(recipe)
 
 
+@pytest.mark.parametrize("file", ["tiny", "tiny/checkpoints", "tiny/hugging_face"])
+def test_a_file_in_place_of_a_directory_of_the_run_is_refused(file: str, tmp_path: Path, refused: Refused) -> None:
+    (tmp_path / "runs" / file).parent.mkdir(parents=True)
+    (tmp_path / "runs" / file).write_text("")
+    told = refused(make_run(tmp_path), f"track.directory={tmp_path}/runs")
+    assert f"{file} is a file" in told
+    assert told.startswith("cannot start:")
+
+
 @pytest.mark.parametrize("content", [None, b"garbage" * 99])
 def test_what_is_no_database_of_mlflow_is_refused(content: bytes | None, tmp_path: Path, refused: Refused) -> None:
     recipe, database = make_run(tmp_path), tmp_path / "mlflow.db"
@@ -150,7 +159,9 @@ def test_weights_and_tokenizers_that_do_not_fit_the_config_are_refused(tmp_path:
     assert "mlp.gate_proj.weight" in refused(recipe)
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert "model.safetensors" in refused(recipe)
+    assert "is cut short" in refused(recipe)
+    weights.write_bytes(weights.read_bytes() + bytes(200))
+    assert "bytes of no tensor" in refused(recipe)
 
 
 def test_options_that_megatron_refuses_together_are_refused(tmp_path: Path, refused: Refused) -> None:

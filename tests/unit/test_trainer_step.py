@@ -119,6 +119,7 @@ def test_the_schedule_of_the_policy_begins_when_the_critics_warm_up_is_over() ->
 def test_the_critic_learns_returns_at_its_own_rate() -> None:
     settings = ("train.optimizer={lr: 1e-4, warmup_steps: 2}", "algorithm.advantage.trace=0.9")
     run, done = stepped(*PPO, *settings, step=2)
+    assert "groups/with_signal_share" not in done.metrics, "with a critic every response teaches"
     assert run.policy.critic_lr == done.metrics["critic/lr"] == pytest.approx(1e-3)
     assert critic_learning_rate(run.recipe, 1, 10) == pytest.approx(5e-4)
     assert isinstance(run.policy.advantages, Ragged)

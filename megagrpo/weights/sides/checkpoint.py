@@ -170,9 +170,9 @@ def read_header(path: Path) -> dict[str, Entry]:
     if overlapping := _overlap(entries):
         given = f"{' and '.join(overlapping)} at the same bytes"
         raise ModelError(Problem(str(path), given, "a safetensors file", "copy or write the file again"))
-    needed = max((entry.end for entry in entries.values()), default=0)
-    if size < needed:
-        fix = "copy the file again: it is cut short"
+    needed = max((entry.end for entry in entries.values()), default=begin)
+    if size != needed:
+        fix = f"copy the file again: it {'is cut short' if size < needed else 'has bytes of no tensor'}"
         raise ModelError(Problem(str(path), f"{size} bytes", f"{needed} bytes, by its header", fix))
     return entries
 
