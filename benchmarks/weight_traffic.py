@@ -22,12 +22,13 @@ STRAIGHT = -1
 
 
 def topology_of(sources: Iterable[int], destinations: Iterable[int], devices_per_node: int) -> Topology:
-    """From device numbers that count through the cluster: number // devices_per_node is the node."""
+    """From device numbers that count through the cluster: number // devices_per_node is the node. Between nodes buckets
+    take two hops if there is a source on each destination's device."""
     at, other = (
         tuple(Place(f"node {number // devices_per_node}", number % devices_per_node) for number in numbers)
         for numbers in (sources, destinations)
     )
-    return Topology(at, other)
+    return Topology(at, other, two_hops=set(other) <= set(at))
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,14 @@ class LinkSpeeds:
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Bytes over one kind of link: int64 [sources], [destinations], [destinations], and [devices] out and in.
+    """Bytes over one kind of link: int64 [sources] twice, [destinations] twice, and [devices] out and in.
 
-    A device's are its training rank's and its engine rank's together, where both are on it.
+    `forwarded` are the second hops of what came over the network to the source beside its destination. A device's are
+    its training rank's and its engine rank's together, where both are on it.
     """
 
     sent: np.ndarray
+    forwarded: np.ndarray
     passed_on: np.ndarray
     received: np.ndarray
     device_out: np.ndarray
@@ -84,7 +87,7 @@ class LinkBytes:
 
     @property
     def total(self) -> int:
-        return int(self.received.sum())
+        return int(self.received.sum() + self.forwarded.sum())
 
     @property
     def busiest(self) -> int:
@@ -133,6 +136,15 @@ def traffic_of(plan: WeightPlan, speeds: LinkSpeeds, bucket_bytes: int) -> Traff
     receiver_device, receiver_node = other_device[flows.destination], other_node[flows.destination]
     same_node, same_device = sender_node == receiver_node, sender_device == receiver_device
     kinds: dict[Link, np.ndarray] = {"device": same_device, "node": same_node & ~same_device, "network": ~same_node}
+    # Those that take two hops: the first to a source, the second from there.
+    beside = np.array([-1 if source is None else source for source in topology.beside], np.int64)[flows.destination]
+    two_hops = ~same_node & straight if topology.two_hops else np.zeros_like(same_node)
+    landing_device = np.where(two_hops, source_device[beside], receiver_device)
+    second: dict[Link, np.ndarray] = {
+        "device": two_hops & (landing_device == receiver_device),
+        "node": two_hops & (landing_device != receiver_device),
+        "network": np.zeros_like(two_hops),
+    }
 
     def sums(chosen: np.ndarray, of: np.ndarray, count: int) -> np.ndarray:
         totals = np.zeros(count, np.int64)
@@ -142,10 +154,11 @@ def traffic_of(plan: WeightPlan, speeds: LinkSpeeds, bucket_bytes: int) -> Traff
     links = {
         link: LinkBytes(
             sent=sums(chosen & straight, flows.source, len(plan.sources)),
+            forwarded=sums(second[link], beside, len(plan.sources)),
             passed_on=sums(chosen & ~straight, flows.via, len(plan.destinations)),
             received=sums(chosen, flows.destination, len(plan.destinations)),
-            device_out=sums(chosen, sender_device, len(devices)),
-            device_in=sums(chosen, receiver_device, len(devices)),
+            device_out=sums(chosen, sender_device, len(devices)) + sums(second[link], landing_device, len(devices)),
+            device_in=sums(chosen, landing_device, len(devices)) + sums(second[link], receiver_device, len(devices)),
         )
         for link, chosen in kinds.items()
     }

@@ -236,11 +236,12 @@ def replica_seconds(
 
 @dataclass(frozen=True)
 class SyncBytes:
-    """Bytes of the busiest device, in the engines' dtype: over the network, within its node, held by an engine rank,
-    and of the whole model."""
+    """Bytes of the busiest device, in the engines' dtype: over its share of the network, over its node's links, between
+    two processes on the device itself, held by an engine rank, and of the whole model."""
 
     network: float
     node: float
+    device: float
     held: float
     model: float
 
@@ -258,11 +259,13 @@ def sync_seconds(case: Case) -> Seconds:
         seconds["writing to disk"] = found.model / assumed.disk_bytes_per_second
         seconds["reading from disk"] = found.model * rollout.engines / assumed.disk_bytes_per_second
         return seconds
-    # A copy within a device reads and writes its memory. All three go on at the same time.
+    # An engine rank reads and writes what it holds, and a training rank what it packs. All three go on at once.
+    packed = found.model * rollout.engines / case.layout.ranks
+    copied = max(found.held, packed) if not colocated else found.held + packed
     moving = {
         "over the network": found.network / links.network,
         "within nodes": found.node / links.node,
-        "copies": 2 * found.held / machines.gpu.memory_bytes_per_second,
+        "copies": 2 * copied / machines.gpu.memory_bytes_per_second,
     }
     slowest, spent = max(moving.items(), key=lambda entry: entry[1])
     return seconds | {slowest: spent / assumed.sync_efficiency}
@@ -284,7 +287,9 @@ def sync_bytes(
 
     Arithmetic over whole kinds of ranks; weights/plan.py makes the real plan, which takes seconds for hundreds of
     ranks. A node needs each byte that its engine ranks hold once from the network if no training rank on it holds it;
-    all training ranks with replicas share the sending evenly; within the node everything travels over its links.
+    all training ranks with replicas share the sending evenly; within the node everything travels over its links. Where
+    engines share the devices of training ranks, what crosses the network goes from the training rank to the engine rank
+    on its device.
     """
     tensor, _ = engine
     experts = expert_parameters(arch) * item_bytes
@@ -303,7 +308,8 @@ def sync_bytes(
         devices = range(min(near, lcm(tensor, layout.tensor, layout.expert * layout.expert_tensor)))
         shares = (_kept(device, layout, *engine) for device in devices)
         kept = min(dense * of_dense + experts * of_experts for of_dense, of_experts in shares)
-    return SyncBytes(max(into_device, out_of_device), max(0.0, own - kept - into_device), own, dense + experts)
+    network, node = max(into_device, out_of_device), max(0.0, own - kept - into_device)
+    return SyncBytes(network, node, kept + into_device * colocated, own, dense + experts)
 
 
 def _held_on(devices: int, layout: ParallelLayout) -> tuple[float, float]:

@@ -292,6 +292,10 @@ def _without_gradients(train: TrainConfig, work: Pass, stage: Stage) -> list[Par
 
 def _sync_parts(case: Case, index: int, parameters: int) -> Iterator[Part]:
     if used := bucket_bytes(case.recipe, parameters):
+        recipe = case.grpo
+        between = case.device == "cuda" and case.device_plan.bundles > recipe.cluster.gpus_per_node
+        if between and recipe.cluster.placement == "colocated":  # in two hops: as many buckets are forwarded
+            used *= 2
         yield Part("sync buckets", used, ("weights.bucket_bytes",))
     if case.recipe.train.lora is not None:
         # Copies of the matrices that adapters are added to: at most all that is not vocabulary.

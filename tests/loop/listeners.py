@@ -20,7 +20,7 @@ PROCESSES = {
     "the store in which training ranks find each other (driver)": ("driver",),
     "the store of the weight sync (driver)": ("driver",),
     "the gates of both stores (driver)": ("driver",),
-    "gloo, NCCL: training ranks, and `weights.transfer: process_group`": ("rank", "engine"),
+    "gloo, NCCL: training ranks, and `weights.transfer: process_group` or `two_hops`": ("rank",),  # not process_group
     "an SGLang server that the run started: HTTP": ("server",),
     "the ranks of such a server among themselves (gloo, torch's store, NCCL)": ("server",),
     "MLflow": (),

@@ -1,6 +1,8 @@
 """Collectives of a training pass and of a weight sync: which links they cross, and how many bytes."""
 
 from collections import Counter
+from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -21,11 +23,13 @@ from megagrpo.plan.communication import (
     stage_seconds,
     sync_bytes,
 )
+from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.schema import EngineLayoutConfig, TrainConfig
-from megagrpo.weights.families import architecture_of
+from megagrpo.weights.families import architecture_of, read_architecture
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import TE_SPEC
+from tests.plans import LLAMA_70B
 
 FAST = Links(node=400e9, network=40e9, node_latency=0.0, network_latency=0.0)
 BYTES = Links(node=1.0, network=1.0, node_latency=0.0, network_latency=0.0)
@@ -152,6 +156,28 @@ def test_replicas_sum_gradients_and_get_weights_back(distributed, back):
     assert all("(network)" in name for name in found)
 
 
+def test_a_sync_of_70b_on_16_nodes_is_near_the_lower_bound_of_its_links():
+    """yaml_recipes/grpo_70b.yaml: every node lacks half of the model, one pipeline stage. Each of its GPUs receives an
+    eighth of that over its own adapter, for the engine rank on it, and nothing but norms is passed on."""
+    arch = read_architecture(known_models()[LLAMA_70B])
+    layout, engine = ParallelLayout(tensor=8, pipeline=2, data=8), EngineLayoutConfig(tensor=8)
+    shards = cache(lambda where: TE_SPEC.manifest(arch, layout, where, "bfloat16"))
+    sources = [shards(replace(where, rank=0, data=0, expert_data=0, expert=0)) for where in rank_grid(layout)]
+    parts = [sglang.manifest(arch, engine, rank, "bfloat16", "cuda", 0) for rank in range(8)]
+    topology = topology_of(range(128), range(128), 8)
+    assert topology.two_hops
+    traffic = traffic_of(make_plan(sources, parts * 16, topology), LinkSpeeds(), 1 << 28)
+    busiest = {link: of_link.busiest for link, of_link in traffic.links.items()}
+    assert busiest == pytest.approx({"network": 8.82e9, "device": 17.64e9, "node": 1.2e6}, rel=0.01, abs=1e5)
+    into_and_out_of_nodes = [size for sizes in traffic.node_network_bytes.values() for size in sizes]
+    assert into_and_out_of_nodes == pytest.approx([70.55e9] * 32, rel=0.001)
+    assert traffic.seconds == pytest.approx(0.1764, rel=0.001)
+    assert traffic.seconds <= 1.3 * traffic.least_seconds
+    planned = sync_bytes(arch, layout, (8, 1), 16, 8, 2, colocated=True)
+    assert planned.network == pytest.approx(busiest["network"], rel=0.001)
+    assert planned.device == pytest.approx(busiest["device"], rel=0.001)
+
+
 @pytest.mark.parametrize("colocated", [True, False])
 @pytest.mark.parametrize(
     ("arch", "layout", "engine", "engines"),
@@ -175,5 +201,7 @@ def test_bytes_of_a_sync_are_near_those_of_the_real_plan(arch, layout, engine, e
     counted = {link: traffic.links[link].busiest for link in ("network", "node")}
     seconds = max(counted["network"] / 50e9, counted["node"] / 450e9)
     assert max(found.network / 50e9, found.node / 450e9) == pytest.approx(seconds, rel=0.25)
+    if colocated:
+        assert found.device == pytest.approx(traffic.links["device"].busiest, rel=0.25)
     elements = (sum(placement.box.elements for placement in manifest.placements) for manifest in destinations)
     assert found.held == pytest.approx(2 * max(elements), rel=0.02)

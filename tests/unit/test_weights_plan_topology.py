@@ -345,18 +345,32 @@ def test_predicted_bytes_by_link_are_those_of_the_transfers(case: Case) -> None:
             come, sender = plan.topology.destinations[transfer.via], ("passed_on", transfer.via)
         pairs.add((sender, transfer.destination))
         link = come.link_to(to)
-        for key in (sender, ("received", transfer.destination), ("out of", come), ("into", to)):
+        landing = to
+        if (
+            transfer.via is None
+            and (forwarder := plan.topology.forwarder(transfer.source, transfer.destination)) is not None
+        ):
+            landing = plan.topology.sources[forwarder]
+            second = landing.link_to(to)
+            for key in (("forwarded", forwarder), ("out of", landing), ("into", to)):
+                counted[second, *key] += size
+        for key in (sender, ("received", transfer.destination), ("out of", come), ("into", landing)):
             counted[link, *key] += size
         if link == "network":
             nodes[come.node][0] += size
             nodes[to.node][1] += size
     for link, found in links.items():
-        ends = {"sent": plan.sources, "received": plan.destinations, "passed_on": plan.destinations}
+        ends = {
+            "sent": plan.sources,
+            "forwarded": plan.sources,
+            "received": plan.destinations,
+            "passed_on": plan.destinations,
+        }
         for what, of in ends.items():
             assert getattr(found, what).tolist() == [counted[link, what, index] for index in range(len(of))]
         places = [size for (of, what, _), size in counted.items() if of == link and what in ("out of", "into")]
         assert found.busiest == max(places, default=0)
-        assert found.total == found.received.sum()
+        assert found.total == found.received.sum() + found.forwarded.sum()
     assert {node: list(size) for node, size in traffic.node_network_bytes.items() if any(size)} == nodes
     assert traffic.buckets == len(pairs)
     assert traffic.seconds == max(links[link].busiest / getattr(SPEEDS, link) for link in links)
