@@ -17,6 +17,7 @@ import psutil
 
 from megagrpo.doctor.packages import Finding, fit_findings, package_findings, working_findings
 from megagrpo.plan.units import byte_text
+from megagrpo.recipe.kernels import Attention, Capability, Installed, installed, layers_on
 
 PYTHON = (3, 11)
 OPEN_FILES = 65536  # what Ray's own documentation asks for on larger clusters
@@ -149,6 +150,8 @@ def gpu_findings() -> Iterator[Finding]:
             yield Finding(f"GPU {index}", "doubtful", text, "set model.dtype: float32, because it has no bfloat16")
         else:
             yield Finding(f"GPU {index}", "ok", text)
+    for card in sorted({torch.cuda.get_device_capability(index) for index in range(count)}):
+        yield layers_finding(card, installed())
     yield Finding("CUDA", "ok", f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     yield _compiler()
     apart = [f"{a} and {b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
@@ -157,6 +160,14 @@ def gpu_findings() -> Iterator[Finding]:
         yield Finding("peer access", "doubtful", f"none between GPUs {', '.join(apart[:4])}", remedy)
     elif count > 1:
         yield Finding("peer access", "ok", f"between all {count} GPUs")
+
+
+def layers_finding(card: Capability, here: Installed) -> Finding:
+    """What train.layer_spec: auto takes for heads of 128 elements, as most models have."""
+    found = layers_on(card, here, Attention(key_dim=128, value_dim=128, half=True))
+    part, text = f"layers on sm{card[0]}{card[1]}", f"{found.spec}, attention by {found.kernel}"
+    wanting = here.transformer_engine and found.spec == "local"
+    return Finding(part, "doubtful" if wanting else "ok", text, found.why if wanting else "")
 
 
 def _compiler() -> Finding:

@@ -101,7 +101,7 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, packed: PackedSequences
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if packed.rotary is None:
-            packed.rotary = cosine_and_sine(packed.positions, self.frequencies, query.dtype)
+            packed.rotary = cosine_and_sine(packed.positions, self.frequencies)
         return rotate(query, *packed.rotary), rotate(key, *packed.rotary)
 
 
@@ -148,12 +148,23 @@ def attend(
     outputs = []
     for bucket, *batches in zip(plan.buckets, query.split(queries), key.split(keys), value.split(keys), strict=True):
         q, k, v = (batch.unflatten(0, (bucket.sequences, -1)).transpose(1, 2) for batch in batches)
-        output = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=scale, enable_gqa=True
-        )
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
+        # Of torch's kernels for GPUs, those that take masks take no query groups: with both, every score is kept.
+        groups = bucket.mask is None or not query.is_cuda
+        outputs.append(_attend_batch(q, k, v, bucket.mask, scale, groups).transpose(1, 2).flatten(0, 1))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return padded if plan.query_slots is None else Collect.apply(padded, plan.query_slots)
+
+
+def _attend_batch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None, groups: bool
+) -> torch.Tensor:
+    """q [sequences, heads, queries, dim], k and v [sequences, groups, keys, dim] -> like q. Without a mask, causal.
+    With `groups` torch takes them as they are; without, every head gets keys and values of its own."""
+    if not groups:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=groups
+    )
 
 
 def _spread(tokens: torch.Tensor, slots: torch.Tensor | None, size: int) -> torch.Tensor:
@@ -293,16 +304,16 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     return (1 - keep) * frequencies / rope.factor + keep * frequencies
 
 
-def cosine_and_sine(
-    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two tensors [tokens, 1, head_dim] for `rotate`."""
+def cosine_and_sine(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors [tokens, 1, head_dim] for `rotate`, float32."""
     angles = torch.outer(positions.to(frequencies.dtype), frequencies)
     angles = torch.cat([angles, angles], dim=-1)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return angles.cos(), angles.sin()
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """`heads` [tokens, heads, head_dim], rotated by each token's position."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cosine + torch.cat([-second, first], dim=-1) * sine
+    """`heads` [tokens, heads, head_dim], rotated by each token's position. In float32 between its first element and
+    its last, as transformer-engine and SGLang do."""
+    wide = heads.float()
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cosine + torch.cat([-second, first], dim=-1) * sine).to(heads.dtype)

@@ -9,35 +9,41 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.recipe.kernels import LayerSpec, attention_of, installed, layers_on
 from megagrpo.recipe.schema import TrainConfig
 from megagrpo.recipe.schema.train import ALL_LAYERS, Recomputed
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
 
-LayerSpec = Literal["local", "transformer_engine"]
+NEWEST_LIKELY = (9, 0)
+"""The compute capability that is assumed where no GPU is seen: a driver's machine, a test."""
 
 
-def layer_spec(train: TrainConfig, device: str) -> LayerSpec:
+def layer_spec(arch: Architecture, train: TrainConfig, dtype: torch.dtype, device: str) -> LayerSpec:
     """What `train.layer_spec` means on `device` (cpu or cuda). Raises RecipeError if it cannot run there.
 
-    Adapters need the linear layers of the local spec, so auto is local with adapters.
+    Adapters need the linear layers of the local spec, so auto is local with adapters. Else the card decides.
     """
     runs = device != "cpu" and find_spec("transformer_engine") is not None
     if train.layer_spec == "transformer_engine" and not runs:
         given = f"transformer_engine on {device}"
         fix = "pip install megagrpo[te] on a machine with CUDA, or train.layer_spec: auto"
         raise RecipeError(Problem("train.layer_spec", given, "a CUDA device and the transformer_engine package", fix))
-    if train.layer_spec == "auto":
-        return "transformer_engine" if runs and train.lora is None else "local"
-    return train.layer_spec
+    if train.layer_spec != "auto":
+        return train.layer_spec
+    if not runs or train.lora is not None:
+        return "local"
+    card = torch.cuda.get_device_capability() if torch.cuda.is_available() else NEWEST_LIKELY
+    return layers_on(card, installed(), attention_of(arch, train, half=dtype == torch.bfloat16)).spec
 
 
 def transformer_config(arch: Architecture, train: TrainConfig, dtype: torch.dtype, device: str) -> TransformerConfig:
@@ -53,9 +59,11 @@ def transformer_config(arch: Architecture, train: TrainConfig, dtype: torch.dtyp
         | _of_layout(train.layout.parallel())
         | _of_numbers(dtype)
         | _of_recomputed(train.recomputed)
-        | _of_machine(layer_spec(train, device), device, arch)
+        | _of_machine(layer_spec(arch, train, dtype, device), device, arch)
         | train.megatron
     )
+    if (backend := train.megatron.get("attention_backend")) is not None:
+        fields["attention_backend"] = AttnBackend[backend]
     kind = TransformerConfig if arch.latent is None else MLATransformerConfig
     try:
         return kind(**fields)
@@ -254,6 +262,9 @@ _OWN_STAGES = "train.layout decides which layers a stage has, and how many the f
 _NEEDS_A_CALL = "it needs a call that this trainer does not make, so it would do nothing"
 _ONE_SHAPE = "a graph has one shape, and microbatches of packed sequences differ in length"
 _WHOLE_CONTEXT = "every sequence is cut over all train.layout.context ranks"
+_NO_BUFFERS = "it needs user buffers that nothing makes here: the first product would fail"
+_PACKED = "Transformer Engine takes no packed sequences with it"
+_SCALES = "checkpoints have no scales, and microbatches any number of tokens: products in fp8 need a multiple of 8"
 _MODELS_DTYPE = "weights are loaded, compared and sent as elements of the model's dtype"
 ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_dropout": ((0,), _SAME_LOGPROBS),
@@ -296,6 +307,11 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "external_cuda_graph": ((False,), _ONE_SHAPE),
     "hybrid_context_parallel": ((False,), _WHOLE_CONTEXT),
     "max_seqlen_per_dp_cp_rank": ((None,), _WHOLE_CONTEXT),
+    "cp_comm_type": ((None, "p2p", "a2a"), _PACKED),
+    "hierarchical_context_parallel_sizes": ((None,), _PACKED),
+    "tp_comm_overlap": ((False,), _NO_BUFFERS),
+    "fp8": ((None,), _SCALES),
+    "fp4": ((None,), _SCALES),
     "fp8_param": ((False,), _MODELS_DTYPE),
     "fp4_param": ((False,), _MODELS_DTYPE),
     "fp32_residual_connection": ((False,), "layers round the residual to the model's dtype all the same"),
@@ -331,6 +347,9 @@ def _problem(name: str, value: Any) -> Problem | None:
         allowed, reason = ALLOWED_VALUES[name]
         if value not in allowed:
             return Problem(where, given, " or ".join(map(repr, allowed)) or "not set", f"leave it out: {reason}")
+    if name == "attention_backend":  # an enumeration, by its members' names
+        needed = "auto, flash or fused: others keep all scores, or leave no kernel"
+        return None if value in ("auto", "flash", "fused") else Problem(where, given, needed)
     return _type_problem(where, name, value)
 
 

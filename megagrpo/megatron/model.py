@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -32,6 +33,8 @@ def build_chunks(arch: Architecture, config: TransformerConfig, layout: Parallel
 
     Collective over all ranks, after process.start_parallel.
     """
+    if config.deterministic_mode:
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine reads it
     interleaved = layout.virtual_pipeline > 1
     chunks = []
     for stage in range(layout.virtual_pipeline):

@@ -21,7 +21,7 @@ from megagrpo.errors import DIVERGED_FIX, Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron import state
 from megagrpo.megatron.batch import Batch, PackedTensors, ResponseTokens, TokenTensors
-from megagrpo.megatron.config import layer_spec, transformer_config
+from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.lora import Adapters
 from megagrpo.megatron.model import Loss, build_chunks, forward, forward_backward, named_tensors, sum_gradients
 from megagrpo.megatron.offload import Offload
@@ -60,7 +60,7 @@ class TrainedModel:
         self._dtype_name = str(dtype).removeprefix("torch.")
         self._settings, self._overlap = train.optimizer, train.overlap
         config = transformer_config(architecture, train, dtype, device)
-        self._side = TE_SPEC if layer_spec(train, device) == "transformer_engine" else LOCAL_SPEC
+        self._side = TE_SPEC if config.transformer_impl == "transformer_engine" else LOCAL_SPEC
         models = build_chunks(architecture, config, self.layout)
         load_files(directory, self.manifest(), named_tensors(models), architecture)
         self.adapters = Adapters(models, architecture, self.manifest(), adapters, seed) if adapters else None

@@ -16,7 +16,7 @@ from megagrpo.plan.case import Case
 from megagrpo.plan.device_map import axes
 from megagrpo.plan.engine import EngineMemory, engine_memory
 from megagrpo.plan.memory import DeviceMemory
-from megagrpo.plan.parameters import adapter_parameters, fused_layers, total_parameters
+from megagrpo.plan.parameters import adapter_parameters, total_parameters
 from megagrpo.plan.time import StepTime
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import checkpoint_directory, plan_devices
@@ -216,7 +216,7 @@ def _unwise_training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Probl
 def _pointless(case: Case) -> list[str]:
     """Modules whose recomputation saves next to nothing: fused attention keeps no scores, Transformer Engine has norms
     within the products that follow, and the local layers' core keeps queries and keys of its own."""
-    arch, fused = case.architecture, fused_layers(case.recipe.train, case.device)
+    arch, fused = case.architecture, case.fused_layers
     saves = {
         "core_attn": arch.latent is not None and not fused,
         "layernorm": not fused or arch.latent is not None or arch.experts is not None,

@@ -11,6 +11,7 @@ from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Assumptions, Lengths, lengths_of
 from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices
+from megagrpo.recipe.kernels import Capability, Installed, attention_of, layers_on
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture
@@ -29,6 +30,7 @@ class Gpu:
     flops: float
     memory_bytes_per_second: float
     node_bytes_per_second: float
+    capability: Capability
     source: str
 
 
@@ -41,9 +43,10 @@ class Machines:
     network_bytes_per_second: float
 
 
-def _gpu(name: str, gib: float, teraflops: float, memory_gb: float, node_gb: float, source: str) -> Gpu:
-    """`memory_gb` and `node_gb` are 10^9 bytes a second."""
-    return Gpu(name, int(gib * 2**30), teraflops * 1e12, memory_gb * 1e9, node_gb * 1e9, f"NVIDIA {source}")
+def _gpu(name: str, gib: float, teraflops: float, memory_gb: float, node_gb: float, sm: int, source: str) -> Gpu:
+    """`memory_gb` and `node_gb` are 10^9 bytes a second, `sm` is 90 for compute capability 9.0."""
+    memory, sheet = int(gib * 2**30), f"NVIDIA {source}"
+    return Gpu(name, memory, teraflops * 1e12, memory_gb * 1e9, node_gb * 1e9, divmod(sm, 10), sheet)
 
 
 # Data sheets often print twice the dense FLOPs (with sparsity) and the sum of both directions of a link. Bridges that
@@ -52,30 +55,32 @@ def _gpu(name: str, gib: float, teraflops: float, memory_gb: float, node_gb: flo
 GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("H100", 79, 989, 3350, 450, "H100 data sheet, SXM5"),
-        _gpu("H100-PCIe", 79, 756, 2000, 64, "H100 PCIe product brief; PCIe 5"),
-        _gpu("H100-NVL", 93, 835, 3900, 64, "H100 data sheet, NVL; PCIe 5"),
-        _gpu("H200", 139, 989, 4800, 450, "H200 data sheet, SXM"),
-        _gpu("H20", 95, 148, 4000, 450, "H20 data sheet"),
-        _gpu("H800", 79, 989, 3350, 200, "H800 data sheet, SXM5: an H100 with NVLink of 400 GB/s in all"),
-        _gpu("A100-80GB", 79, 312, 2039, 300, "A100 80GB data sheet, SXM4"),
-        _gpu("A100-40GB", 39, 312, 1555, 300, "A100 data sheet, SXM4"),
-        _gpu("A800", 79, 312, 2039, 200, "A800 80GB data sheet, SXM4: an A100 with NVLink of 400 GB/s in all"),
-        _gpu("B200", 178, 2250, 8000, 900, "HGX B200 data sheet, an eighth of its eight GPUs"),
-        _gpu("B300", 268, 2250, 8000, 900, "HGX B300 data sheet, an eighth of its eight GPUs"),
-        _gpu("GB200", 184, 2500, 8000, 900, "GB200 NVL72 data sheet, a 72nd of its GPUs; its node has up to 72"),
-        _gpu("L40S", 44.4, 362, 864, 32, "L40S data sheet; PCIe 4"),
-        _gpu("L4", 22, 121, 300, 32, "L4 data sheet; PCIe 4"),
-        _gpu("A10G", 22, 70, 600, 32, "A10G data sheet; PCIe 4"),
-        _gpu("RTX-4090", 23.5, 165.2, 1008, 32, "Ada architecture paper, bfloat16 summed in float32; PCIe 4"),
-        _gpu("RTX-3090", 23.5, 71, 936, 32, "GA102 architecture paper, bfloat16 summed in float32; PCIe 4"),
-        _gpu("RTX-5090", 31.3, 209.5, 1792, 64, "RTX Blackwell paper, bfloat16 summed in float32; PCIe 5"),
-        _gpu("RTX-6000-Ada", 47, 364.2, 960, 32, "RTX 6000 Ada data sheet; PCIe 4"),
-        _gpu("RTX-PRO-6000", 94, 503.8, 1792, 64, "RTX PRO 6000 Blackwell data sheet, workstation; PCIe 5"),
+        _gpu("H100", 79, 989, 3350, 450, 90, "H100 data sheet, SXM5"),
+        _gpu("H100-PCIe", 79, 756, 2000, 64, 90, "H100 PCIe product brief; PCIe 5"),
+        _gpu("H100-NVL", 93, 835, 3900, 64, 90, "H100 data sheet, NVL; PCIe 5"),
+        _gpu("H200", 139, 989, 4800, 450, 90, "H200 data sheet, SXM"),
+        _gpu("H20", 95, 148, 4000, 450, 90, "H20 data sheet"),
+        _gpu("H800", 79, 989, 3350, 200, 90, "H800 data sheet, SXM5: an H100 with NVLink of 400 GB/s in all"),
+        _gpu("A100-80GB", 79, 312, 2039, 300, 80, "A100 80GB data sheet, SXM4"),
+        _gpu("A100-40GB", 39, 312, 1555, 300, 80, "A100 data sheet, SXM4"),
+        _gpu("A800", 79, 312, 2039, 200, 80, "A800 80GB data sheet, SXM4: an A100 with NVLink of 400 GB/s in all"),
+        _gpu("B200", 178, 2250, 8000, 900, 100, "HGX B200 data sheet, an eighth of its eight GPUs"),
+        _gpu("B300", 268, 2250, 8000, 900, 103, "HGX B300 data sheet, an eighth of its eight GPUs"),
+        _gpu("GB200", 184, 2500, 8000, 900, 100, "GB200 NVL72 data sheet, a 72nd of its GPUs; its node has up to 72"),
+        _gpu("L40S", 44.4, 362, 864, 32, 89, "L40S data sheet; PCIe 4"),
+        _gpu("L4", 22, 121, 300, 32, 89, "L4 data sheet; PCIe 4"),
+        _gpu("A10G", 22, 70, 600, 32, 86, "A10G data sheet; PCIe 4"),
+        _gpu("RTX-4090", 23.5, 165.2, 1008, 32, 89, "Ada architecture paper, bfloat16 summed in float32; PCIe 4"),
+        _gpu("RTX-3090", 23.5, 71, 936, 32, 86, "GA102 architecture paper, bfloat16 summed in float32; PCIe 4"),
+        _gpu("RTX-5090", 31.3, 209.5, 1792, 64, 120, "RTX Blackwell paper, bfloat16 summed in float32; PCIe 5"),
+        _gpu("RTX-6000-Ada", 47, 364.2, 960, 32, 89, "RTX 6000 Ada data sheet; PCIe 4"),
+        _gpu("RTX-PRO-6000", 94, 503.8, 1792, 64, 120, "RTX PRO 6000 Blackwell data sheet, workstation; PCIe 5"),
     )
 }
 
-A_CPU = Machines(Gpu("CPU", 16 * 2**30, 1e11, 2e10, 5e9, "placeholders, for calibration by a run to scale"), 8, 1e9)
+A_CPU = Machines(
+    Gpu("CPU", 16 * 2**30, 1e11, 2e10, 5e9, (0, 0), "placeholders, for calibration by a run to scale"), 8, 1e9
+)
 """CPUs: seconds on them mean nothing until a run has calibrated them."""
 
 
@@ -140,6 +145,17 @@ class Case:
     def card_bytes(self) -> int | None:
         """A GPU's memory, if its kind is known."""
         return self.gpus.gpu.memory_bytes if self.gpus else None
+
+    @cached_property
+    def fused_layers(self) -> bool:
+        """Whether ranks have transformer-engine's layers. `layer_spec: auto` on GPUs is what it is there with
+        transformer-engine and without flash-attn, whatever is installed here; GPUs of an unknown kind are H100s."""
+        train = self.recipe.train
+        if self.device != "cuda" or train.layer_spec != "auto" or train.lora is not None:
+            return train.layer_spec == "transformer_engine"
+        card = self.gpus.gpu.capability if self.gpus else GPUS["H100"].capability
+        model = attention_of(self.architecture, train, half=self.item_bytes == 2)
+        return layers_on(card, Installed(transformer_engine=True), model).spec == "transformer_engine"
 
     @property
     def item_bytes(self) -> int:

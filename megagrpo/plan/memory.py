@@ -22,7 +22,6 @@ from megagrpo.plan.parameters import (
     RankParameters,
     Stage,
     adapter_parameters,
-    fused_layers,
     rank_parameters,
     stages,
 )
@@ -132,7 +131,7 @@ def model_parts(case: Case, stage: int) -> dict[str, int]:
     Padding is not counted: Megatron aligns each parameter in its buffers to 64 elements, and each buffer's end.
     """
     recipe, architecture, layout, item = case.recipe, case.architecture, case.layout, case.item_bytes
-    train, fused = recipe.train, fused_layers(recipe.train, case.device)
+    train, fused = recipe.train, case.fused_layers
     held = trained = rank_parameters(architecture, layout, stage, fused)
     weights = held.total
     if train.lora is not None:
@@ -203,7 +202,7 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
         min(train.tokens_per_microbatch, whole),
         longest,
         case.device,
-        fused_layers(train, case.device),
+        case.fused_layers,
         train.recomputed,
         adapters=train.lora is not None,
         expert_imbalance=case.assumptions.expert_imbalance,
@@ -299,7 +298,7 @@ def _sync_parts(case: Case, index: int, parameters: int) -> Iterator[Part]:
         yield Part("sync buckets", used, ("weights.bucket_bytes",))
     if case.recipe.train.lora is not None:
         # Copies of the matrices that adapters are added to: at most all that is not vocabulary.
-        held = rank_parameters(case.architecture, case.layout, index, fused_layers(case.recipe.train, case.device))
+        held = rank_parameters(case.architecture, case.layout, index, case.fused_layers)
         vocabulary = (held.embedding + held.head) * case.item_bytes
         yield Part("merged weights", parameters - vocabulary, ("train.layout.tensor", "train.layout.pipeline"))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk
 from megagrpo.plan.units import spans
-from megagrpo.recipe.schema import EngineLayoutConfig, LoraConfig, TrainConfig
+from megagrpo.recipe.schema import EngineLayoutConfig, LoraConfig
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
@@ -131,17 +131,6 @@ class RankParameters:
     @property
     def total(self) -> int:
         return self.embedding + self.head + self.dense + self.experts
-
-
-def fused_layers(train: TrainConfig, device: str) -> bool:
-    """Whether ranks on `device` (cpu or cuda) have transformer-engine's layers.
-
-    A plan takes `layer_spec: auto` on CUDA for a machine that has transformer-engine, whatever this one has. Adapters
-    are on Megatron's local layers.
-    """
-    if train.layer_spec == "auto":
-        return device == "cuda" and train.lora is None
-    return train.layer_spec == "transformer_engine"
 
 
 @lru_cache(maxsize=4096)

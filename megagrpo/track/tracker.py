@@ -31,6 +31,7 @@ from megagrpo.types import Group
 LIBRARIES = (
     "megagrpo", "torch", "megatron-core", "ray", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow",
     "pydantic", "mlflow", "math-verify", "sglang", "transformer-engine", "apex", "flash-attn",
+    "flash-attn-3",
 )  # fmt: skip
 GIT_TIMEOUT_SECONDS = 10.0
 

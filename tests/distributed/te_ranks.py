@@ -21,7 +21,6 @@ def build_as_on_gpus() -> None:
     trained_model.transformer_config = lambda arch, train, dtype, _: config.transformer_config(
         arch, train, dtype, "cuda"
     )
-    trained_model.layer_spec = lambda train, _: config.layer_spec(train, "cuda")
     multi_latent_attention.fused_apply_mla_rope_for_q = rotate_queries
     multi_latent_attention.fused_apply_mla_rope_for_kv = keys_and_values
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron import model
+from megagrpo.megatron import config, model
 from tests.distributed.conftest import CaseOf, Tiny
 from tests.distributed.layouts import KINDS, ROWS, Row
 from tests.distributed.step_case import Case, StepResult, assert_same_step, differences, grpo_step, load_reference
@@ -23,7 +23,7 @@ from tests.distributed.te_ranks import tensors_elsewhere
 from tests.distributed.test_parity_logits import check
 from tests.distributed.test_step_parity import recipe_of
 from tests.golden.record_te_manifest import TARGET, record
-from tests.rank_group import run_ranks
+from tests.rank_group import RankGroupError, run_ranks
 
 TE = {"layer_spec": "transformer_engine"}
 
@@ -133,6 +133,30 @@ def test_a_wrong_mark_would_be_noticed(wrong, name, shows, in_torch):
         return
     found = differences(step_of(ROWS[name], case, first=wrong), wanted)
     assert found[shows] > 1e-2, found
+
+
+def without_refusals() -> None:
+    config.ALLOWED_VALUES.clear()
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "error"),
+    [
+        ({"fp8": "hybrid"}, ParallelLayout(), "divisible by 8"),
+        ({"tp_comm_overlap": True}, ParallelLayout(tensor=2), "UB manager is not initialized"),
+        ({"cp_comm_type": "all_gather"}, ParallelLayout(context=2), "thd format is not supported"),
+    ],
+)
+def test_what_is_refused_would_end_a_run(options, layout, error, in_torch):
+    row = Row(layout, "qwen2_tied")
+    with pytest.raises(RankGroupError, match=error):
+        step_of(row, in_torch(row)[0], first=without_refusals, megatron=options)
+
+
+def test_deterministic_mode_runs(in_torch):
+    """Transformer Engine asks for an environment variable with it."""
+    case, wanted = in_torch(ROWS["one rank"])
+    assert_same_step(step_of(ROWS["one rank"], case, megatron={"deterministic_mode": True}), wanted)
 
 
 # --- where tensors are, and weights' names ----------------------------------------------------------------------------

@@ -9,13 +9,15 @@ import pytest
 import torch
 import yaml
 from hypothesis import given, settings
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megagrpo.errors import RecipeError
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
-from megagrpo.megatron.config import ALLOWED_VALUES, OWNED, option_problems, transformer_config
-from megagrpo.recipe.schema import LayoutConfig, TrainConfig
+from megagrpo.megatron.config import ALLOWED_VALUES, OWNED, layer_spec, option_problems, transformer_config
+from megagrpo.recipe.kernels import Installed
+from megagrpo.recipe.schema import LayoutConfig, LoraConfig, TrainConfig
 from megagrpo.recipe.schema.train import RecomputeConfig
 from megagrpo.weights.families.architecture import Architecture, Experts, Rope, SigmoidRouter
 from tests.unit.test_layout_parallel import uneven_stages
@@ -46,7 +48,8 @@ REFUSED = """
     bf16: true, num_layers: 4, attention_dropout: 0.1, cross_entropy_loss_fusion: true, moe_aux_loss_coeff: 0.01,
     batch_p2p_comm: true, qk_clip: true, cuda_graph_impl: local, mamba_num_heads: 4, fp32_residual_connection: true,
     deterministic_mode: "yes", recompute_num_layers: two, tp_comm_bootstrap_backend: smoke,
-    finalize_model_grads_func: f}
+    finalize_model_grads_func: f, fp8: hybrid, fp4: e2m1, tp_comm_overlap: true, cp_comm_type: all_gather,
+    hierarchical_context_parallel_sizes: [2, 2], attention_backend: unfused}
 """
 
 
@@ -76,6 +79,29 @@ def test_all_options_are_reported_at_once() -> None:
 def test_what_megatron_itself_refuses_is_a_recipe_error() -> None:
     with pytest.raises(RecipeError, match="Megatron refuses"):
         config(megatron={"cpu_offloading": True, "cpu_offloading_num_layers": 99})
+
+
+def test_the_attention_backend_is_set_by_its_name() -> None:
+    assert config(megatron={"attention_backend": "flash"}).attention_backend is AttnBackend.flash
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "lora", "spec"),
+    [
+        ((9, 0), torch.bfloat16, None, "transformer_engine"),
+        ((8, 0), torch.bfloat16, None, "local"),
+        ((9, 0), torch.float32, None, "local"),
+        ((9, 0), torch.bfloat16, LoraConfig(), "local"),
+    ],
+)
+def test_auto_takes_the_layers_that_the_card_computes_fastest(card, dtype, lora, spec, monkeypatch) -> None:
+    monkeypatch.setattr("megagrpo.megatron.config.find_spec", lambda name: name)
+    monkeypatch.setattr("megagrpo.megatron.config.installed", lambda: Installed(transformer_engine=True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
+    train = TrainConfig(lora=lora)
+    assert layer_spec(dataclasses.replace(ARCHITECTURE, head_dim=64), train, dtype, "cuda") == spec
+    assert layer_spec(ARCHITECTURE, train, dtype, "cpu") == "local"
 
 
 def test_transformer_engine_needs_cuda() -> None:

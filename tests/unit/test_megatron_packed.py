@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron.attention import PADDING_ALWAYS_ALLOWED, attend
+from megagrpo.megatron.attention import (
+    PADDING_ALWAYS_ALLOWED,
+    _attend_batch,
+    attend,
+    cosine_and_sine,
+    inverse_frequencies,
+    rotate,
+)
 from megagrpo.megatron.batch import NO_ROW, PackedTensors, pack
+from megagrpo.weights.families.architecture import Rope
 
 lengths_of_sequences = st.lists(st.integers(1, 90), max_size=20)
 layouts = st.builds(ParallelLayout, tensor=st.sampled_from([1, 2, 3, 4]), context=st.sampled_from([1, 2, 4]))
@@ -128,6 +136,26 @@ def test_buckets_waste_little(lengths: list[int]) -> None:
     if len(set(lengths)) == 1:
         assert plan.query_slots is None
         assert len(plan.buckets) == 1
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_with_keys_of_their_own_attend_as_groups_do(masked: bool) -> None:
+    q, k, v = (torch.randn(2, heads, 9, 8, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2))
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()[None, None].expand(2, 1, 9, 9) if masked else None
+    found = []
+    for groups in (True, False):
+        output = _attend_batch(q, k, v, mask, None, groups)
+        found.append([output, *torch.autograd.grad((output * output.detach().cos()).sum(), (q, k, v))])
+    for of_groups, of_heads in zip(*found, strict=True):
+        torch.testing.assert_close(of_groups, of_heads)
+
+
+def test_rotation_is_rounded_once() -> None:
+    positions, heads = torch.arange(0, 30_000, 997), torch.randn(31, 4, 64, dtype=torch.bfloat16)
+    tables = cosine_and_sine(positions, inverse_frequencies(Rope(1e6), 64))
+    first, second = heads.double().chunk(2, dim=-1)
+    exact = heads.double() * tables[0] + torch.cat([-second, first], dim=-1) * tables[1]
+    assert ((rotate(heads, *tables) - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
 
 
 def test_attention_gradients_are_exact() -> None:

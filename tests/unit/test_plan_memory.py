@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.activations import Pass, layer_bytes, logits_bytes, stage_bytes, working_bytes
 from megagrpo.plan.advice import checkpoint_bytes
-from megagrpo.plan.case import A_CPU, Case
+from megagrpo.plan.case import A_CPU, GPUS, Case
 from megagrpo.plan.engine import cache_bytes_per_token, default_fraction, engine_memory
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes, memory, model_parts
 from megagrpo.plan.parameters import (
     active_parameters,
     engine_rank_parameters,
     expert_parameters,
-    fused_layers,
     known_models,
     rank_parameters,
     stages,
@@ -106,8 +105,15 @@ def test_sft_and_recipes_without_a_penalty_have_no_reference() -> None:
 
 
 def test_plans_for_gpus_expect_transformer_engine() -> None:
-    trains = [merged().train, merged(train={"lora": {}}).train]
-    assert [fused_layers(train, device) for train in trains for device in ("cuda", "cpu")] == [True] + [False] * 3
+    for recipe, machines, fused in (
+        (merged(), H100, True),
+        (merged(), None, True),
+        (merged(), replace(H100, gpu=GPUS["A100-80GB"]), False),  # without flash-attn
+        (merged(train={"layer_spec": "transformer_engine"}), replace(H100, gpu=GPUS["A100-80GB"]), True),
+        (merged(train={"lora": {}}), H100, False),
+        (merged(), A_CPU, False),
+    ):
+        assert Case(recipe, LLAMA, machines).fused_layers is fused
 
 
 # --- activations -----------------------------------------------------------------------------------------------------

@@ -165,7 +165,8 @@ class TrainConfig(Section):
     """Activations recomputed in the backward pass: none, selective (the attention core), full (all layers), or some."""
 
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Megatron's layers: transformer_engine's fused ones, or its local ones. auto: the former where they can run."""
+    """Megatron's layers: transformer_engine's fused ones, or its local ones. auto: the former where Transformer Engine
+    is installed and has fused attention on the card (docs/gpu.md), without adapters."""
 
     offload: list[Literal["parameters", "gradients", "optimizer", "reference", "critic"]] = []
     """Parts moved to host memory while they are not needed. Numbers do not change. Colocated placement only, but for

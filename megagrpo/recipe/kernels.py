@@ -1,0 +1,136 @@
+"""Which of Megatron's layers a training rank takes on a card, and which attention kernels they reach there.
+
+What Transformer Engine 2.11 can do with packed sequences is read from its source: get_attention_backend in
+pytorch/attention/dot_product_attention/utils.py, and common/fused_attn/fused_attn.cpp with cuDNN 9.11 or later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Literal
+
+from packaging.version import Version
+
+from megagrpo.recipe.schema import TrainConfig
+from megagrpo.weights.families.architecture import Architecture
+
+LayerSpec = Literal["local", "transformer_engine"]
+Capability = tuple[int, int]
+"""A card's compute capability: (9, 0) is an H100's."""
+FLASH_ATTN_2 = (Version("2.1.1"), Version("2.8.3"))
+"""The versions that Transformer Engine 2.11 takes."""
+FLASH_ATTN_2_BLACKWELL = Version("2.7.3")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What is installed of what Transformer Engine and its attention need."""
+
+    transformer_engine: bool = False
+    flash_attn_2: Version | None = None
+    flash_attn_3: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What a model asks of attention kernels: dimensions of a head's keys and values, elements, and context ranks."""
+
+    key_dim: int
+    value_dim: int
+    half: bool  # bfloat16
+    context: int = 1
+    backend: str = "auto"
+    """train.megatron.attention_backend: auto, flash (only flash-attn) or fused (only cuDNN's)."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """`kernel` computes attention in these layers; `why` says why auto takes them."""
+
+    spec: LayerSpec
+    kernel: str
+    why: str
+
+
+def attention_of(arch: Architecture, train: TrainConfig, *, half: bool) -> Attention:
+    value_dim = arch.head_dim if arch.latent is None else arch.latent.value_dim
+    backend = train.megatron.get("attention_backend", "auto")
+    return Attention(arch.head_dim, value_dim, half, train.layout.context, backend)
+
+
+def installed() -> Installed:
+    """In this environment."""
+    two = _version("flash-attn")
+    return Installed(find_spec("transformer_engine") is not None, two, _version("flash-attn-3") is not None)
+
+
+def layers_on(card: Capability, here: Installed, model: Attention) -> Layers:
+    """What `train.layer_spec: auto` takes, adapters aside: Transformer Engine's layers where a fused kernel computes
+    their attention. They would keep every score of the longest sequence elsewhere."""
+    name = f"sm{card[0]}{card[1]}"
+    own = torch_kernel(card, model)
+    if not here.transformer_engine:
+        return Layers("local", own, "Transformer Engine is not installed")
+    if (found := fused_kernel(card, here, model)) is not None:
+        return Layers("transformer_engine", found, f"{found} takes packed sequences on {name}")
+    why = f"Transformer Engine has no fused attention for this model's packed sequences on {name}"
+    helps = Installed(True, FLASH_ATTN_2[1])
+    if here.flash_attn_2 is None and fused_kernel(card, helps, model) is not None:
+        why += f"; flash-attn {FLASH_ATTN_2[1]} would be one"
+    return Layers("local", own, why)
+
+
+def fused_kernel(card: Capability, here: Installed, model: Attention) -> str | None:
+    """What Transformer Engine computes attention over packed sequences with in training, if anything fused."""
+    if not model.half:
+        return None
+    kernels = {
+        "cuDNN's fused attention": model.backend != "flash" and _cudnn(card, model),
+        "flash-attn 3": model.backend != "fused" and here.flash_attn_3 and _flash_attn_3(card, model),
+        "flash-attn 2": model.backend != "fused" and _flash_attn_2(card, here.flash_attn_2, model),
+    }
+    return next((name for name, works in kernels.items() if works), None)
+
+
+def torch_kernel(card: Capability, model: Attention) -> str:
+    """What torch computes the attention of Megatron's local layers with. Its flash attention takes no mask, which
+    context ranks need, and keys and values of one size."""
+    if model.half and card >= (8, 0) and model.context == 1 and model.key_dim == model.value_dim <= 256:
+        return "torch's flash attention"
+    return "torch's memory-efficient attention"
+
+
+def _cudnn(card: Capability, model: Attention) -> bool:
+    if card < (9, 0) or card[0] == 12 or model.key_dim % 8 or model.value_dim % 8:
+        return False
+    dims = (model.key_dim, model.value_dim)
+    if card[0] > 9:
+        return max(dims) <= 128 or dims == (192, 128)
+    same_or_small = model.key_dim == model.value_dim or min(dims) < 128 or dims == (192, 128)
+    return max(dims) <= 256 and same_or_small
+
+
+def _flash_attn_3(card: Capability, model: Attention) -> bool:
+    if card != (9, 0) or model.key_dim > 256:
+        return False
+    latent = (128 < model.key_dim <= 192 and 96 < model.value_dim <= 128) or (
+        model.key_dim <= 64 and model.value_dim <= 512
+    )
+    return model.key_dim == model.value_dim or latent
+
+
+def _flash_attn_2(card: Capability, version: Version | None, model: Attention) -> bool:
+    lowest = FLASH_ATTN_2_BLACKWELL if card >= (10, 0) else FLASH_ATTN_2[0]
+    if version is None or not lowest <= version <= FLASH_ATTN_2[1] or card < (8, 0):
+        return False
+    most = 256 if card in ((8, 0), (9, 0), (10, 0), (12, 0)) else 192
+    return model.key_dim == model.value_dim <= most and model.key_dim % 8 == 0
+
+
+def _version(package: str) -> Version | None:
+    try:
+        return Version(Version(metadata.version(package)).base_version)
+    except metadata.PackageNotFoundError:
+        return None
