@@ -239,6 +239,8 @@ def write_manifest(root: Path, files: Iterable[SavedFile]) -> None:
 
 def read_manifest(root: Path) -> list[SavedFile]:
     """The files that the checkpoint should have. Raises OSError, or ValueError if the manifest itself is damaged."""
+    if (root / MANIFEST).exists() and not (root / MANIFEST).is_file():
+        raise ValueError(f"{MANIFEST} is a directory, a device or a pipe")
     try:
         content = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
         files = pydantic.TypeAdapter(list[SavedFile]).validate_python(content["files"])
@@ -266,12 +268,16 @@ def _file_damage(root: Path, expected: SavedFile, checksums: bool) -> str:
     path = root / expected.path
     try:
         size = path.stat().st_size
+        if not path.is_file():
+            return f"{expected.path} is a directory, a device or a pipe"
         if size != expected.size_bytes:
             return f"{expected.path} has {size} bytes instead of {expected.size_bytes}"
         if checksums and describe(root, path) != expected:
             return f"{expected.path} has another checksum than when it was written"
     except OSError as error:
         return f"{expected.path}: {error.strerror or error}"
+    except ValueError as error:  # a name with NUL, or one outside of the checkpoint
+        return f"{expected.path}: {error}"
     return ""
 
 

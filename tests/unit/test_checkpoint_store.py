@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,22 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tmp_path: Pat
         assert len(warnings) == 1
         assert "step_000010" in warnings[0]
         assert file.removeprefix("rank/") in warnings[0]
+
+
+@pytest.mark.parametrize("file", ["a\0b", "/dev/zero", "../pipe", MANIFEST])
+def test_a_checkpoint_with_files_that_cannot_be_read_is_passed_over(tmp_path: Path, file: str) -> None:
+    store = CheckpointStore(tmp_path, keep_last=3)
+    save(store, 5)
+    manifest = save(store, 10) / MANIFEST
+    os.mkfifo(tmp_path / "pipe")
+    if file == MANIFEST:
+        manifest.unlink()
+        manifest.symlink_to(tmp_path / "pipe")
+    else:
+        content = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps(content | {"files": [{"path": file, "size_bytes": 0, "blake2b": ""}]}))
+    step, (warning,) = newest(store)
+    assert (step, "step_000010" in warning) == (5, True)
 
 
 def test_if_every_checkpoint_is_damaged_the_error_names_each(tmp_path: Path) -> None:
