@@ -158,6 +158,7 @@ class CheckpointError(MegagrpoError):
     """A checkpoint cannot be written or read. Nothing already saved is touched."""
 
     title = "checkpoint error"
+    advice = "make room if the disk is full, restore the files, or name another checkpoint"
 
 
 class UnusableCheckpointError(CheckpointError):

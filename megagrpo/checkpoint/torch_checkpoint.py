@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megagrpo.errors import CheckpointError, Problem
+from megagrpo.errors import CheckpointError, Problem, UnusableCheckpointError, first_line
 from megagrpo.weights.boxes import Box, Storage
 from megagrpo.weights.views import torch_dtype
 
@@ -45,6 +45,11 @@ KNOWN = {
 """The classes and functions that a list of contents (.metadata) is made of."""
 NUMPY = [numpy.empty(0).__reduce__()[0], numpy.ndarray, numpy.dtype, numpy.dtypes.UInt32DType, _codecs.encode]
 """What the state of numpy's random generator is made of."""
+UNPICKLING = (
+    pickle.UnpicklingError, EOFError, AttributeError, TypeError, ImportError, ValueError, LookupError, MemoryError,
+    OverflowError, RecursionError, RuntimeError,
+)  # fmt: skip
+"""What unpickling bytes that are no pickle, or one of other things, raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +202,16 @@ class _Unknown:
 
 
 def _read_metadata(path: Path) -> Metadata:
+    needed = "a file of torch.distributed.checkpoint"
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
     except OSError as error:
-        raise CheckpointError(Problem(str(path), error.strerror or str(error))) from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ImportError, ValueError) as error:
-        raise CheckpointError(Problem(str(path), str(error), "a file of torch.distributed.checkpoint")) from error
+        raise UnusableCheckpointError(Problem(str(path), error.strerror or str(error), needed)) from error
+    except UNPICKLING as error:
+        raise UnusableCheckpointError(Problem(str(path), first_line(error), needed)) from error
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(Problem(str(path), type(metadata).__name__, "a file of torch.distributed.checkpoint"))
+        raise UnusableCheckpointError(Problem(str(path), type(metadata).__name__, needed))
     return metadata
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import pydantic
 
-from megagrpo.errors import CheckpointError, Problem, RecipeError, brief, first_line
+from megagrpo.errors import Problem, RecipeError, UnusableCheckpointError, brief, first_line
 
 STEP_MAX = 10**9
 Count = Annotated[int, pydantic.Field(ge=0, le=10**18)]
@@ -78,13 +78,13 @@ class TrainerState:
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(Problem(where, given=first_line(error), needed="JSON")) from error
+            raise UnusableCheckpointError(Problem(where, given=first_line(error), needed="JSON")) from error
         known = {field.name for field in fields(cls)}
         needed = {field.name for field in fields(cls) if field.default is MISSING}  # what came later has a default
         if not isinstance(values, dict) or not needed <= set(values) <= known:
             given = sorted(values) if isinstance(values, dict) else type(values).__name__
             keys = f"the keys {sorted(needed)}, and of others only {sorted(known - needed)}"
-            raise CheckpointError(Problem(where, given=f"{given}", needed=keys))
+            raise UnusableCheckpointError(Problem(where, given=f"{given}", needed=keys))
         try:
             return pydantic.TypeAdapter(cls).validate_python(values)
         except pydantic.ValidationError as error:
@@ -92,7 +92,7 @@ class TrainerState:
                 Problem(f"{where}: {'.'.join(map(str, found['loc']))}", brief(found["input"]), found["msg"])
                 for found in error.errors()
             ]
-            raise CheckpointError(wrong) from None
+            raise UnusableCheckpointError(wrong) from None
 
 
 WRITTEN_OF_EVERY_ADVANTAGE = tuple(

@@ -21,7 +21,7 @@ from megagrpo.convert import verify as compare
 from megagrpo.convert.hugging_face import to_hugging_face
 from megagrpo.convert.megatron import to_megatron
 from megagrpo.convert.source import open_source
-from megagrpo.errors import CheckpointError, ModelError
+from megagrpo.errors import EXIT_USER_ERROR, CheckpointError, ModelError
 from megagrpo.weights.boxes import Box, Storage
 from megagrpo.weights.sides import checkpoint
 from tests.safetensors_files import (
@@ -235,6 +235,14 @@ def test_a_list_of_contents_cannot_run_code(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         TorchCheckpoint(tmp_path)
     assert not (tmp_path / "attacked").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"1", b"h\x07.", b"r\xff\xff\xff\x7f.", pickle.dumps([1])])
+def test_a_list_of_contents_that_is_none_is_the_users_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"given: .+\n.*needed: .+\n.*fix: ") as said:
+        TorchCheckpoint(tmp_path)
+    assert said.value.exit_code == EXIT_USER_ERROR
 
 
 def add_tensors(iteration: Path, stored: dict[str, Storage], values: list[torch.Tensor] | None = None) -> None:
