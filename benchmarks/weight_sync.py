@@ -270,7 +270,7 @@ def rows(engine: Engine, ranks: TrainingRanks, directory: Path, chosen: argparse
     for layout in LAYOUTS:
         bench = Bench(layout, ranks, engine, directory, chosen.bucket_bytes)
         bound = needed_bytes(bench.plan)
-        for transport in chosen.transports or [GATHER, *(TransportName if tensor == 1 else EXACT)]:
+        for transport in chosen.transports or [GATHER, *EXACT, *([TransportName.DISK] if tensor == 1 else [])]:
             found = bench.measure(transport, chosen.repetitions)
             middle = {name: statistics.median(getattr(phases, name) for phases in found) for name in vars(found[0])}
             least = {name: min(getattr(phases, name) for phases in found) for name in vars(found[0])}

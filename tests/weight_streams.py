@@ -72,12 +72,7 @@ class Case:
         return make_plan(sources, destinations, Topology(trainers, engines))
 
     def on_two_nodes(self) -> Case:
-        """Training ranks and ranks of engines by turns on two nodes without devices, and buckets in two hops."""
-        sources, destinations = (
-            tuple(Place(f"node {index % 2}") for index in range(count))
-            for count in (self.layout.ranks, self.engines * self.tensor)
-        )
-        return replace(self, topology=Topology(sources, destinations, two_hops=True))
+        return replace(self, topology=two_nodes(self.layout.ranks, self.engines * self.tensor))
 
     def held(self, checkpoint: Tensors) -> list[Tensors]:
         """What each training rank holds of a checkpoint."""
@@ -86,6 +81,12 @@ class Case:
     def served(self, checkpoint: Tensors, rank: int) -> Tensors:
         """What this rank of each engine must hold of it."""
         return engine_tensors(self.arch, self.tensor, self.expert, rank, self.device, checkpoint)
+
+
+def two_nodes(*counts: int) -> Topology:
+    """So many training ranks and ranks of engines by turns on two nodes without devices, and buckets in two hops."""
+    sources, destinations = (tuple(Place(f"node {index % 2}") for index in range(count)) for count in counts)
+    return Topology(sources, destinations, two_hops=True)
 
 
 def empty(manifest: Manifest, *, padded: bool = False) -> Tensors:

@@ -29,7 +29,7 @@ from megagrpo.weights.transport.choice import Channel, TransportName, open_sende
 from megagrpo.weights.transport.disk import DiskFiles
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from tests.rollout_engines import model_directory
-from tests.weight_streams import manifests, sync, unlike_sent
+from tests.weight_streams import manifests, sync, two_nodes, unlike_sent
 from tests.weights_oracle import Tensors, held_by_ranks
 
 # Deadlines that are only there to end a test that hangs: a busy machine may take fifty times what an idle one takes.
@@ -201,7 +201,9 @@ class Policy:
     ) -> None:
         self.engine, self.layout, self.served = engine, layout, served
         self.arch = read_architecture(served.directory)
-        self.plan = make_plan(manifests(self.arch, layout), engine.manifests())
+        ends = manifests(self.arch, layout), engine.manifests()
+        hops = two_nodes(*map(len, ends)) if transport is TransportName.TWO_HOPS else None
+        self.plan = make_plan(*ends, hops)
         self.host = RendezvousHost("127.0.0.1", timeout_seconds)
         self.ranks = range(len(self.plan.destinations))
         self.channel = Channel(transport, self.host.rendezvous, BUCKET_BYTES)

@@ -89,7 +89,7 @@ PROMPT = (5, 6, 9, 11)
             ("tied_server", "pipeline2", ["shared_memory", "disk"]),
             ("tied_server", "data2", ["process_group"]),
             ("split_server", "tensor2", ["process_group"]),
-            ("split_server", "2x2", ["shared_memory", "disk"]),
+            ("split_server", "2x2", ["shared_memory", "two_hops", "disk"]),
             ("moe_server", "2x2", ["process_group", "disk"]),
             ("moe_server", "expert2", ["shared_memory"]),
             ("latent_server", "tensor2", ["shared_memory", "process_group", "disk"]),

@@ -49,6 +49,7 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("train.offload", ["train.offload=[optimizer, optimizer]"]),
     ("train.offload", ["train.offload=[optimizer]", "cluster.placement=disaggregated"]),
     ("train.layer_spec", ["cluster.device=cpu", "train.layer_spec=transformer_engine"]),
+    ("weights.transfer", ["cluster.device=cuda", "weights.transfer=process_group"]),
     ("eval.early_stopping.target", [EVAL, "eval.early_stopping={}"]),
     ("eval.early_stopping.metric", ["eval.early_stopping.target=0.9"]),
     ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=pass@4"]),

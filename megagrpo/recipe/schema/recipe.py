@@ -185,6 +185,10 @@ class Recipe(Section):
             given = "disk, with rollout.engine: transformers"
             needed = "auto, shared_memory or process_group: files go through SGLang's loader"
             yield Problem("weights.transfer", given, needed, "transfer: auto, or rollout.engine: sglang")
+        shared = self.cluster.placement == "colocated" and engine != "external"
+        if transfer == "process_group" and shared and self.cluster.device == "cuda":
+            needed = "one process on each GPU, for NCCL"
+            yield Problem("weights.transfer", "process_group, with placement: colocated", needed, "transfer: auto")
         through_files = self.weights.transfer_to(external=engine == "external") == "disk"
         if self.weights.directory is not None and not through_files:
             given = f"{self.weights.directory}, with transfer: {transfer}"
