@@ -1,7 +1,9 @@
 """Tokens per second of the training step alone: packed, padded, and in a plain transformers loop.
 
     python benchmarks/training.py                   # CPU: one rank, all threads
-    python benchmarks/training.py --device cuda     # one GPU: model FLOPs utilisation of models from 0.5B to 8B
+    python benchmarks/training.py --device cuda     # one GPU: model FLOPs utilisation of models from 0.5B to 8B, 8k to
+                                                    # 64k tokens, by what the backward pass computes again
+    python benchmarks/training.py --table           # that table of a tiny model on CPUs: shows only that it runs
 
 Everyone trains the same random model on the same sequences, whose lengths have a long tail, with the same loss
 (REINFORCE, mean over tokens) and AdamW. Tokens are those of the sequences, padding not counted.
@@ -10,12 +12,14 @@ Everyone trains the same random model on the same sequences, whose lengths have 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ import torch
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence, count_response_tokens, make_rank_batches
 from megagrpo.batching.work import head_work, work_of
 from megagrpo.megatron.rank import TrainRank
+from megagrpo.plan.case import GPUS
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
@@ -55,8 +60,15 @@ GPU_MODELS: dict[str, dict[str, int]] = {
 }  # fmt: skip
 """One GPU does not hold the optimizer of 8B parameters; its layers are all alike."""
 GPU_TOKENS_PER_MICROBATCH = (8192, 16384, 32768, 65536)
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Dense bfloat16, from NVIDIA's data sheets (SXM)."""
+RECOMPUTE: dict[str, Any] = {"none": "none", "mlp": {"modules": ["mlp"]}, "full": "full"}
+CPU_TABLE = {"tiny": CPU_MODEL | {"num_hidden_layers": 1, "vocab_size": 512}}, (512,)
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense bfloat16 of the card that torch names so, from the planner's data sheets; None if they have none."""
+    words = name.replace("-", " ").split()
+    known = [gpu for gpu in GPUS.values() if set(gpu.name.replace("-", " ").split()) <= set(words)]
+    return max(known, key=lambda gpu: len(gpu.name)).flops if known else None
 
 
 def make_model(directory: Path, sizes: dict[str, int], dtype: torch.dtype) -> None:
@@ -67,7 +79,7 @@ def make_model(directory: Path, sizes: dict[str, int], dtype: torch.dtype) -> No
     transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
 
 
-def make_recipe(dtype: str, tokens_per_microbatch: int, recompute: str) -> Recipe:
+def make_recipe(dtype: str, tokens_per_microbatch: int, recompute: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "benchmark-training",
@@ -216,38 +228,49 @@ def widened(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
     ]
 
 
-def on_cuda(rounds: int) -> None:
+def table(device: str, models: dict[str, dict[str, int]], capacities: Sequence[int], rounds: int) -> None:
     """MFU: forward_operations, three times for forward and backward, over what the GPU could have done."""
-    name = torch.cuda.get_device_name()
-    peak = next((flops for kind, flops in PEAK_FLOPS.items() if kind in name), None)
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    peak = peak_flops(name)
     print(f"{name}; 4 microbatches a step, sequences with a long tail, medians of {rounds} steps")
-    print(f"{'':24s} {'tokens/microbatch':>18s} {'s/step':>8s} {'tokens/s':>9s} {'MFU':>6s} {'peak GiB':>9s}")
-    for model, sizes in GPU_MODELS.items():
+    print(
+        f"{'':24s} {'tokens/microbatch':>18s} {'recompute':>9s} {'s/step':>8s} {'tokens/s':>9s} {'MFU':>6s} "
+        f"{'peak GiB':>9s}"
+    )
+    for model, sizes in models.items():
         with tempfile.TemporaryDirectory() as parent:
             directory = Path(parent) / "model"
             make_model(directory, sizes, torch.bfloat16)
-            architecture = read_architecture(directory)
-            for capacity in GPU_TOKENS_PER_MICROBATCH:
-                recipe = make_recipe("bfloat16", capacity, "selective" if capacity <= 16384 else "full")
-                sequences = filling(long_tailed(4096, sizes["vocab_size"], capacity // 2), 4 * capacity)
-                lengths = np.array([len(s.tokens) for s in sequences])
-                rank = TrainRank(recipe, 0, f"file://{parent}/store{capacity}", str(directory), "cuda")
-                torch.cuda.reset_peak_memory_stats()
-                step = of_rank(rank, batches_of(recipe, directory, sequences), len(sequences))
-                try:
-                    middle = statistics.median(seconds_of({model: step}, rounds)[model])
-                except torch.OutOfMemoryError:
-                    print(f"{model:24s} {capacity:18d} out of memory")
-                else:
-                    operations = 3 * forward_operations(architecture, sequences)
-                    used = "" if peak is None else f"{operations / middle / peak:6.1%}"
-                    held = torch.cuda.max_memory_allocated() / 2**30
-                    print(
-                        f"{model:24s} {capacity:18d} {middle:8.3f} {lengths.sum() / middle:9.0f} {used:>6s} {held:9.1f}"
-                    )
-                rank.close()
-                del rank, step
-                torch.cuda.empty_cache()
+            for number, (capacity, recompute) in enumerate(product(capacities, RECOMPUTE)):
+                print(f"{model:24s} {capacity:18d} {recompute:>9s} ", end="", flush=True)
+                store = f"file://{parent}/store{number}"
+                recipe = make_recipe("bfloat16", capacity, RECOMPUTE[recompute])
+                print(row(device, directory, sizes, recipe, store, rounds, peak))
+                gc.collect()  # a rank refers to itself: its memory is free only then
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+
+
+def row(
+    device: str, directory: Path, sizes: dict[str, int], recipe: Recipe, store: str, rounds: int, peak: float | None
+) -> str:
+    capacity = recipe.train.tokens_per_microbatch
+    sequences = filling(long_tailed(4096, sizes["vocab_size"], capacity // 2), 4 * capacity)
+    tokens = sum(len(s.tokens) for s in sequences)
+    rank = TrainRank(recipe, 0, store, str(directory), device)
+    step = of_rank(rank, batches_of(recipe, directory, sequences), len(sequences))
+    try:
+        middle = statistics.median(seconds_of({"": step}, rounds)[""])
+    except torch.OutOfMemoryError:
+        return "out of memory"
+    finally:
+        rank.close()
+    used = ""
+    if peak is not None:
+        used = f"{3 * forward_operations(read_architecture(directory), sequences) / middle / peak:6.1%}"
+    held = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    return f"{middle:8.3f} {tokens / middle:9.0f} {used:>6s} {held:9.1f}"
 
 
 def forward_operations(architecture: Architecture, sequences: Sequence[TrainSequence]) -> float:
@@ -266,11 +289,14 @@ def filling(sequences: Sequence[TrainSequence], tokens: int) -> list[TrainSequen
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--table", action="store_true", help="on CPUs the table of --device cuda, of a tiny model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     given = parser.parse_args()
     if given.device == "cuda":
-        on_cuda(given.rounds)
+        table("cuda", GPU_MODELS, GPU_TOKENS_PER_MICROBATCH, given.rounds)
+    elif given.table:
+        table("cpu", *CPU_TABLE, given.rounds)
     else:
         on_cpu(given.rounds, given.threads)
 

@@ -82,6 +82,7 @@ class FakePolicy:
     """Notes what it is asked, in order."""
 
     kl: float = 0.1
+    device_type: str = "cpu"
     step: int | None = None
     calls: list[str] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)

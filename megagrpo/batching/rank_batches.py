@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import lcm
 
 import numpy as np
 
@@ -107,6 +108,38 @@ def padded_lengths(lengths: np.ndarray, context: int) -> np.ndarray:
     if context == 1:
         return lengths
     return -(-lengths // (2 * context)) * (2 * context)
+
+
+TOKENS_MULTIPLE = {"cpu": 1, "cuda": 128}
+"""Of a microbatch's tokens on one rank. GPUs multiply tiles of 128 rows, and allocate memory anew for each new size."""
+ONE_SIZE_SHARE = 0.03
+"""Most padding that makes all microbatches of a pass through a pipeline equally long. Its stages then need not tell
+each other how long they are, for which Megatron waits until the device is idle."""
+
+
+def padded_tokens(microbatches: Sequence[Microbatch], layout: ParallelLayout, device: str) -> list[int]:
+    """Tokens on each context rank, padding included, of microbatches that pass one after the other on `device`.
+
+    Tensor ranks cut them evenly; context ranks have two pieces of every sequence. Multiples are of 128 in all, not for
+    each tensor rank: with 8 of them and 5,000 tokens that would add a tenth.
+    """
+    multiple = lcm(layout.tensor, 2 if layout.context > 1 else 1)
+    if TOKENS_MULTIPLE[device] > 1:
+        multiple = lcm(multiple, TOKENS_MULTIPLE[device])
+    sizes = []
+    for micro in microbatches:
+        own = padded_lengths(np.array([len(s.tokens) for s in micro.sequences], dtype=np.int64), layout.context)
+        sizes.append(max(1, -(-(int(own.sum()) // layout.context) // multiple)) * multiple)
+    if layout.pipeline > 1 and sizes and max(sizes) * len(sizes) <= (1 + ONE_SIZE_SHARE) * sum(sizes):
+        return [max(sizes)] * len(sizes)
+    return sizes
+
+
+def padding_share(batches: Sequence[RankBatch], layout: ParallelLayout, device: str) -> float:
+    """Of the tokens in passes with gradients, those that belong to no sequence."""
+    passes = [minibatch for batch in batches for minibatch in batch.minibatches]
+    padded = sum(sum(padded_tokens(micros, layout, device)) for micros in passes) * layout.context
+    return 1 - sum(micro.tokens for micros in passes for micro in micros) / padded if padded else 0.0
 
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -56,6 +56,21 @@ def nccl_environment(recipe: AnyRecipe) -> dict[str, str]:
     return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
 
 
+def allocator_environment(recipe: AnyRecipe) -> dict[str, str]:
+    """What training ranks tell torch's allocator: to map memory where it is needed, so that microbatches of several
+    sizes leave no holes.
+
+    Not where weights may go by CUDA IPC: an engine can open such memory only by pidfd_getfd, which containers and
+    hosts with Yama refuse between processes that are not each other's children. Engines never: SGLang's memory saver
+    refuses it.
+    """
+    if isinstance(recipe, Recipe):
+        way = recipe.weights.transfer_to(external=recipe.rollout.engine == "external")
+        if way not in ("process_group", "disk"):
+            return {}
+    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
 def interface_of(address: str) -> str | None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
@@ -71,6 +86,8 @@ class RankProcess:
     def prepare(self, device: str, recipe: AnyRecipe) -> None:
         """Call it before torch is imported."""
         prepare_process(device, recipe)
+        for variable, value in allocator_environment(recipe).items():
+            os.environ.setdefault(variable, value)
         if device == "cpu":
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused kernels: compiling them for a CPU gains nothing
 

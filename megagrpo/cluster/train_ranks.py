@@ -46,6 +46,7 @@ class TrainRanks:
         self.step: int | None = None
         """The step that all ranks have finished in this process; None: none, or an update has begun."""
         self._timeout, self.watch = recipe.cluster.step_timeout_seconds, runtime.watch
+        self.device_type = runtime.device
         self._offload = list(recipe.train.offload)
         self._away: set[str] = set()
         self._data_rank = {f"train rank {at.rank}": at.data for at in rank_grid(recipe.train.layout.parallel())}

@@ -2,13 +2,13 @@
 
 A microbatch's sequences lie end to end without padding between them. With context > 1 each sequence is padded to a
 multiple of 2 x context and cut into that many chunks; rank r holds chunks r and 2 * context - 1 - r of every sequence
-("zigzag": under causal attention all ranks then have the same work). With tensor > 1 a masked dummy sequence pads the
-total, so that sequence parallelism can divide it.
+("zigzag": under causal attention all ranks then have the same work). A masked dummy sequence pads the total to what
+padded_tokens says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -23,12 +23,20 @@ from megagrpo.algorithm.correction import correct
 from megagrpo.algorithm.policy_losses import CovarianceLoss
 from megagrpo.algorithm.selection import choose_by_covariance, token_draws
 from megagrpo.algorithm.sequences import Sequences
-from megagrpo.batching.rank_batches import Microbatch, RankBatch, joined_microbatches, padded_lengths
+from megagrpo.batching.rank_batches import (
+    Microbatch,
+    RankBatch,
+    joined_microbatches,
+    padded_lengths,
+    padded_tokens,
+)
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import PackedSequences, positions_on
 from megagrpo.recipe.schema import Recipe
 
 NO_ROW = -1
+LONGEST_MULTIPLE = 1024
+"""Megatron keeps rotary tables for every length that it is told."""
 
 TokenTensors = tuple[Tensor, ...]
 """For each microbatch, one number per response token on this rank: [response tokens]. Empty on ranks without logits."""
@@ -71,12 +79,21 @@ class ResponseTokens:
 
 
 def pack(
-    microbatch: Microbatch, *, layout: ParallelLayout, context_rank: int, device: torch.device | str
+    microbatch: Microbatch,
+    *,
+    layout: ParallelLayout,
+    context_rank: int,
+    device: torch.device | str,
+    tokens: int | None = None,
 ) -> PackedTensors:
-    """The tensors of `microbatch` for one context rank. A microbatch without sequences becomes padding only."""
+    """The tensors of `microbatch` for one context rank. A microbatch without sequences becomes padding only.
+
+    `tokens`: its size on this rank with padding, if it is not the only one (padded_tokens).
+    """
     context = layout.context
     lengths = np.array([len(s.tokens) for s in microbatch.sequences], dtype=np.int64)
-    lengths, padded = _with_padding(lengths, layout)
+    (size,) = [tokens] if tokens else padded_tokens([microbatch], layout, torch.device(device).type)
+    lengths, padded = _with_padding(lengths, context, size)
     sequence = np.repeat(np.arange(len(lengths)), padded // context)
     position = positions_on(padded, sequence, context, context_rank)
 
@@ -97,7 +114,7 @@ def pack(
 
     positions = tensor(position)
     offsets = tensor(np.concatenate([[0], np.cumsum(padded)]), torch.int32)
-    longest = int(padded.max())
+    longest = -(-int(padded.max()) // LONGEST_MULTIPLE) * LONGEST_MULTIPLE
     return PackedTensors(
         tokens=tensor(flat_tokens[this])[None],
         labels=tensor(flat_tokens[following]),
@@ -121,15 +138,11 @@ def pack(
     )
 
 
-def _with_padding(lengths: np.ndarray, layout: ParallelLayout) -> tuple[np.ndarray, np.ndarray]:
+def _with_padding(lengths: np.ndarray, context: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Real and padded lengths of all sequences; a last one of real length 0 is the dummy."""
-    padded = padded_lengths(lengths, layout.context)
-    tokens_per_rank = int(padded.sum()) // layout.context
-    dummy = -tokens_per_rank % layout.tensor if tokens_per_rank else layout.tensor
-    if layout.context > 1 and dummy % 2:
-        dummy += layout.tensor
-    if dummy:
-        lengths, padded = np.append(lengths, 0), np.append(padded, dummy * layout.context)
+    padded = padded_lengths(lengths, context)
+    if dummy := tokens * context - int(padded.sum()):
+        lengths, padded = np.append(lengths, 0), np.append(padded, dummy)
     return lengths, padded
 
 
@@ -215,14 +228,15 @@ def as_tensors(
 ) -> Batch:
     """A data rank's batch as tensors on `device`. Passes without gradients join up to `at_once` microbatches."""
 
-    def tensors(microbatch: Microbatch) -> tuple[PackedTensors, list[ResponseTokens]]:
-        packed = pack(microbatch, layout=layout, context_rank=context_rank, device=device)
-        return packed, [response_tokens(packed, microbatch)] if has_logits else []
+    def tensors(micros: Sequence[Microbatch]) -> Iterator[tuple[PackedTensors, list[ResponseTokens]]]:
+        for micro, size in zip(micros, padded_tokens(micros, layout, device.type), strict=True):
+            packed = pack(micro, layout=layout, context_rank=context_rank, device=device, tokens=size)
+            yield packed, [response_tokens(packed, micro)] if has_logits else []
 
     minibatches: list[Minibatch] = []
     pairs: list[tuple[PackedTensors, list[ResponseTokens]]] = []
     for micros, tokens, sequences in zip(batch.minibatches, batch.tokens, batch.sequences, strict=True):
-        own = [tensors(micro) for micro in micros]
+        own = list(tensors(micros))
         responses = [response for _, found in own for response in found]
         minibatches.append(Minibatch(len(pairs), [packed for packed, _ in own], responses, tokens, sequences))
         pairs += own
@@ -230,10 +244,9 @@ def as_tensors(
         joined = [JoinedMicrobatch(*pair, range(i, i + 1)) for i, pair in enumerate(pairs)]
     else:
         all_micros = list(chain(*batch.minibatches))
-        joined = [
-            JoinedMicrobatch(*tensors(Microbatch(tuple(s for i in parts for s in all_micros[i].sequences))), parts)
-            for parts in joined_microbatches(len(all_micros), at_once, layout)
-        ]
+        parts = joined_microbatches(len(all_micros), at_once, layout)
+        larger = [Microbatch(tuple(s for i in part for s in all_micros[i].sequences)) for part in parts]
+        joined = [JoinedMicrobatch(*pair, part) for pair, part in zip(tensors(larger), parts, strict=True)]
     return Batch(tuple(minibatches), tuple(joined))
 
 

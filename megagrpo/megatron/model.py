@@ -196,13 +196,16 @@ def forward_backward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[P
 def _run(
     chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss, *, forward_only: bool
 ) -> None:
+    sizes = {packed.tokens.shape[-1] for packed in microbatches}
+    config = unwrapped(chunks[0]).config
+    config.variable_seq_lengths = len(sizes) > 1  # stages then tell each other the size of each
     iterators = [iter(enumerate(microbatches)) for _ in chunks]
     get_forward_backward_func()(
         forward_step_func=partial(_forward_step, loss),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(microbatches),
-        seq_length=max(packed.tokens.shape[-1] for packed in microbatches),
+        seq_length=max(sizes) * config.context_parallel_size,
         micro_batch_size=1,
         forward_only=forward_only,
     )

@@ -85,6 +85,7 @@ METRICS = (
     Metric("example_tokens/trained_share", "share of tokens", "Tokens that are the assistant's."),
     Metric("packing/microbatches", "microbatches", "Forward passes of the step, over all data ranks."),
     Metric("packing/efficiency", "share", "Tokens in microbatches over what these could hold."),
+    Metric("packing/padding", "share", "Of the tokens in the update's passes, those that only fill microbatches up."),
     Metric("packing/imbalance", "", "The busiest data rank's estimated work over the mean of all, less 1. Near 0."),
     Metric("tokens_per_second", "tokens/s", "Prompt and response tokens of the step over seconds/step."),
     Metric("weights/version", "", "Version of the weights that the engines hold after the step."),

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from megagrpo.algorithm.optimizer import learning_rate
-from megagrpo.batching.rank_batches import RankBatch, TrainSequence, imbalance, make_rank_batches, packing_efficiency
+from megagrpo.batching.rank_batches import (
+    RankBatch,
+    TrainSequence,
+    imbalance,
+    make_rank_batches,
+    packing_efficiency,
+    padding_share,
+)
 from megagrpo.batching.work import Work, work_of
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import SftRanks
@@ -65,6 +72,7 @@ class FineTuning:
                 "packing/microbatches": float(sum(len(batch.minibatches[0]) for batch in batches)),
                 "packing/efficiency": packing_efficiency(batches, layout, recipe.train.tokens_per_microbatch),
                 "packing/imbalance": imbalance(batches),
+                "packing/padding": padding_share(batches, layout, self.ranks.device_type),
             }
         return StepDone(metrics, tokens)
 

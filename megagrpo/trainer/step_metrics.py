@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.algorithm.mismatch import Mismatch, TokenMismatch
-from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficiency
+from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficiency, padding_share
 from megagrpo.data.cursor import Cursor
 from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import run_directory
@@ -33,7 +33,7 @@ def step_metrics(
     """All metrics of a step but its seconds. kl_coefficient: that of this step."""
     metrics = rollout_metrics(sampled.all) | sampling_metrics(run.recipe, sampled, run.cursor)
     if loaded.batches:
-        metrics |= batch_metrics(run.recipe, loaded.advantages.of_rows, loaded.batches)
+        metrics |= batch_metrics(run.recipe, loaded.advantages.of_rows, loaded.batches, run.policy.device_type)
     if trained.critic is not None:
         found = {"lr": trained.critic_lr, **vars(trained.critic)}
         metrics |= {f"critic/{name.removesuffix('_fraction')}": value for name, value in found.items()}
@@ -88,7 +88,9 @@ def sampling_metrics(recipe: Recipe, sampled: Sampled, cursor: Cursor[Prompt]) -
     return metrics
 
 
-def batch_metrics(recipe: Recipe, advantages: np.ndarray, batches: Sequence[RankBatch]) -> dict[str, float]:
+def batch_metrics(
+    recipe: Recipe, advantages: np.ndarray, batches: Sequence[RankBatch], device: str
+) -> dict[str, float]:
     """Advantages, and how evenly the microbatches are filled. advantages: float64 [rows]."""
     micros = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
     train = recipe.train
@@ -99,6 +101,7 @@ def batch_metrics(recipe: Recipe, advantages: np.ndarray, batches: Sequence[Rank
         "packing/microbatches": float(len(micros)),
         "packing/efficiency": packing_efficiency(batches, train.layout.parallel(), train.tokens_per_microbatch),
         "packing/imbalance": imbalance(batches),
+        "packing/padding": padding_share(batches, train.layout.parallel(), device),
     }
 
 

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megagrpo.batching import rank_batches
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.rank import TrainRank
 from tests.distributed.conftest import CaseOf
 from tests.distributed.layouts import ROWS
@@ -119,6 +121,34 @@ def test_exchanges_beside_passes_change_no_number(name: str, case: Case) -> None
     assert metrics == wanted
     for key, value in wanted_weights.items():
         np.testing.assert_array_equal(weights[key], value)
+
+
+def padded_as_for_gpus() -> None:
+    rank_batches.TOKENS_MULTIPLE["cpu"], rank_batches.ONE_SIZE_SHARE = 64, 1.0
+
+
+def two_steps_of_one_size(rank: TrainRank, batch: RankBatch, advantages: np.ndarray) -> tuple[Any, ...]:
+    found = several_steps(rank, batch, advantages)
+    sizes = [{packed.tokens.shape[-1] for packed in minibatch.packed} for minibatch in rank.batch.minibatches]
+    return *found, sizes, unwrapped(rank.policy.chunks[0]).config.variable_seq_lengths
+
+
+@pytest.mark.parametrize("name", ["virtual, context", "tensor, data"])
+def test_padding_changes_no_number(name: str, case: Case) -> None:
+    layout, found = ROWS[name].of("qwen3"), []
+    for first in (None, padded_as_for_gpus):
+        results = on_ranks(two_steps_of_one_size, make_recipe(layout, algorithm=SEVERAL), case, first=first)
+        metrics, before, after, sizes, told = zip(*results, strict=True)
+        old, new = assemble(before), assemble(after)
+        change = np.concatenate([(new[key] - old[key]).ravel() for key in sorted(new)])
+        found.append((figures(the_one(metrics)), change, sizes[0], told[0]))
+    (wanted, wanted_change, *_), (metrics, change, sizes, told) = found
+    assert metrics == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert np.linalg.norm(change - wanted_change) <= 1e-4 * np.linalg.norm(wanted_change)
+    assert all(size % 64 == 0 for of_minibatch in sizes for size in of_minibatch)
+    if layout.pipeline > 1:
+        assert all(len(of_minibatch) == 1 for of_minibatch in sizes)
+        assert not told
 
 
 def test_gradients_in_bfloat16_are_near_those_in_float32(case: Case) -> None:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from megagrpo.batching import balance
 from megagrpo.batching.balance import share_over_ranks, spread_evenly
 from megagrpo.batching.rank_batches import (
+    Microbatch,
+    RankBatch,
     TrainSequence,
     first_fit_decreasing,
     imbalance,
@@ -17,6 +19,8 @@ from megagrpo.batching.rank_batches import (
     make_rank_batches,
     packing_efficiency,
     padded_lengths,
+    padded_tokens,
+    padding_share,
 )
 from megagrpo.batching.work import Work, work_of
 from megagrpo.errors import RecipeError
@@ -227,3 +231,22 @@ def test_every_matrix_that_a_token_meets_counts_twice(family, tmp_path):
     if arch.tied_embeddings:
         weights += arch.vocab * arch.hidden
     assert work_of(arch).linear == pytest.approx(2 * weights)
+
+
+def test_microbatches_are_padded_to_few_sizes_and_a_pipelines_to_one():
+    def sizes(lengths, device, **layout):
+        micros = [Microbatch((sequence_of(length),)) for length in lengths]
+        return padded_tokens(micros, ParallelLayout(**layout), device)
+
+    assert sizes([1000, 129, 0], "cuda") == [1024, 256, 128]
+    assert sizes([1000, 129, 0], "cpu") == [1000, 129, 1]
+    assert sizes([1001], "cpu", tensor=2) == [1002]
+    assert sizes([1001], "cpu", tensor=3, context=2) == [504]
+    assert sizes([9000, 8900], "cuda", pipeline=2) == [9088, 9088]
+    assert sizes([9000, 5000], "cuda", pipeline=2) == [9088, 5120]  # not for a fifth more tokens
+    batch = RankBatch(((Microbatch((sequence_of(96),)),),), (1,), (1,), (1.0,))
+    assert padding_share([batch], ParallelLayout(), "cuda") == 0.25
+
+
+def sequence_of(length):
+    return TrainSequence(np.zeros(length, np.int64), np.ones(length, bool), np.zeros(length, np.float32), 0)

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from megagrpo.algorithm.mismatch import Mismatch
-from megagrpo.cluster.actors import RankActor
+from megagrpo.cluster.actors import RankActor, allocator_environment
 from megagrpo.errors import WeightSyncError
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.plan import make_plan, require_own
 from megagrpo.weights.transport.sglang import ServerWeights
+from tests import plans
 from tests.rollout_engines import model_directory, start_engine
 
 # What an actor's process does: import the actor's module, receive a recipe, start. The start ends at the first import
@@ -120,3 +121,12 @@ def test_every_end_refuses_a_plan_made_from_manifests_in_another_order(tmp_path:
     with pytest.raises(WeightSyncError, match="with other boxes"):
         require_own(replace(own, placements=own.placements[1:]), own)
     require_own(plan.sources[1], own)
+
+
+def test_only_ranks_that_share_no_memory_by_cuda_ipc_have_expandable_segments() -> None:
+    named = {
+        way: allocator_environment(plans.recipe({"weights.transfer": way})) for way in ("auto", "shared_memory", "disk")
+    }
+    assert named["auto"] == named["shared_memory"] == {}
+    assert named["disk"] == allocator_environment(plans.sft_recipe())
+    assert named["disk"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

@@ -39,6 +39,7 @@ class OnDevice(Policy):
     def __init__(self, device: Device) -> None:
         self._offload, self._away, self.device = [*PARTS], set(), device
         self.updates = FakePolicy()
+        self.device_type = "cpu"
         moves = {method: SimpleNamespace(remote=partial(device.move, method)) for method in ("release", "restore")}
         broken = SimpleNamespace(remote=lambda: None)
         self.actors = {"train rank 0": SimpleNamespace(**moves, broken=broken)}
