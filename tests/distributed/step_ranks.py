@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,22 @@ Parts = list[tuple[Box, np.ndarray]]
 
 
 def on_ranks(
-    function: Callable[..., Any], recipe: AnyRecipe, case: Case, *args: Any, first: Callable[[], None] | None = None
+    function: Callable[..., Any],
+    recipe: AnyRecipe,
+    case: Case,
+    *args: Any,
+    first: Callable[[], None] | None = None,
+    transformer_engine: bool = False,
 ) -> list[Any]:
     """Results by rank of `function`(the recipe's TrainRank or SftRank, its RankBatch, the case's advantages, *args).
 
-    `first` is called before the rank is made. With layer_spec: transformer_engine in the recipe, ranks have te_stub.
+    `first` is called before the rank is made. With `transformer_engine`, or where the recipe's layer_spec asks for it,
+    ranks find te_stub installed, and their models are built as on GPUs.
     """
     arguments = first, recipe, str(case.directory), make_batches(recipe, case), case.advantages, *args
     ranks, fused = recipe.train.layout.parallel().ranks, recipe.train.layer_spec == "transformer_engine"
-    return run_ranks(ranks, _call, function, *arguments, joined=False, transformer_engine=fused)
+    installed = fused or transformer_engine
+    return run_ranks(ranks, _call, function, *arguments, joined=False, transformer_engine=installed)
 
 
 def make_batches(recipe: AnyRecipe, case: Case) -> list[RankBatch]:
@@ -67,7 +75,7 @@ def _call(
 ) -> Any:
     if first is not None:
         first()
-    if recipe.train.layer_spec == "transformer_engine":
+    if find_spec("transformer_engine") is not None:
         build_as_on_gpus()
     kind: Callable[..., ModelRank] = SftRank if isinstance(recipe, SftRecipe) else TrainRank
     rank = kind(recipe, number, store, directory, "cpu")

@@ -30,8 +30,8 @@ from tests.distributed.step_ranks import on_ranks, sft_steps, states_of, with_no
 TENSOR = Row(ParallelLayout(tensor=2), "qwen2_tied", distributed_optimizer=True)
 
 
-def in_row(function: Callable[..., Any], model: Path, row: Row, *args: Any) -> list[Any]:
-    recipe = make_sft_recipe(row.layout, row.dtype, distributed_optimizer=row.distributed_optimizer)
+def in_row(function: Callable[..., Any], model: Path, row: Row, *args: Any, **train: Any) -> list[Any]:
+    recipe = make_sft_recipe(row.layout, row.dtype, distributed_optimizer=row.distributed_optimizer, **train)
     return on_ranks(function, recipe, conversations(model), *args)
 
 
@@ -86,6 +86,17 @@ def test_a_run_continues_in_another_layout(family: str, saved: str, loaded: str,
     )
     assert run == pytest.approx(alone, rel=between_layouts)
     assert resumed == pytest.approx(run, rel=between_layouts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("saved_by", ["local", "transformer_engine"])
+def test_a_run_continues_with_the_other_layers_and_their_adam(saved_by: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Transformer Engine's Adam counts its steps for groups of parameters, torch's for each."""
+    saved, loaded = ROWS["expert, data"], replace(ROWS["tensor, data"], family="qwen3_moe")
+    (loaded_by,) = {"local", "transformer_engine"} - {saved_by}
+    run = figures(in_row(save_and_continue, tiny("qwen3_moe"), saved, tmp_path, layer_spec=saved_by))
+    resumed = figures(in_row(load_and_continue, tiny("qwen3_moe"), loaded, tmp_path, layer_spec=loaded_by))
+    assert resumed == pytest.approx(run, rel=5e-6)
 
 
 def figures(results: list[dict[str, Any]]) -> list[float]:

@@ -203,6 +203,11 @@ def test_several_microbatches_may_pass_at_once_beside_a_policy_with_adapters(den
     check(dense, TENSOR, logprob_tokens_per_microbatch=4 * LONGEST, lora={"rank": 2, "alpha": 4})
 
 
+@pytest.mark.long
+def test_with_transformer_engines_layers_it_is_the_same_step(family_of):
+    check(family_of("qwen3_moe"), ROWS["expert over tensor"].layout, layer_spec="transformer_engine")
+
+
 # --- a new head, several steps, memory --------------------------------------------------------------------------------
 
 

@@ -148,11 +148,20 @@ WHOLE_EXPERTS = {"layout": vars(ParallelLayout(tensor=2))}
     ],
 )
 def test_gradients_and_update_are_those_of_plain_torch(family, name, targets, train, case_of: CaseOf):
-    case = case_of(family)
+    check_step(case_of(family), name, family, targets, train)
+
+
+@pytest.mark.long
+def test_beside_transformer_engine_adapters_are_on_megatrons_own_layers(case_of: CaseOf):
+    """With its Adam."""
+    check_step(case_of("qwen3_moe"), "expert over tensor", "qwen3_moe", ALL, {}, transformer_engine=True)
+
+
+def check_step(case: Case, name: str, family: str, targets: Sequence[str], train: Any, **installed: bool) -> None:
     lora = {"lora": SETTINGS | {"targets": targets}, "distributed_optimizer": False}
     recipe = make_recipe(ROWS[name].of(family), train=lora | train)
     values = some_adapters(case.directory, targets)
-    results = on_ranks(step_from, recipe, case, values)
+    results = on_ranks(step_from, recipe, case, values, **installed)
     found = gather([result.step for result in results])
     assert_same_step(found, torch_step(case, values, recipe))
     for key, whole in assemble([result.merged for result in results]).items():
