@@ -15,6 +15,8 @@ from typing import Any
 
 from megagrpo.errors import MegagrpoError, Problem, RecipeError
 
+IMPORTED = "a file that can be imported"
+
 
 @dataclass(frozen=True)
 class UserFunction:
@@ -100,10 +102,12 @@ def _imported(file: Path, where: str, error: type[MegagrpoError], source: bytes 
             loader.exec_module(module)
         else:
             exec(loader.source_to_code(source, str(file)), vars(module))
-    except (Exception, SystemExit) as raised:  # noqa: BLE001  (anything can happen in a user's file)
+    except KeyboardInterrupt:  # of the user's own, mostly
+        raise
+    except BaseException as raised:  # noqa: BLE001  (anything can happen in a user's file)
         del sys.modules[name]
         given = f"{file} cannot be imported: {_with_line(raised, file)}"
-        raise error(Problem(where, given=given, fix="correct the file")) from None
+        raise error(Problem(where, given, IMPORTED, "correct the file")) from None
     return module
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # pyarrow is slow to import, and a plan mostly has no parquet
 SUFFIXES = (".parquet", ".jsonl")
 PROBLEMS_SHOWN = 10
 BATCH_ROWS = 2048
+LINE_BYTES_MAX = 2**26
 
 Record = dict[str, Any]
 
@@ -115,7 +116,10 @@ def records(path: Path, wanted: Iterable[str] | None = None) -> Iterator[tuple[i
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
+            if len(line) > LINE_BYTES_MAX:
+                given, needed = f"a line of {len(line):,} bytes", f"at most {LINE_BYTES_MAX:,}"
+                yield number, Problem(place(path, number), given, needed, "one JSON object per line")
+            elif line.strip():
                 yield number, _json_record(line, place(path, number))
 
 

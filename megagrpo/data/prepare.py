@@ -70,7 +70,7 @@ def final_answer(solution: str) -> str | None:
 def _gsm8k_files(source: Path, split: str) -> list[Path]:
     if not source.is_dir():
         needed = "the folder with GSM8K's own parquet or JSONL files"
-        raise DataError(Problem(f"{source}: no such folder", needed=needed))
+        raise DataError(Problem(str(source), "no such folder", needed))
     for folder in GSM8K_FOLDERS:
         for name in GSM8K_NAMES:
             if paths := sorted((source / folder).glob(name.format(split=split))):

@@ -78,7 +78,7 @@ def _check(path: Path, schema: RowSchema[AnyRow], limit: int | None) -> tuple[Fi
         if not problems:
             rows.append(schema.row(record, number))
     if not seen:
-        findings.add([Problem(f"{path}: the file has no rows", needed="at least one row")])
+        findings.add([Problem(str(path), "the file has no rows", "at least one row")])
     return findings, rows
 
 

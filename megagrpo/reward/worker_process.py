@@ -25,6 +25,7 @@ from typing import Any
 
 from megagrpo.errors import Problem, RewardError
 from megagrpo.reward.functions import RewardCallable, Task, call, failure_of, load, outcome_of, timed_out
+from megagrpo.user_functions import IMPORTED
 
 OUTPUT_BYTES_MAX = 1 << 20
 """What the functions of one worker may print in all; the rest is read and dropped."""
@@ -157,7 +158,8 @@ def _work(connection: Connection) -> None:
         except RewardError as error:
             problems += error.problems
         except BaseException as raised:  # noqa: BLE001  (a user's file can raise anything, such as KeyboardInterrupt)
-            problems.append(Problem(f"{spec.where}.function", f"{spec.function} raised {failure_of(raised).error}"))
+            given = f"{spec.function} raised {failure_of(raised).error}"
+            problems.append(Problem(f"{spec.where}.function", given, IMPORTED, "correct the file"))
     is_async = [inspect.iscoroutinefunction(function) for function in functions]
     _send(connection, {"problems": [dataclasses.asdict(problem) for problem in problems], "is_async": is_async})
     if not problems:

@@ -28,6 +28,7 @@ from typing import Any
 
 from megagrpo.errors import Problem, RewardError
 from megagrpo.reward.functions import FunctionSpec, Outcome, Task, checked_outcome, timed_out
+from megagrpo.user_functions import IMPORTED
 
 ASYNC_AT_ONCE = 64
 CHECK_SECONDS = 0.2
@@ -146,7 +147,7 @@ class Worker:
 
     def start_failure(self, reason: str) -> RewardError:
         where = f"the reward functions {', '.join(spec.function for spec in self.specs)} cannot be loaded"
-        return RewardError(Problem(where, given=reason, needed="a file that can be imported"))
+        return RewardError(Problem(where, given=reason, needed=IMPORTED))
 
     def send(self, number: int, function: int, task: Task) -> None:
         grace = ASYNC_GRACE_SECONDS if self.is_async[function] else 0.0

@@ -150,6 +150,13 @@ def test_a_bad_file_is_named(name, make, needle, tmp_path):
     assert quick_look(path, PROMPT_ROWS) == problems
 
 
+def test_a_line_that_is_too_long_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("megagrpo.data.files.LINE_BYTES_MAX", 1000)
+    path = write_jsonl(tmp_path / "long.jsonl", row(), row(data_source="x" * 1000))
+    (problem,) = problems_of(path)
+    assert (problem.where, problem.needed) == (f"{path} line 2", "at most 1,000")
+
+
 def test_a_missing_file_suggests_its_neighbour(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", row())
     assert "train.jsonl" in quick_look(tmp_path / "trian.jsonl", PROMPT_ROWS)[0].fix

@@ -121,6 +121,9 @@ def test_a_broken_file_ends_the_plan_with_its_line(tmp_path: Path, capsys: pytes
     assert "algorithm.loss" in printed
     assert "(line 2)" in printed
     assert "gone.py, which does not exist" in printed
+    (tmp_path / "broken.py").write_text("raise GeneratorExit('\x1b[31m')\n")
+    assert main(["plan", str(recipe), f"algorithm.advantage={tmp_path}/broken.py:f"]) == EXIT_USER_ERROR
+    assert r"GeneratorExit: \x1b[31m (line 1)" in capsys.readouterr().err
 
 
 def test_training_ranks_get_the_absolute_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

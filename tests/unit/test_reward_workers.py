@@ -155,6 +155,8 @@ def test_an_import_that_raises_anything_is_reported_as_such(tmp_path: Path) -> N
     (tmp_path / "bad.py").write_text("raise KeyboardInterrupt")
     (problem,) = reward_problems(reward_of({"function": f"{tmp_path / 'bad.py'}:f"}))
     assert "KeyboardInterrupt" in problem.given
+    assert problem.needed
+    assert problem.fix
     assert "SIGKILL" not in problem.given
 
 
