@@ -349,6 +349,16 @@ def test_buckets_are_no_larger_than_the_weights_and_files_need_none(tiny: dict[s
         assert not [name for name in held if "buckets" in name]
 
 
+def test_training_ranks_that_forward_buckets_between_nodes_hold_as_many_again() -> None:
+    bucket = merged().weights.bucket_bytes
+    one_node, two_nodes, apart = (
+        phases(held_by(merged({"tensor": 8, "data": data}, cluster={"placement": placement})))["weight_sync"]
+        for data, placement in ((1, "colocated"), (2, "colocated"), (2, "disaggregated"))
+    )
+    assert one_node["sync buckets"] == apart["sync buckets"] == 2 * bucket
+    assert two_nodes["sync buckets"] == 4 * bucket
+
+
 def test_a_critic_is_as_large_as_its_own_model() -> None:
     recipe = merged({"tensor": 8}, algorithm={"advantage": {"name": "gae"}, "critic": {"path": "unused"}})
     small = replace(LLAMA, layers=LLAMA.layers // 4)

@@ -41,7 +41,7 @@ class WeightsConfig(Section):
     two_hops if there is a training rank beside each engine, otherwise process_group."""
 
     bucket_bytes: Annotated[int, Field(ge=4096, le=2**40)] = 256 * 1024 * 1024
-    """Largest size of a bucket. A process sends at most two buckets at once."""
+    """Largest size of a bucket. A process sends at most two buckets at once, and forwards at most two with two_hops."""
 
     directory: str | None = None
     """Only for transfer: disk. A directory that all training ranks and engines reach. The default is weights/ in the
