@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 
 from megagrpo.errors import MegagrpoError, ModelError, Problem
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.boxes import Manifest, Place, Topology, Transfer
 from megagrpo.weights.digest import digest_problems, expected_digests, sent_digests
 from megagrpo.weights.families import read_architecture
@@ -55,14 +55,20 @@ class Case:
     """Every byte may be passed on from engine to engine; the training ranks are elsewhere."""
     topology: Topology | None = None
     """Where all are, in place of one_node."""
+    attention_data: int = 1
+    pipeline: int = 1
+
+    @property
+    def sizes(self) -> EngineLayoutConfig:
+        own = {"expert": self.expert, "attention_data": self.attention_data, "pipeline": self.pipeline}
+        return EngineLayoutConfig(tensor=self.tensor, **own)
 
     def plan(self) -> WeightPlan:
         sources = manifests(self.arch, self.layout)
-        sizes = SimpleNamespace(tensor=self.tensor, expert=self.expert)
         destinations = [
-            sglang.manifest(self.arch, sizes, rank, self.dtype, self.device, engine)
+            sglang.manifest(self.arch, self.sizes, rank, self.dtype, self.device, engine)
             for engine in range(self.engines)
-            for rank in range(self.tensor)
+            for rank in range(self.sizes.ranks)
         ]
         if self.topology is not None:
             return make_plan(sources, destinations, self.topology)
@@ -80,7 +86,7 @@ class Case:
 
     def served(self, checkpoint: Tensors, rank: int) -> Tensors:
         """What this rank of each engine must hold of it."""
-        return engine_tensors(self.arch, self.tensor, self.expert, rank, self.device, checkpoint)
+        return engine_tensors(self.arch, self.sizes, rank, self.device, checkpoint)
 
 
 def two_nodes(*counts: int) -> Topology:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope, SigmoidRouter
 
@@ -187,30 +188,33 @@ def latent_tensors(
 
 
 def engine_tensors(
-    arch: Architecture, tensor: int, expert: int, rank: int, device: str, checkpoint: Tensors
+    arch: Architecture, sizes: EngineLayoutConfig, rank: int, device: str, checkpoint: Tensors
 ) -> Tensors:
     """Every parameter of one SGLang rank by name: whole tensors padded by cat, cut by chunk, fused by cat and stack."""
+    tensor, expert, group = sizes.tensor, sizes.expert, sizes.tensor // sizes.attention_data
+    stage, rank = divmod(rank, tensor)
+    first, last = stage == 0, stage == sizes.pipeline - 1
 
-    def cut(weight: torch.Tensor, padded: int, dim: int) -> torch.Tensor:
+    def cut(weight: torch.Tensor, padded: int, dim: int, parts: int = tensor) -> torch.Tensor:
         shape = list(weight.shape)
         shape[dim] = padded - shape[dim]
-        return torch.cat([weight, weight.new_zeros(shape)], dim).chunk(tensor, dim)[rank]
+        return torch.cat([weight, weight.new_zeros(shape)], dim).chunk(parts, dim)[rank % parts]
 
     def ffn(size: int) -> int:
         return size if device == "cuda" else (size + 32 * tensor - 1) // (32 * tensor) * (32 * tensor)
 
     def vocabulary(weight: torch.Tensor) -> torch.Tensor:
         padded = (arch.vocab + 63) // 64 * 64
-        while padded % tensor:
+        while padded % group:
             padded += 64
         if padded != (arch.vocab + 63) // 64 * 64:
-            padded = (arch.vocab + 64 * tensor - 1) // (64 * tensor) * (64 * tensor)
-        return cut(weight, padded, 0)
+            padded = (arch.vocab + 64 * group - 1) // (64 * group) * (64 * group)
+        return cut(weight, padded, 0, group)
 
     def key_or_value(weight: torch.Tensor) -> torch.Tensor:
         heads = weight.unflatten(0, (arch.query_groups, -1))
-        copies = max(1, tensor // arch.query_groups)
-        return heads.repeat_interleave(copies, 0).chunk(tensor)[rank].flatten(0, 1)
+        copies = max(1, group // arch.query_groups)
+        return heads.repeat_interleave(copies, 0).chunk(group)[rank % group].flatten(0, 1)
 
     ffn_of_experts = arch.experts.ffn if arch.experts is not None else 0
     shards, index = tensor // expert, rank % (tensor // expert)
@@ -221,8 +225,11 @@ def engine_tensors(
         shape[dim] = ffn(ffn_of_experts) // shards - shape[dim]
         return torch.cat([weights, weights.new_zeros(shape)], dim)
 
-    held = {"model.embed_tokens.weight": vocabulary(checkpoint["model.embed_tokens.weight"])}
-    for layer in range(arch.layers):
+    held = {"model.embed_tokens.weight": vocabulary(checkpoint["model.embed_tokens.weight"])} if first else {}
+    lengths = [arch.layers // sizes.pipeline] * sizes.pipeline
+    for longer in range(arch.layers % sizes.pipeline):
+        lengths[-1 - longer] += 1
+    for layer in range(sum(lengths[:stage]), sum(lengths[: stage + 1])):
         prefix = f"model.layers.{layer}."
         for name in checkpoint:
             if name.startswith(prefix) and "norm" in name:
@@ -236,14 +243,15 @@ def engine_tensors(
             held[f"{attention}{fused}.weight"] = torch.cat(down)
             for name in ("q_proj", "q_b_proj", "kv_b_proj"):
                 if f"{attention}{name}.weight" in checkpoint:
-                    held[f"{attention}{name}.weight"] = checkpoint[f"{attention}{name}.weight"].chunk(tensor)[rank]
+                    up = checkpoint[f"{attention}{name}.weight"]
+                    held[f"{attention}{name}.weight"] = cut(up, up.shape[0], 0, group)
         for kind in ("weight", "bias"):
             if arch.latent is None and f"{attention}q_proj.{kind}" in checkpoint:
                 q, k, v = (checkpoint[f"{attention}{x}_proj.{kind}"] for x in "qkv")
-                qkv = [cut(q, q.shape[0], 0), key_or_value(k), key_or_value(v)]
+                qkv = [cut(q, q.shape[0], 0, group), key_or_value(k), key_or_value(v)]
                 held[f"{attention}qkv_proj.{kind}"] = torch.cat(qkv)
         o = checkpoint[attention + "o_proj.weight"]
-        held[attention + "o_proj.weight"] = cut(o, o.shape[1], 1)
+        held[attention + "o_proj.weight"] = cut(o, o.shape[1], 1, group)
         mlps = {prefix + "mlp.": ffn(arch.ffn)}
         if arch.experts is not None:
             shared = arch.experts.shared_ffn // arch.experts.ffn * ffn(arch.experts.ffn)
@@ -268,7 +276,10 @@ def engine_tensors(
                 held[mlp + name] = checkpoint[mlp + name]
         held[mlp + "experts.w13_weight"] = torch.cat([part(gate, 1), part(up, 1)], 1)
         held[mlp + "experts.w2_weight"] = part(down, 2)
-    held["model.norm.weight"] = checkpoint["model.norm.weight"]
-    if not arch.tied_embeddings:
+    if last:
+        held["model.norm.weight"] = checkpoint["model.norm.weight"]
+    if arch.tied_embeddings and last and not first:
+        held["lm_head.weight"] = vocabulary(checkpoint["model.embed_tokens.weight"])
+    if not arch.tied_embeddings and (last or arch.family in ("llama", "mistral", "mixtral", "qwen3_moe")):
         held["lm_head.weight"] = vocabulary(checkpoint["lm_head.weight"])
     return held

@@ -6,33 +6,39 @@ Each kind is imported where it is made: an import takes seconds, and must follow
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megagrpo.cluster.actors import prepare_process
-from megagrpo.errors import MegagrpoError
+from megagrpo.errors import EngineError, MegagrpoError, Problem
+from megagrpo.ports import free_port
 from megagrpo.recipe.defaults import dtype_name, run_directory
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.engine import Engine, MemoryTag
-from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
+from megagrpo.rollout.sglang.arguments import ServerNode, server_arguments, server_environment
 from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest, Place
 
 if TYPE_CHECKING:
+    from megagrpo.guarded_store import StoreHost
     from megagrpo.rollout.sglang.server import Server
     from megagrpo.weights.plan import WeightPlan
     from megagrpo.weights.transport.choice import Channel
+
+WATCH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class EngineSpec:
     """What engine `index` of a recipe is made from: all that travels from the driver to the engine's process.
 
-    `gpus` are those that its process sees (visible_gpus), as its node names them; none on CPUs. `api_key` is that of
-    an external server.
+    `gpus` are those that its process on one of its nodes sees (visible_gpus), as the node names them; none on CPUs.
+    `api_key` is that of an external server.
     """
 
     recipe: Recipe
@@ -59,11 +65,10 @@ class EngineActor:
 
     engine: Engine
 
-    def start(self, spec: EngineSpec) -> None:
-        prepare_process(spec.device, spec.recipe)
-        if spec.gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
-        self.engine = make_engine(spec)
+    def start(self, spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> None:
+        """`other_nodes`: EngineNodeActors that have their specs, if the engine is on several nodes."""
+        _prepare(spec)
+        self.engine = make_engine(spec, other_nodes)
 
     def manifests(self) -> list[Manifest]:
         return self.engine.manifests()
@@ -105,7 +110,45 @@ def visible_gpus(own: Sequence[Place], all_places: Iterable[Place]) -> tuple[int
     return (*first, *sorted(beside.difference(first), key=str)) if first else ()
 
 
-def make_engine(spec: EngineSpec) -> Engine:
+def _prepare(spec: EngineSpec) -> None:
+    prepare_process(spec.device, spec.recipe)
+    if spec.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
+
+
+@ray.remote(max_restarts=0, max_concurrency=2)
+class EngineNodeActor:
+    """The server process of an engine on another node than its first one. It has ranks, and answers no requests."""
+
+    spec: EngineSpec
+    server: Server
+
+    def prepare(self, spec: EngineSpec) -> None:
+        _prepare(spec)
+        self.spec = spec
+
+    def address(self) -> str:
+        """This node's."""
+        return ray.util.get_node_ip_address()
+
+    def start(self, node: ServerNode) -> None:
+        self.server = _started_server(self.spec, node)
+
+    def wait_for_end(self) -> Problem:
+        """Returns once the server process has ended, with the end of its log."""
+        while True:
+            try:
+                self.server.check_running()
+            except EngineError as error:
+                return error.problems[0]
+            time.sleep(WATCH_SECONDS)
+
+    def close(self) -> None:
+        if hasattr(self, "server"):
+            self.server.close()
+
+
+def make_engine(spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> Engine:
     """Ready to generate once it returns. Raises ModelError or EngineError."""
     recipe, rollout = spec.recipe, spec.recipe.rollout
     if rollout.engine == "transformers":
@@ -120,7 +163,9 @@ def make_engine(spec: EngineSpec) -> Engine:
             tokenizer_directory=spec.tokenizer_directory,
             name=spec.name,
         )
-    server = _started_server(spec) if rollout.engine == "sglang" else None
+    server = None
+    if rollout.engine == "sglang":
+        server = _server_on_nodes(spec, other_nodes) if other_nodes else _started_server(spec)
     try:
         if server:
             server.wait_until_ready(recipe.cluster.start_timeout_seconds)
@@ -147,7 +192,33 @@ def make_engine(spec: EngineSpec) -> Engine:
         raise
 
 
-def _started_server(spec: EngineSpec) -> Server:
+def _server_on_nodes(spec: EngineSpec, others: Sequence[Any]) -> Server:
+    """The server of an engine on several nodes: its process here, and one on each of the others. It ends with them."""
+    from megagrpo.guarded_store import StoreHost
+
+    here = ray.util.get_node_ip_address()
+    addresses = (here, *ray.get([other.address.remote() for other in others]))
+    meeting, port = StoreHost(here), free_port(here)
+    nodes = [ServerNode(rank, len(addresses), meeting.address, port, addresses) for rank in range(len(addresses))]
+    server = _started_server(spec, nodes[0])
+    starting = [other.start.remote(node) for other, node in zip(others, nodes[1:], strict=True)]
+    watch = threading.Thread(target=_end_with, args=(server, spec.name, others, starting, meeting), daemon=True)
+    watch.start()
+    return server
+
+
+def _end_with(server: Server, name: str, others: Sequence[Any], starting: Sequence[Any], meeting: StoreHost) -> None:
+    """Ends the server once a process of its on another node has: its ranks would wait for those until a deadline. Keeps
+    the store in which they met."""
+    try:
+        ray.get(list(starting))
+        [ended], _ = ray.wait([other.wait_for_end.remote() for other in others], num_returns=1)
+        server.end(ray.get(ended))
+    except (ray.exceptions.RayError, MegagrpoError) as error:
+        server.end(Problem(f"{name}: another of its nodes", str(error)))
+
+
+def _started_server(spec: EngineSpec, node: ServerNode | None = None) -> Server:
     from megagrpo.rollout.sglang.server import Server
 
     recipe, rollout = spec.recipe, spec.recipe.rollout
@@ -163,6 +234,10 @@ def _started_server(spec: EngineSpec) -> Server:
         options=rollout.sglang.model_extra or {},
         deterministic=rollout.deterministic,
     )
-    environment = server_environment(spec.device, rollout.layout.tensor, spec.threads, spec.index)
-    log = run_directory(recipe) / "logs" / f"{spec.name.replace(' ', '_')}.log"
-    return Server(arguments, name=spec.name, log=log.absolute(), python=rollout.sglang.python, environment=environment)
+    environment = server_environment(spec.device, rollout.layout.ranks, spec.threads, spec.index)
+    name = spec.name
+    if node is not None:
+        arguments, environment = arguments | node.arguments, environment | node.environment
+        name = f"{name} node {node.rank}" if node.rank else name
+    log = run_directory(recipe) / "logs" / f"{name.replace(' ', '_')}.log"
+    return Server(arguments, name=name, log=log.absolute(), python=rollout.sglang.python, environment=environment)

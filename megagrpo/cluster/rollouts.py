@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from megagrpo.cluster.engines import EngineActor, EngineSpec, visible_gpus
+from megagrpo.cluster.engines import EngineActor, EngineNodeActor, EngineSpec, visible_gpus
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import EngineError, MegagrpoError
@@ -40,6 +40,8 @@ class Rollouts:
         self._directories = model_directory, tokenizer_directory
         self._index = {f"engine {index}": index for index in range(recipe.rollout.engines)}
         self.actors: dict[str, Any] = {}
+        self._other_nodes: dict[str, list[Any]] = {}
+        """Actors of engines on several nodes, on all but the first."""
         self._starting = self._start(self._index)
         self.bring_back: Callable[[Mapping[str, MegagrpoError]], None] | None = None
         """Restarts engines with the weights that the others have. Set by the weight sync."""
@@ -81,8 +83,9 @@ class Rollouts:
 
     def visible_gpus(self) -> list[tuple[int | str, ...]]:
         """Of the process of every rank of every engine that the run starts, in the order of `places`."""
-        own = (self._runtime.places_of_engine(index) for index in range(len(self._index)))
-        return [visible_gpus(its, self._runtime.places) for its in own for _ in its]
+        places = self._runtime.places
+        on_node = (own for index in range(len(self._index)) for own in self._runtime.places_of_engine_by_node(index))
+        return [visible_gpus(own, places) for own in on_node for _ in own]
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Training rollouts of a step, in the order of the prompts."""
@@ -117,6 +120,7 @@ class Rollouts:
     def _end(self, engines: Sequence[str], patience_seconds: float = CLOSE_SECONDS) -> None:
         """Asks these engines to close, and kills them."""
         ended = [self.actors.pop(name) for name in engines]
+        ended += [actor for name in engines for actor in self._other_nodes.pop(name)]
         if not ended:
             return
         ray.wait([actor.close.remote() for actor in ended], num_returns=len(ended), timeout=patience_seconds)
@@ -174,18 +178,24 @@ class Rollouts:
         for name in engines:
             index = self._index[name]
             self.actors[name] = self._runtime.start_engine(EngineActor, index)
-            starting[name] = self.actors[name].start.remote(self._spec(index))
+            nodes = range(1, self._runtime.devices.engine_nodes)
+            others = [self._runtime.start_engine(EngineNodeActor, index, node) for node in nodes]
+            for node, other in zip(nodes, others, strict=True):
+                other.prepare.remote(self._spec(index, node))
+            self._other_nodes[name] = others
+            starting[name] = self.actors[name].start.remote(self._spec(index), others)
         return starting
 
-    def _spec(self, index: int) -> EngineSpec:
+    def _spec(self, index: int, node: int = 0) -> EngineSpec:
         model, tokenizer = self._directories
+        on_nodes = self._runtime.places_of_engine_by_node(index)
         return EngineSpec(
             recipe=self._recipe,
             index=index,
             model_directory=str(model),
             tokenizer_directory=str(tokenizer),
             device=self._runtime.device,
-            gpus=visible_gpus(self._runtime.places_of_engine(index), self._runtime.places),
+            gpus=visible_gpus(on_nodes[node] if on_nodes else (), self._runtime.places),
             api_key=os.environ.get(self._recipe.rollout.api_key_variable or ""),
         )
 

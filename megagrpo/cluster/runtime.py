@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -54,12 +54,13 @@ class Runtime:
         """Handle of a new actor on the device of a training rank. `actor_class` is decorated by ray.remote."""
         return self._start(actor_class, self.devices.bundle_of_rank[rank], self.devices.rank_share)
 
-    def start_engine(self, actor_class: Any, engine: int) -> Any:
-        """Handle of a new actor on the first device of an engine; on any node for an external engine."""
-        bundles = self.devices.bundles_of_engine[engine]
-        if not bundles:
+    def start_engine(self, actor_class: Any, engine: int, node: int = 0) -> Any:
+        """Handle of a new actor on the first device that an engine has on its `node`-th node; on any node of the
+        cluster for an external engine."""
+        nodes = self.devices.node_bundles(engine)
+        if not nodes:
             return actor_class.options(num_cpus=0).remote()
-        return self._start(actor_class, bundles[0], self.devices.engine_share)
+        return self._start(actor_class, nodes[node][0], self.devices.engine_share)
 
     def _start(self, actor_class: Any, bundle: int, share: float) -> Any:
         resources = {"num_gpus": share, "num_cpus": 0} if self.devices.resource == "GPU" else {"num_cpus": share}
@@ -74,6 +75,9 @@ class Runtime:
 
     def place_of_rank(self, rank: int) -> Place:
         return self.places[self.devices.bundle_of_rank[rank]]
+
+    def places_of_engine_by_node(self, engine: int) -> list[tuple[Place, ...]]:
+        return [tuple(self.places[bundle] for bundle in own) for own in self.devices.node_bundles(engine)]
 
     def places_of_engine(self, engine: int) -> tuple[Place, ...]:
         """Place of each rank of an engine; none for an external engine."""
@@ -138,8 +142,9 @@ def _reserve(
             break
         watch.check()
         time.sleep(LOOK_SECONDS)
-    engine = len(devices.bundles_of_engine[0]) if devices.bundles_of_engine else 0
-    whole = f", the {engine} of each engine on one node" if engine > 1 else ""
+    engine = len(devices.bundles_of_engine[0]) // devices.engine_nodes if devices.bundles_of_engine else 0
+    on = "one node" if devices.engine_nodes == 1 else f"each of {devices.engine_nodes} nodes"
+    whole = f", {engine} of each engine on {on}" if engine > 1 or devices.engine_nodes > 1 else ""
     raise RankError(
         Problem(
             where="cluster: the run's devices are not available",
@@ -184,11 +189,11 @@ def _gpus(
 def nodes_of_devices(devices: DevicePlan, tensor: int, free: Mapping[str, int]) -> tuple[str, ...] | None:
     """Node of every device, on as few nodes as possible; None if there is no room.
 
-    An engine is never split. A group of `tensor` ranks is split only if there is no room otherwise.
+    What an engine has on a node is never split. A group of `tensor` ranks is split only if there is no room otherwise.
     free: free devices of each node; nodes with equally many are filled in this order.
     """
     whole_groups = tuple(tuple(range(first, first + tensor)) for first in range(0, len(devices.bundle_of_rank), tensor))
-    engines = devices.bundles_of_engine
+    engines = tuple(chain.from_iterable(map(devices.node_bundles, range(len(devices.bundles_of_engine)))))
     for unsplit in ((*engines, *whole_groups), engines):
         if found := _fill(_blocks(devices.bundles, unsplit), free):
             return found

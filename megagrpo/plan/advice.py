@@ -77,15 +77,16 @@ def _engine(case: Case) -> EngineMemory | None:
 
 
 def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
-    """Engines on GPUs of two nodes: a server's ranks are processes of one node."""
+    """Engines that reach over the edge of a node: a server's ranks are on one node, or on several whole ones."""
     if isinstance(recipe, SftRecipe) or recipe.cluster.device == "cpu":
         return
-    per_node, of_engine = recipe.cluster.gpus_per_node, plan_devices(recipe, "cuda").bundles_of_engine
-    each, first = len(of_engine[0]), of_engine[0][:1]
-    if not first or (per_node % each == 0 and first[0] % each == 0):
+    per_node, plan = recipe.cluster.gpus_per_node, plan_devices(recipe, "cuda")
+    parts = plan.node_bundles(0)
+    each, first = (len(parts[0]), parts[0][0]) if parts else (1, 0)
+    if per_node % each == 0 and first % each == 0:
         return  # engines lie side by side from the first on, so none reaches over the edge of a node
-    for engine, devices in enumerate(of_engine):
-        if devices[0] // per_node != devices[-1] // per_node:
+    for engine, devices in enumerate(plan.bundles_of_engine):
+        if any(part[0] // per_node != part[-1] // per_node for part in plan.node_bundles(engine)):
             given = f"{len(devices)}, which puts engine {engine} on GPUs {devices[0]}-{devices[-1]}, over nodes"
             needed = f"engines within nodes of {per_node} GPUs (cluster.gpus_per_node)"
             fix = f"a divisor of {per_node}, and a number of engines and of training ranks that fills nodes"
@@ -162,6 +163,11 @@ def _unwise_engines(case: Case, recipe: Recipe, time: StepTime | None) -> Iterat
     responses = rollout.prompts_per_step * rollout.samples_per_prompt
     if each == 0:
         return
+    per_node = recipe.cluster.gpus_per_node
+    if rollout.layout.tensor > per_node and case.architecture.experts is None:
+        given = f"{rollout.layout.tensor}, whose ranks reach over {recipe.nodes_of_engine} nodes"
+        needed = f"at most {per_node}: tensor ranks exchange activations twice a layer"
+        yield Problem("rollout.layout.tensor", given, needed, f"tensor: {per_node}, and pipeline for the rest")
     used = len({device for devices in case.device_plan.bundles_of_engine for device in devices})
     if responses < engines:
         given = f"{engines}, for {responses} responses in a step"

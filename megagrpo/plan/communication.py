@@ -251,7 +251,7 @@ def sync_seconds(case: Case) -> Seconds:
     recipe, machines, assumed = case.grpo, case.speeds, case.assumptions
     rollout, links = recipe.rollout, Links.of(machines, assumed)
     external, colocated = rollout.engine == "external", recipe.cluster.placement == "colocated"
-    engine = (1, 1) if rollout.engine == "transformers" else (rollout.layout.tensor, rollout.layout.expert)
+    engine = (1, 1) if rollout.engine == "transformers" else (rollout.layout.ranks, rollout.layout.expert)
     sizes = case.layout, engine, rollout.engines, machines.gpus_per_node, case.item_bytes
     found = sync_bytes(case.architecture, *sizes, colocated=colocated and not external)
     seconds = {"pauses and set-up": assumed.sync_seconds, "digests": found.held / assumed.digest_bytes_per_second}

@@ -21,7 +21,7 @@ class MappedDevice:
     gpu: int
     rank: RankCoordinates | None
     engines: tuple[int, ...]
-    engine_rank: int | None  # tensor rank of these engines; None without engines
+    engine_rank: int | None  # rank in these engines; None without engines
 
     @property
     def stage(self) -> int:

@@ -10,15 +10,19 @@ from typing import Any
 from megagrpo.batching.work import head_work, layer_work
 from megagrpo.plan.assumptions import Assumptions, Lengths, longest_sequence
 from megagrpo.plan.case import Case, Machines
-from megagrpo.plan.communication import Links, RankGroup, Seconds, gather
+from megagrpo.plan.communication import Link, Links, RankGroup, Seconds, gather
 from megagrpo.plan.parameters import engine_rank_parameters, expert_parameters, layer_counts, total_parameters
 from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops
 from megagrpo.recipe.defaults import cpu_cache_tokens
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides.sglang import stage_layers
 
 MIB, GIB = 2**20, 2**30
 WHOLE_PREFILL_TOKENS = 16384
 """SGLang's max_prefill_tokens: what prompts that are not cut into chunks (chunked_prefill_size -1) take at once."""
+PREFILL_TOKENS = ((20 * GIB, 2048), (60 * GIB, 4096), (160 * GIB, 8192), (2**63, 16384))
+"""Tokens of a prefill that SGLang chooses for cards below a size in bytes."""
 PREFILL_GRAPHS = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 2**31, 512))
 """Tokens of the prefills that SGLang captures in graphs, as ranges (sglang/srt/arg_groups/cuda_graph_hook.py)."""
 
@@ -31,7 +35,8 @@ POINTS = 24
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on each device of one engine. `cache_tokens` is of the whole engine: its ranks hold heads, not tokens."""
+    """Bytes on the fullest device of one engine. `cache_tokens` is of the whole engine: the ranks of a group hold heads
+    or layers, not tokens."""
 
     weights: int
     cache: int
@@ -71,23 +76,33 @@ def engine_memory(case: Case) -> EngineMemory:
         tokens, logits = asked * longest, 4 * asked * arch.vocab
         cache = tokens * cache_bytes_per_token(arch, 1, element)
         return EngineMemory(total_parameters(arch) * element, cache, logits, tokens, longest, asked)
-    tensor, expert = rollout.layout.tensor, rollout.layout.expert
-    asked = min(asked, options.get("max_running_requests") or asked)
-    weights = engine_rank_parameters(arch, tensor, expert, device) * element
-    if (latent := arch.latent) is not None:  # w_kc and w_vc, which SGLang makes of kv_b_proj
-        each_head = (latent.plain_dim + latent.value_dim) * latent.key_value_rank
-        weights += arch.layers * (arch.heads // tensor) * each_head * element
-    each = cache_bytes_per_token(arch, tensor, _cache_element_bytes(options, element))
-    working = 0 if device == "cpu" else _working_bytes(arch, options, card_bytes, tensor, expert, element)
+    layout = rollout.layout
+    group = layout.tensor // layout.attention_data
+    at_once = options.get("max_running_requests") or rollout.requests_at_once
+    asked = min(asked, at_once)
+    per_token = cache_bytes_per_token(arch, group, _cache_element_bytes(options, element))
+    weights, each = [], []
+    for stage, held in enumerate(engine_rank_parameters(arch, layout, device)):
+        layers = len(stage_layers(arch.layers, stage, layout.pipeline))
+        weights.append(held * element)
+        if (latent := arch.latent) is not None:  # w_kc and w_vc, which SGLang makes of kv_b_proj
+            each_head = (latent.plain_dim + latent.value_dim) * latent.key_value_rank
+            weights[-1] += layers * (arch.heads // group) * each_head * element
+        each.append(per_token * layers // arch.layers)
+    sizes = GraphSizes.of(options, card_bytes, layout, at_once)
+    working = 0 if device == "cpu" else _working_bytes(arch, sizes, element)
     if device == "cpu":
         tokens = cpu_cache_tokens(rollout.requests_at_once, longest)
     elif card_bytes is None:
-        tokens = asked * longest
+        tokens = -(-asked // layout.attention_data) * longest
     else:
-        fraction = options.get("mem_fraction_static") or default_fraction(options, card_bytes, tensor)
-        tokens = max(0, int(card_bytes * fraction) - weights) // each
+        static = int(card_bytes * (options.get("mem_fraction_static") or default_fraction(sizes, card_bytes)))
+        # Every stage caches the same tokens: as many as the one with the least room.
+        tokens = min(max(0, static - held) // token for held, token in zip(weights, each, strict=True))
     tokens = min(tokens, options.get("max_total_tokens") or tokens)
-    return EngineMemory(weights, tokens * each, working, tokens, longest, asked)
+    fullest = max(range(layout.pipeline), key=lambda stage: weights[stage] + tokens * each[stage])
+    cache_tokens = tokens * layout.attention_data
+    return EngineMemory(weights[fullest], tokens * each[fullest], working, cache_tokens, longest, asked)
 
 
 def cache_bytes_per_token(arch: Architecture, tensor: int, element_bytes: int) -> int:
@@ -103,55 +118,63 @@ def _cache_element_bytes(options: Mapping[str, Any], element_bytes: int) -> int:
     return 1 if named.startswith("fp8") else 2 if named in ("bf16", "bfloat16") else element_bytes
 
 
-def default_fraction(options: Mapping[str, Any], card_bytes: int, tensor: int) -> float:
+@dataclass(frozen=True)
+class GraphSizes:
+    """What SGLang makes room for on each device: as given, else what it chooses for a card."""
+
+    layout: EngineLayoutConfig
+    prefill: int
+    """Tokens of a prefill, of all groups together."""
+    requests: int
+    """Of one group, decoded at once."""
+    decode_graphs: bool
+    prefill_graphs: int
+
+    @classmethod
+    def of(
+        cls, options: Mapping[str, Any], card_bytes: int | None, layout: EngineLayoutConfig, at_once: int
+    ) -> GraphSizes:
+        size = 4096 if card_bytes is None else next(tokens for most, tokens in PREFILL_TOKENS if card_bytes < most)
+        size = options.get("chunked_prefill_size") or size
+        prefill = size if size > 0 else WHOLE_PREFILL_TOKENS
+        graphs = 0 if layout.pipeline > 1 else prefill  # pipelines have none for prefills
+        count = sum(len(range(begin, min(end, graphs + 1), step)) for begin, end, step in PREFILL_GRAPHS)
+        requests, without = -(-at_once // layout.attention_data), bool(options.get("disable_cuda_graph"))
+        return cls(layout, prefill, requests, not without, 0 if without else count)
+
+    @property
+    def graph_bytes(self) -> int:
+        """SGLang reckons with 2 MiB for each request in the largest decoding graph, 3 more for each of all groups, and
+        8 MiB for each prefill graph."""
+        groups = self.layout.attention_data
+        each = 2 + (0 if groups == 1 else 3 * groups if self.requests <= 300 else 4.5 * groups)
+        return int((each * self.requests * self.decode_graphs + 8 * self.prefill_graphs) * MIB)
+
+
+def default_fraction(sizes: GraphSizes, card_bytes: int) -> float:
     """SGLang's own mem_fraction_static on a card (0.5.23, sglang/srt/arg_groups/memory_hook.py): it leaves 1.5 MiB for
     each token of a prefill, what it expects of CUDA graphs, and some more."""
     card = card_bytes // MIB
-    prefill, _ = _sizes(options, card_bytes, tensor)
-    reserved = 512 + tensor * 1024 / 8 + 1.5 * max(prefill, 2048) + _graph_bytes(options, card_bytes, tensor) / MIB
+    reserved = 512 + sizes.layout.ranks * 1024 / 8 + 1.5 * max(sizes.prefill, 2048) + sizes.graph_bytes / MIB
     if card > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     return round((card - reserved) / card, 3)
 
 
-def _graph_bytes(options: Mapping[str, Any], card_bytes: int | None, tensor: int) -> int:
-    """SGLang reckons with 2 MiB for each request in the largest decoding graph and 8 MiB for each prefill graph."""
-    if options.get("disable_cuda_graph"):
-        return 0
-    prefill, requests = _sizes(options, card_bytes, tensor)
-    graphs = sum(len(range(begin, min(end, prefill + 1), step)) for begin, end, step in PREFILL_GRAPHS)
-    return (2 * requests + 8 * graphs) * MIB
+def _working_bytes(arch: Architecture, sizes: GraphSizes, element: int) -> int:
+    """Graphs; one layer of a prefill without gradients, or the logits of all requests of a group in float32, twice.
 
-
-def _working_bytes(
-    arch: Architecture, options: Mapping[str, Any], card_bytes: int | None, tensor: int, expert: int, element: int
-) -> int:
-    """Graphs; one layer of a prefill without gradients, or the logits of all requests in float32, twice."""
-    prefill, requests = _sizes(options, card_bytes, tensor)
-    widths = [4 * arch.heads / tensor * arch.head_dim]
+    Each group attends to its part of a prefill; MLPs and experts have all of it.
+    """
+    layout, prefill, requests = sizes.layout, sizes.prefill, sizes.requests
+    widths = [4 * arch.heads / layout.tensor * arch.head_dim]
     if arch.has_dense_layers:
-        widths.append(3 * arch.ffn / tensor)
+        widths.append(3 * arch.ffn / layout.tensor)
     if arch.experts is not None:
-        widths.append(arch.experts.per_token * (arch.hidden + 3 * arch.experts.ffn * expert / tensor))
+        shards = layout.tensor / layout.expert
+        widths.append(arch.experts.per_token * (arch.hidden + 3 * arch.experts.ffn / shards))
     layer, logits = int(prefill * (4 * arch.hidden + max(widths)) * element), 2 * 4 * requests * arch.vocab
-    return _graph_bytes(options, card_bytes, tensor) + max(layer, logits)
-
-
-def _sizes(options: Mapping[str, Any], card_bytes: int | None, tensor: int) -> tuple[int, int]:
-    """Tokens of a prefill, and requests in the largest graph: as given, else what SGLang chooses for a card."""
-    many = 160 if tensor >= 4 else None
-    if card_bytes is None:
-        prefill, requests = 4096, 160
-    elif card_bytes < 20 * GIB:
-        prefill, requests = 2048, 8
-    elif card_bytes < 60 * GIB:
-        prefill, requests = 4096, many or (48 if card_bytes < 35 * GIB else 32)
-    elif card_bytes < 160 * GIB:
-        prefill, requests = 8192, 512 if many else 256
-    else:
-        prefill, requests = 16384, 512
-    chunk = options.get("chunked_prefill_size") or prefill
-    return chunk if chunk > 0 else WHOLE_PREFILL_TOKENS, min(requests, options.get("max_running_requests") or requests)
+    return sizes.graph_bytes + max(layer, logits)
 
 
 # --- time ------------------------------------------------------------------------------------------------------------
@@ -162,46 +185,55 @@ class EngineSpeed:
     """One engine, alone on its devices.
 
     A decoded token of a batch costs what takes longest: reading the weights that the batch needs and all keys and
-    values, or the products; then the tensor ranks' sums and a fixed overhead.
+    values, or the products; then the ranks' sums and a fixed overhead. Stages of a pipeline work at once on equal parts
+    of the batch, which each pass all stages for a token.
     """
 
     arch: Architecture
-    tensor: int
+    layout: EngineLayoutConfig
     machines: Machines
     assumptions: Assumptions
     item_bytes: int
 
+    @property
+    def group(self) -> int:
+        """Ranks that share the attention."""
+        return self.layout.tensor // self.layout.attention_data
+
     @cached_property
     def dense_bytes(self) -> float:
-        """Weights of one rank that every batch reads: all but routed experts and the input embedding."""
-        arch = self.arch
+        """Weights of one rank of all stages that every batch reads: all but routed experts and the input embedding."""
+        arch, tensor = self.arch, self.layout.tensor
         embedding = 0 if arch.tied_embeddings else arch.vocab * arch.hidden
-        return (total_parameters(arch) - expert_parameters(arch) - embedding) * self.item_bytes / self.tensor
+        if self.layout.attention_data == 1:
+            return (total_parameters(arch) - expert_parameters(arch) - embedding) * self.item_bytes / tensor
+        (held,) = engine_rank_parameters(arch, self.layout.model_copy(update={"pipeline": 1}), "cuda")
+        return (held - expert_parameters(arch) / tensor - embedding / self.group) * self.item_bytes
 
     @cached_property
     def expert_bytes(self) -> float:
-        """All routed experts of one rank."""
-        return expert_parameters(self.arch) * self.item_bytes / self.tensor
+        """All routed experts of one rank of all stages."""
+        return expert_parameters(self.arch) * self.item_bytes / self.layout.tensor
 
     @cached_property
     def token_bytes(self) -> int:
-        """Keys and values of one token on one rank."""
-        return cache_bytes_per_token(self.arch, self.tensor, self.item_bytes)
+        """Keys and values of one token on one rank of all stages."""
+        return cache_bytes_per_token(self.arch, self.group, self.item_bytes)
 
     @cached_property
     def token_flops(self) -> float:
-        """Products for one token on one rank, besides attention's core."""
+        """Products for one token on one rank of all stages, besides attention's core."""
         counts = layer_counts(self.arch, range(self.arch.layers))
         layers = layers_flops(self.arch, counts, FORWARD, tokens=1.0, squares=0.0)
-        return (layers.total + head_work(self.arch)) / self.tensor
+        return (layers.total + head_work(self.arch)) / self.layout.tensor
 
     @cached_property
     def pair_flops(self) -> float:
         """Attention's core for one token and one before it, on one rank. Latents are not projected up for decoding."""
         arch, latent = self.arch, self.arch.latent
         if latent is None:
-            return 2 * layer_work(arch, 0).pairs * arch.layers / self.tensor
-        return 2 * arch.layers * arch.heads / self.tensor * (2 * latent.key_value_rank + latent.rotary_dim)
+            return 2 * layer_work(arch, 0).pairs * arch.layers / self.layout.tensor
+        return 2 * arch.layers * arch.heads / self.layout.tensor * (2 * latent.key_value_rank + latent.rotary_dim)
 
     def experts_read(self, tokens: float) -> float:
         """Expected share of a layer's experts that a batch of tokens meets: 1 - (1 - per_token / count)^tokens."""
@@ -210,25 +242,36 @@ class EngineSpeed:
 
     def decode_seconds(self, batch: float, context: float) -> float:
         """One token for each of `batch` responses, with `context` tokens before each in the mean."""
-        gpu, assumed = self.machines.gpu, self.assumptions
-        read = self.dense_bytes + self.expert_bytes * self.experts_read(batch) + self.token_bytes * batch * context
+        gpu, assumed, stages = self.machines.gpu, self.assumptions, self.layout.pipeline
+        passing = max(1.0, batch / stages)  # through one stage at a time
+        read = self.dense_bytes + self.expert_bytes * self.experts_read(passing)
+        read += self.token_bytes * passing / self.layout.attention_data * context
         reading = read / (gpu.memory_bytes_per_second * assumed.decode_efficiency)
-        flops = batch * (self.token_flops + self.pair_flops * context)
+        flops = passing * (self.token_flops + self.pair_flops * context)
         products = flops / (gpu.flops * assumed.prefill_efficiency)
-        return max(reading, products) + self._sums_seconds(batch) + assumed.decode_step_seconds
+        return max(reading, products) + self._sums_seconds(passing) + assumed.decode_step_seconds
 
     def prefill_seconds(self, tokens: float, squares: float, prompts: float) -> float:
         """Whole prompts; `squares` is the sum of their squared lengths."""
         counts = layer_counts(self.arch, range(self.arch.layers))
         flops = layers_flops(self.arch, counts, FORWARD, tokens, squares).total
-        flops = (flops + head_flops(self.arch, FORWARD, prompts)) / self.tensor
-        return flops / (self.machines.gpu.flops * self.assumptions.prefill_efficiency) + self._sums_seconds(tokens)
+        flops = (flops + head_flops(self.arch, FORWARD, prompts)) / self.layout.tensor
+        seconds = flops / (self.machines.gpu.flops * self.assumptions.prefill_efficiency) + self._sums_seconds(tokens)
+        return seconds / self.layout.pipeline
 
     def _sums_seconds(self, tokens: float) -> float:
-        """All-reduces of hidden states over tensor ranks, two in each layer."""
-        group = RankGroup(self.tensor, min(self.tensor, self.machines.gpus_per_node))
-        whole = tokens * self.arch.hidden * self.item_bytes
-        return 2 * self.arch.layers * 2 * gather(group, whole, 1, Links.of(self.machines, self.assumptions))
+        """Two all-reduces of hidden states in each layer of all stages: of attention over the ranks of a group, for its
+        tokens, and of MLPs and experts over all tensor ranks. With several groups the latter is a gather of all tokens
+        before and a reduce-scatter after."""
+        links, near = Links.of(self.machines, self.assumptions), self.machines.gpus_per_node
+        whole, layers = tokens * self.arch.hidden * self.item_bytes, 2 * self.arch.layers
+        seconds = layers * gather(RankGroup(self.layout.tensor, min(self.layout.tensor, near)), whole, 1, links)
+        own = whole / self.layout.attention_data
+        seconds += layers * gather(RankGroup(self.group, min(self.group, near)), own, 1, links)
+        between: Link = "network" if self.layout.ranks > near else "node"
+        speed = links.network if between == "network" else links.node
+        hand_overs = self.layout.pipeline - 1
+        return seconds + hand_overs * (whole / speed + links.latency(between))
 
 
 @lru_cache(maxsize=4096)

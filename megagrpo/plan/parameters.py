@@ -163,24 +163,33 @@ def _training_shard(
 
 
 @lru_cache(maxsize=1024)
-def engine_rank_parameters(arch: Architecture, tensor: int, expert: int, device: str) -> int:
-    """Elements of all parameters of one SGLang rank. Raises ModelError if SGLang cannot hold the model so."""
-    engine = EngineLayoutConfig(tensor=tensor, expert=expert)
-    outside, layers = _shard(arch, sglang.manifest(_sample(arch, expert), engine, 0, "float32", device), expert)
-    biases = 1 if arch.experts and arch.experts.router else 0  # SGLang's router has its bias as a parameter
-    total = sum(outside.values())
-    if arch.tied_embeddings:
-        total -= outside["lm_head.weight"]
-    dense, sparse = layer_counts(arch, range(arch.layers))
-    more = biases * (arch.experts.count - expert) if arch.experts else 0
-    return total + dense * sum(layers[0]) + sparse * (sum(layers[1]) + more)
+def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, device: str) -> tuple[int, ...]:
+    """Elements of all parameters of one SGLang rank, for each pipeline stage. Raises ModelError if SGLang cannot hold
+    the model so."""
+    one_stage = layout.model_copy(update={"pipeline": 1})
+    sample = sglang.manifest(_sample(arch, layout.tensor), one_stage, 0, "float32", device)
+    outside, layers = _shard(arch, sample, layout.tensor)
+    biases = arch.experts.count - layout.tensor if arch.experts and arch.experts.router else 0  # parameters in SGLang
+    found = []
+    for stage in range(layout.pipeline):
+        first, last = stage == 0, stage == layout.pipeline - 1
+        dense, sparse = layer_counts(arch, sglang.stage_layers(arch.layers, stage, layout.pipeline))
+        held = dense * sum(layers[0]) + sparse * (sum(layers[1]) + biases)
+        held += outside["model.embed_tokens.weight"] if first else 0
+        held += outside["model.norm.weight"] if last else 0
+        if arch.tied_embeddings:
+            held += outside["model.embed_tokens.weight"] if last and not first else 0
+        elif last or arch.family in sglang.HEAD_ON_EVERY_STAGE:
+            held += outside["lm_head.weight"]
+        found.append(held)
+    return tuple(found)
 
 
 def _shard(
-    arch: Architecture, sample: Manifest, expert: int
+    arch: Architecture, sample: Manifest, experts: int
 ) -> tuple[dict[str, int], tuple[tuple[int, int], tuple[int, int]]]:
     """Elements outside of layers by name; and of a layer with an MLP and one with experts, outside and inside of routed
-    experts. `sample` has one expert on each rank, and one for each rank in its router."""
+    experts. `sample` is of a model with so many `experts` in a layer."""
     outside: dict[str, int] = {}
     found: dict[int, list[int]] = {}
     for name, storage in sample.storages.items():
@@ -192,7 +201,7 @@ def _shard(
     if arch.experts is None:
         return outside, ((found[0][0], 0), (0, 0))
     plain, routed = found[max(found)]
-    sparse = plain + (arch.experts.count - expert) * arch.hidden, routed * (arch.experts.count // expert)
+    sparse = plain + (arch.experts.count - experts) * arch.hidden, routed * arch.experts.count // experts
     return outside, ((found[0][0], 0) if len(found) == 2 else (0, 0), sparse)
 
 

@@ -28,7 +28,7 @@ from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.recipe.schema.train import RecomputeConfig, RecomputeModule
 from megagrpo.section import Section, broken_rules
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides.sglang import split_problems
+from megagrpo.weights.sides.sglang import CUTS_ATTENTION_IN_GROUPS, split_problems
 
 LAYOUTS_KEPT, SAVINGS_KEPT, SHOWN = 24, 6, 5
 SPARE = 0.05  # of a card, for what estimates do not see
@@ -36,6 +36,7 @@ APART = (*(f"train.layout.{size}" for size in ("tensor", "pipeline", "context", 
 CHUNKS = (1, 2, 4)
 ENGINE_SHARES = ((1, 4), (1, 2), (3, 4))  # of all GPUs, for engines on GPUs of their own
 ENGINE_WEIGHTS_SHARE = 0.4
+ENGINE_NODES, NODE_ENGINE_BYTES = (2, 4), 40e9  # engines over nodes, if more than so many bytes of weights on each GPU
 MEMORY_SHARES = (0.5, 0.65, 0.8)
 SGLANG = "rollout.sglang"
 
@@ -230,7 +231,8 @@ def _first_engine(run: _Run) -> Values:
         if _split_problems(changed(recipe, values), arch):
             continue
         last = values
-        if whole / values.get("rollout.layout.tensor", 1) < ENGINE_WEIGHTS_SHARE * run.card_bytes:
+        ranks = values.get("rollout.layout.tensor", 1) * values.get("rollout.layout.pipeline", 1)
+        if whole / ranks < ENGINE_WEIGHTS_SHARE * run.card_bytes:
             break
     return last
 
@@ -270,7 +272,7 @@ def _reason(recipe: AnyRecipe, estimate: Estimate, card: int) -> str:
     }
     parts = [text for text, size in gains.items() if size > 1]
     if isinstance(recipe, Recipe) and recipe.rollout.engine != "external":
-        count, each = recipe.rollout.engines, recipe.rollout.layout.tensor
+        count, each = recipe.rollout.engines, recipe.rollout.devices_of_engine
         parts.append(f"{count} engine{'s' if count > 1 else ''} of {each} {recipe.cluster.placement}")
     fullest = max((kind.fullest for kind in estimate.memory), key=lambda phase: phase.bytes)
     if fullest.bytes <= card:
@@ -400,11 +402,24 @@ def engines(recipe: AnyRecipe, architecture: Architecture, gpus: int, *, colocat
         shares = [
             {f"{SGLANG}.enable_memory_saver": True, f"{SGLANG}.mem_fraction_static": share} for share in MEMORY_SHARES
         ]
-    return [
-        {"rollout.layout.tensor": tensor, "rollout.layout.expert": expert, "rollout.engines": gpus // tensor, **share}
-        for tensor in divisors(recipe.cluster.gpus_per_node)
-        if gpus % tensor == 0
+    per_node, layout = recipe.cluster.gpus_per_node, "rollout.layout"
+    sizes = [
+        {f"{layout}.tensor": tensor, f"{layout}.expert": expert, f"{layout}.attention_data": 1, f"{layout}.pipeline": 1}
+        for tensor in divisors(per_node)
         for expert in (sorted({1, tensor}) if architecture.experts else (1,))
+    ]
+    if 2 * total_parameters(architecture) / per_node > NODE_ENGINE_BYTES:
+        # Ranks of a node share the attention; experts are dealt out over all nodes, other models' layers.
+        for nodes in ENGINE_NODES:
+            tensor = per_node * nodes if architecture.experts else per_node
+            groups = nodes if tensor > per_node and architecture.family in CUTS_ATTENTION_IN_GROUPS else 1
+            own = {"expert": tensor if architecture.experts else 1, "attention_data": groups}
+            own |= {"tensor": tensor, "pipeline": per_node * nodes // tensor}
+            sizes.append({f"{layout}.{name}": size for name, size in own.items()})
+    return [
+        {**own, "rollout.engines": gpus // ranks, **share}
+        for own in sizes
+        if gpus % (ranks := own[f"{layout}.tensor"] * own[f"{layout}.pipeline"]) == 0
         for share in shares
     ]
 

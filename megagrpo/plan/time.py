@@ -107,11 +107,8 @@ def _rollout(case: Case, rounds: list[int]) -> Seconds:
     """Rounds of so many prompts, on the devices that have most to do. Engines that share a device take turns, so they
     count as one."""
     recipe, rollout, lengths = case.grpo, case.grpo.rollout, case.lengths
-    devices, tensor = (
-        case.device_plan.bundles_of_engine,
-        1 if rollout.engine == "transformers" else rollout.layout.tensor,
-    )
-    engine = EngineSpeed(case.architecture, tensor, case.speeds, case.assumptions, case.item_bytes)
+    devices = case.device_plan.bundles_of_engine
+    engine = EngineSpeed(case.architecture, rollout.layout, case.speeds, case.assumptions, case.item_bytes)
     blocks = len(set(devices)) if devices[0] else rollout.engines
     greedy = 1 if recipe.algorithm.advantage.name == "remax" else 0
     at_once = float(rollout.requests_at_once * math.ceil(rollout.engines / blocks))

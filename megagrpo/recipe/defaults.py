@@ -101,7 +101,8 @@ def cpu_cache_tokens(requests: int, longest: int) -> int:
 class DevicePlan:
     """Bundle of every training rank, and bundles of every engine. Colocated ones share bundles and take turns.
 
-    An engine has as many bundles as it has tensor ranks, side by side; none if the run does not start it.
+    An engine has as many bundles as it has ranks, side by side; none if the run does not start it. They are on
+    `engine_nodes` nodes, equally many on each, with a server process for each node.
     """
 
     resource: str  # "GPU" or "CPU": what one device is to Ray
@@ -109,7 +110,14 @@ class DevicePlan:
     bundle_of_rank: tuple[int, ...]
     bundles_of_engine: tuple[tuple[int, ...], ...]
     rank_share: float  # of a device
-    engine_share: float  # of its first device, where its actor runs
+    engine_share: float  # of its first device on each node, where its actor runs
+    engine_nodes: int = 1
+
+    def node_bundles(self, engine: int) -> tuple[tuple[int, ...], ...]:
+        """The bundles of an engine by node; none for an external engine."""
+        own = self.bundles_of_engine[engine]
+        each = len(own) // self.engine_nodes
+        return tuple(own[first : first + each] for first in range(0, len(own), each)) if own else ()
 
 
 def plan_devices(recipe: AnyRecipe, device: str) -> DevicePlan:
@@ -122,14 +130,15 @@ def plan_devices(recipe: AnyRecipe, device: str) -> DevicePlan:
     engines, each = recipe.rollout.engines, recipe.rollout.devices_of_engine
     if each == 0:
         return DevicePlan(resource, ranks, of_rank, ((),) * engines, 1.0, 0.0)
+    nodes = recipe.nodes_of_engine
     if recipe.cluster.placement == "colocated":
         blocks = max(1, ranks // each)
         of_engine = _blocks(engines, blocks, each, first=0)
-        return DevicePlan(resource, ranks, of_rank, of_engine, 0.5, 0.5 / -(-engines // blocks))
+        return DevicePlan(resource, ranks, of_rank, of_engine, 0.5, 0.5 / -(-engines // blocks), nodes)
     own = recipe.cluster.engine_devices or engines * each
     blocks = own // each
     of_engine = _blocks(engines, blocks, each, first=ranks)
-    return DevicePlan(resource, ranks + own, of_rank, of_engine, 1.0, 1.0 / -(-engines // blocks))
+    return DevicePlan(resource, ranks + own, of_rank, of_engine, 1.0, 1.0 / -(-engines // blocks), nodes)
 
 
 @lru_cache(maxsize=256)

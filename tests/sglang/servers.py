@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import MegagrpoError
+from megagrpo.guarded_store import LOOPBACK, StoreHost
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.ports import free_port
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
+from megagrpo.rollout.sglang.arguments import ServerNode, server_arguments, server_environment
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.server import Server
@@ -147,8 +149,9 @@ def start_server(
     layout: EngineLayoutConfig,
     log: Path,
     options: Mapping[str, Any] | None = None,
+    node: ServerNode | None = None,
 ) -> Server:
-    """Started, not yet ready."""
+    """Started, not yet ready: all of a server, or one of its nodes."""
     return Server(
         server_arguments(
             model_directory=str(directory),
@@ -160,10 +163,11 @@ def start_server(
             longest_pause_seconds=WAIT_SECONDS,
             options=options or {},
         )
-        | {"load_format": "auto"},  # tests sample before an update
+        | {"load_format": "auto"}  # tests sample before an update
+        | (node.arguments if node else {}),
         name="engine 0",
         log=log,
-        environment=server_environment("cpu", layout.tensor, threads=layout.tensor),
+        environment=server_environment("cpu", layout.ranks, threads=layout.ranks) | (node.environment if node else {}),
     )
 
 
@@ -176,15 +180,26 @@ def serve(family: str, tensor: int, root: Path) -> Iterator[Served]:
 
 def serve_directory(directory: Path, family: str, tensor: int = 1) -> Iterator[Served]:
     """For fixtures: a started server of the model in `directory`, ended afterwards."""
-    layout = EngineLayoutConfig(tensor=tensor)
-    server = start_server(directory, layout, directory.with_suffix(".log"), {"decode_log_interval": 1})
+    yield from serve_layout(directory, family, EngineLayoutConfig(tensor=tensor))
+
+
+def serve_layout(directory: Path, family: str, layout: EngineLayoutConfig, nodes: int = 1) -> Iterator[Served]:
+    """As serve_directory. Several nodes are processes of this machine."""
+    host, port = StoreHost(LOOPBACK), free_port(LOOPBACK)
+    of_node = [ServerNode(rank, nodes, host.address, port, (LOOPBACK,) * nodes) for rank in range(nodes)]
+    logs = [directory.with_suffix(f".{rank}.log") for rank in range(nodes)]
+    servers = [
+        start_server(directory, layout, log, {"decode_log_interval": 1}, node if nodes > 1 else None)
+        for log, node in zip(logs, of_node, strict=True)
+    ]
     try:
-        server.wait_until_ready(START_SECONDS)
-        engine = SglangEngine(server, **settings(directory, layout))
-        yield Served(server, family, directory, layout, engine)
+        servers[0].wait_until_ready(START_SECONDS)
+        engine = SglangEngine(servers[0], **settings(directory, layout))
+        yield Served(servers[0], family, directory, layout, engine)
         engine.close()
     finally:
-        server.close()
+        for server in servers:
+            server.close()
 
 
 class Policy:

@@ -40,12 +40,14 @@ def test_all_wrong_arguments_are_found_at_once_with_what_is_right() -> None:
         "mem_fraction_static": ("a lot", "valid number"),
         "chunked_prefill_size": (1.5, "valid integer"),
         "attention_backend": ("flash", "one of"),
-        "moe_a2a_backend": ("deep", "deepep"),
+        "kv_cache_dtype": ("int3", "fp8_e5m2"),
         "disable_radix_cache": ("yes", "valid boolean"),
         "tp_size": (2, "rollout.layout.tensor"),
         "model_path": ("elsewhere", "model.path"),
         "api_key": ("secret", "megagrpo starts the server"),
         "quantization": ("fp8", "unquantised"),
+        "ep_num_redundant_experts": (2, "weights are sent to unquantised models that rollout.layout splits"),
+        "attn_dp_size": (2, "rollout.layout.attention_data"),
     }
     right = {"max_total_tokens": 4096, "schedule_policy": "lpm", "enable_metrics": True, "cuda_graph_bs_decode": [1, 2]}
     given = {name: value for name, (value, _) in wrong.items()}

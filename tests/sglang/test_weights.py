@@ -232,8 +232,8 @@ def test_wrong_shapes_and_commands_are_answered_and_the_server_lives(tied_server
         assert [problem.where for problem in caught.value.problems] == ["engine 0 rank 0: model.norm.weight"]
         with pytest.raises(WeightSyncError, match="no weight plan"):
             loader.receive(1)
-        with pytest.raises(WeightSyncError, match="no such action: reset"):
-            loader._ask_all("reset")
+        nonsense = {"serialized_named_tensors": [serialize([{"action": "reset"}])], "load_format": LOAD_FORMAT}
+        engine._client.post("/update_weights_from_tensor", nonsense | {"flush_cache": False})  # logged, not answered
         loader.connect(policy.plan, policy.ranks, policy.channel)
         assert not policy.move(1, tied_server.weights(1))
         assert not policy.wrong(tied_server.weights(1), engine.end_update(1))
@@ -300,6 +300,7 @@ def test_a_plan_that_would_run_code_is_not_read() -> None:
 
 
 def test_a_command_is_what_sglang_unpickles() -> None:
-    [(name, data)] = pickle.loads(base64.b64decode(serialize({"action": "digest"})))
-    assert (name, bytes(data.numpy())) == ("megagrpo command", b'{"action": "digest"}')
+    named = pickle.loads(base64.b64decode(serialize([{"action": "digest"}, {"action": "plan"}])))
+    texts = [b'{"action": "digest"}', b'{"action": "plan"}']
+    assert [(name, bytes(data.numpy())) for name, data in named] == [("megagrpo command", text) for text in texts]
     assert LOAD_FORMAT.rpartition(".")[0] == read_plan.__module__

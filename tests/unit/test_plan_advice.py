@@ -43,6 +43,8 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"train.distributed_optimizer": False}, "train.distributed_optimizer", {"train.distributed_optimizer": True}),
     ({"rollout.sglang": {"mem_fraction_static": 0.23, "enable_memory_saver": True}}, "rollout.layout.tensor",
      {"rollout.sglang": {"mem_fraction_static": 0.7, "enable_memory_saver": True}}),
+    ({"rollout.layout": {"tensor": 16}, "rollout.engines": 8}, "rollout.layout.tensor",
+     {"rollout.layout": {"tensor": 8, "pipeline": 2}}),
     ({"rollout.engines": 4}, "rollout.engines", {"rollout.engines": 16}),
     ({**ONE_NODE, "rollout.layout": {"tensor": 1}, "rollout.engines": 8, "rollout.prompts_per_step": 4,
       "rollout.samples_per_prompt": 1, "algorithm.advantage": {"name": "reinforce_plus_plus"}}, "rollout.engines",
@@ -76,8 +78,8 @@ def test_a_good_recipe_gets_no_advice() -> None:
     assert not of.problems
 
 
-def test_engines_over_nodes_cannot_run() -> None:
-    of = plan(rollout__layout={"tensor": 16}, rollout__engines=8)
+def test_engines_over_the_edges_of_nodes_cannot_run() -> None:
+    of = plan(rollout__layout={"tensor": 8}, rollout__engines=16, cluster__gpus_per_node=12)
     assert [problem.where for problem in of.problems] == ["rollout.layout.tensor"]
 
 

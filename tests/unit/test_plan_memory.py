@@ -15,7 +15,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.activations import Pass, layer_bytes, logits_bytes, stage_bytes, working_bytes
 from megagrpo.plan.advice import checkpoint_bytes
 from megagrpo.plan.case import A_CPU, GPUS, Case
-from megagrpo.plan.engine import cache_bytes_per_token, default_fraction, engine_memory
+from megagrpo.plan.engine import GraphSizes, cache_bytes_per_token, default_fraction, engine_memory
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes, memory, model_parts
 from megagrpo.plan.parameters import (
     active_parameters,
@@ -194,13 +194,15 @@ def test_engine_weights_are_those_of_sglangs_manifest(family: str, tiny: dict[st
     arch = read_architecture(tiny[family])
     compared = 0
     for device in ("cpu", "cuda"):
-        for tensor, expert in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2)):
-            layout = EngineLayoutConfig(tensor=tensor, expert=expert)
+        some = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, 2), (4, 1, 1, 1), (4, 2, 1, 1), (4, 2, 2, 1), (2, 1, 2, 3)]
+        for tensor, expert, apart, deep in some:
+            layout = EngineLayoutConfig(tensor=tensor, expert=expert, attention_data=apart, pipeline=deep)
             if sglang.split_problems(arch, layout, device):
                 continue
-            for rank in range(tensor):
+            for rank in range(layout.ranks):
                 held = sglang.manifest(arch, layout, rank, "float32", device).storages.values()
-                assert engine_rank_parameters(arch, tensor, expert, device) == sum(prod(one.shape) for one in held)
+                elements = engine_rank_parameters(arch, layout, device)[rank // tensor]
+                assert elements == sum(prod(one.shape) for one in held), (layout, rank)
                 compared += 1
     assert compared >= 5
 
@@ -241,8 +243,16 @@ def test_sglangs_own_fraction_leaves_what_it_says() -> None:
     card = 79 * 2**30
     graphs = [(4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 8193, 512)]
     reserved = 512 + 128 + 1.5 * 8192 + 2 * 256 + 8 * sum(len(range(*span)) for span in graphs)
-    assert default_fraction({}, card, 1) == round(1 - reserved / (79 * 1024), 3)
-    assert default_fraction({"chunked_prefill_size": 2048}, card, 1) == round(1 - 10240 / (79 * 1024), 3)
+
+    def fraction(requests: int = 256, *, layout: dict[str, int] | None = None, **options: int) -> float:
+        sizes = GraphSizes.of(options, card, EngineLayoutConfig(**layout or {}), requests)
+        return default_fraction(sizes, card)
+
+    assert fraction() == round(1 - reserved / (79 * 1024), 3)
+    assert fraction(chunked_prefill_size=2048) == round(1 - 10240 / (79 * 1024), 3)
+    # Four groups of 256 requests on 32 GPUs, none of whose ranks has graphs for prefills: three MiB more for each.
+    many = 512 + 32 * 128 + 1.5 * 8192 + (2 + 3 * 4) * 256
+    assert fraction(1024, layout={"tensor": 16, "attention_data": 4, "pipeline": 2}) == round(1 - many / (79 * 1024), 3)
 
 
 # --- a device, phase by phase ----------------------------------------------------------------------------------------

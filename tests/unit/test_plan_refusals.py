@@ -66,8 +66,11 @@ IMPOSSIBLE: list[tuple[str, str, str, str, str]] = [
     (NODE, "train.offload=[]", "memory of training, engine, rollout", "engine cache", "mem_fraction_static"),
     (NODE, "cluster.gpu=A100-40GB", "memory of training", "most of it", "train.layout.tensor"),
     (NODES, "rollout.layout.tensor=1 rollout.engines=32", "rollout.layout.tensor", "cache of 0 tokens", "more tensor"),
-    (NODES, "rollout.layout.tensor=16 rollout.engines=2", "rollout.layout.tensor", "over nodes", "a divisor of 8"),
-    (LLAMA, "cluster.gpus_per_node=4", "rollout.layout.tensor", "engine 0 on GPUs 0-7", "a divisor of 4"),
+    (NODES, "rollout.layout.tensor=16 rollout.engines=2 cluster.gpus_per_node=12", "rollout.layout",
+     "16 devices on nodes of 12", "a multiple of 12"),
+    (NODES, "rollout.layout.tensor=12 rollout.layout.pipeline=2 rollout.engines=1", "rollout.layout.pipeline",
+     "2, in an engine of 24", "pipeline: 1, or 3"),
+    (NODES, "cluster.gpus_per_node=6", "rollout.layout.tensor", "engine 1 on GPUs 4-7", "a divisor of 6"),
     (LLAMA, "train.layout.data=4", "memory of training", "engine cache", "mem_fraction_static"),
     (DEEPSEEK, "cluster.gpu=B200", "rollout.layout.tensor", "weights of 1", "more tensor ranks"),
 ]  # fmt: skip

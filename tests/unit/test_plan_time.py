@@ -11,7 +11,7 @@ from megagrpo.plan.case import A_CPU, Case, Machines
 from megagrpo.plan.engine import EngineSpeed, rollout_seconds
 from megagrpo.plan.time import ON_DRIVER, prompts_of_rounds, step_time
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
 from megagrpo.reward.functions import INLINE
 from tests import plans
 from tests.plans import H100
@@ -241,7 +241,7 @@ def test_supervised_fine_tuning_has_updates_only():
 
 
 def engine(arch=LLAMA_8B, tensor=1, **assumed):
-    return EngineSpeed(arch, tensor, H100, Assumptions(**assumed), 2)
+    return EngineSpeed(arch, EngineLayoutConfig(tensor=tensor), H100, Assumptions(**assumed), 2)
 
 
 def test_a_batch_reads_the_experts_that_its_tokens_meet():

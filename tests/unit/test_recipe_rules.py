@@ -60,6 +60,8 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("rollout.urls", ["rollout.engine=external", "rollout.urls=[host:30000]"]),
     ("rollout.sglang", ["rollout.sglang={mem_fraction_static: 0.5}"]),
     ("rollout.layout.expert", [*EXTERNAL, "rollout.layout={tensor: 2, expert: 3}"]),
+    ("rollout.layout.attention_data", [*EXTERNAL, "rollout.layout={tensor: 2, attention_data: 3}"]),
+    ("rollout.layout.pipeline", ["rollout.layout.pipeline=2"]),
     ("rollout.layout.expert", [*SGLANG, "cluster.device=cpu", "train.layout.data=2", SPLIT_EXPERTS]),
     ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=sums/maen@1"]),
     ("algorithm.advantage.epsilon", ["algorithm.advantage={standard_deviation: none, epsilon: 0.5}"]),

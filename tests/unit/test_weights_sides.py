@@ -62,7 +62,7 @@ def engines(draw: st.DrawFn) -> Case:
     groups = tensor * per_rank if device == "cpu" or tensor == 3 else draw(st.sampled_from([1, 2, 4, 8]))
     heads = max(groups, tensor) * draw(st.integers(1, 2))
     changes: dict[str, Any] = {
-        "layers": draw(st.integers(1, 2)),
+        "layers": draw(st.integers(1, 3)),
         "heads": heads,
         "query_groups": groups,
         "head_dim": draw(st.sampled_from([3, 6])),
@@ -71,9 +71,13 @@ def engines(draw: st.DrawFn) -> Case:
         "ffn": 12 * draw(st.integers(1, 9)) - (draw(st.integers(0, 1)) if device == "cpu" else 0),
     }
     kind = draw(st.sampled_from(["dense", "experts", "mixtral", "latent"]))
+    sizes = {"pipeline": draw(st.integers(1, changes["layers"])), "attention_data": 1}
+    if kind != "mixtral":
+        sizes["attention_data"] = draw(st.sampled_from([size for size in (1, 2, 3, 4) if tensor % size == 0]))
     if kind == "dense":
-        arch = architecture(**changes, tied_embeddings=draw(st.booleans()))
-        return Case(arch, ParallelLayout(), tensor, device=device)
+        own = {"family": "qwen3", "qkv_bias": False, "qk_norm": True} if sizes["attention_data"] > 1 else {}
+        arch = architecture(**changes, **own, tied_embeddings=draw(st.booleans()))
+        return Case(arch, ParallelLayout(), tensor, device=device, **sizes)
     expert = draw(st.sampled_from([size for size in (1, 2, 3, 4) if tensor % size == 0]))
     experts = Experts(12, 2, 12 * draw(st.integers(1, 9)), True)
     if kind == "mixtral":
@@ -85,7 +89,7 @@ def engines(draw: st.DrawFn) -> Case:
         latent = LatentAttention(draw(st.sampled_from([None, 12])), 10, changes["head_dim"] - 2, 2, 5)
         changes |= {"latent": latent, "query_groups": heads}
     make = latent_architecture if kind == "latent" else moe_architecture
-    return Case(make(**changes, experts=experts), ParallelLayout(), tensor, expert=expert, device=device)
+    return Case(make(**changes, experts=experts), ParallelLayout(), tensor, expert=expert, device=device, **sizes)
 
 
 @settings(max_examples=40)
@@ -108,7 +112,12 @@ NINE_ROWS = moe_architecture(experts=Experts(4, 2, 9, True))
         (architecture(), {"tensor": 3}, "cuda", ["attention heads: 4", "ffn: 28", "a multiple or a divisor of 3"]),
         (architecture(), {"tensor": 4}, "cpu", ["key-value heads: 2", "a multiple of 4, on the CPU"]),
         (architecture(heads=12, query_groups=4), {"tensor": 6}, "cuda", ["key-value heads: 4"]),
-        (moe_architecture(), {"tensor": 4, "expert": 3}, "cuda", ["a divisor of tensor = 4", "experts: 4"]),
+        (moe_architecture(), {"tensor": 4, "expert": 3}, "cuda", ["a divisor of tensor = 4"]),
+        (moe_architecture(), {"tensor": 4, "attention_data": 3}, "cuda", ["a divisor of tensor = 4"]),
+        (architecture(), {"tensor": 2, "attention_data": 2}, "cuda", ["qwen2", "SGLang has it for qwen3, qwen3_moe"]),
+        (architecture(layers=2), {"pipeline": 3}, "cuda", ["2 layers", "a layer for each stage"]),
+        (architecture(family="llama", tied_embeddings=True), {"pipeline": 2}, "cuda", ["tied", "has no head"]),
+        (latent_architecture(heads=8), {"tensor": 8, "expert": 4}, "cuda", ["experts: 4", "at least 8"]),
         (NINE_ROWS, {"tensor": 2}, "cuda", ["expert ffn: 9"]),
         (NINE_ROWS, {"tensor": 2}, "cpu", ["expert ffn: 9"]),  # SGLang would leave the last row out
         (critic_of(architecture()), {"tensor": 1}, "cuda", ["qwen2 on SGLang", "value_head"]),
@@ -197,7 +206,7 @@ def test_a_dense_family_is_one_function_and_one_line(
         for tensors, expected in zip(ranks, held_by_ranks(arch, layout, checkpoint, spec is TE_SPEC), strict=True):
             assert_equal(tensors, expected)
         for rank, tensors in enumerate(carry_out(make_plan(held, engines), ranks)):
-            assert_equal(tensors, engine_tensors(arch, 2, 1, rank, "cpu", checkpoint))
+            assert_equal(tensors, engine_tensors(arch, EngineLayoutConfig(tensor=2), rank, "cpu", checkpoint))
         (whole,) = carry_out(make_plan(held, [transformers.manifest(arch, "float32")]), ranks)
         assert_equal(whole, checkpoint)
     to_megatron(model, tmp_path / "megatron")

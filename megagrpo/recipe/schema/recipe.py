@@ -166,18 +166,41 @@ class Recipe(Section):
         elif own is not None and (own > rollout.engines * each or own % each):
             most = rollout.engines * each
             given = f"{own} devices for {rollout.engines} engine{'s' if rollout.engines > 1 else ''} of {each}"
-            multiple = f"a multiple of rollout.layout.tensor = {each}, at most {most}"
+            multiple = f"a multiple of tensor x pipeline of rollout.layout = {each}, at most {most}"
             needed = "at most one device for each engine" if each == 1 else multiple
             yield Problem("cluster.engine_devices", given, needed, f"engine_devices: {most}")
         elif colocated and each > ranks:
             given = f"{each}, with {ranks} training rank{'s' if ranks > 1 else ''} and placement: colocated"
             needed = f"at most {ranks}: colocated engines share the trainer's devices"
-            fix = "a smaller tensor size, more training ranks, or placement: disaggregated"
+            fix = "smaller engines, more training ranks, or placement: disaggregated"
             yield Problem("rollout.layout.tensor", given, needed, fix)
+        yield from self._nodes_of_engine()
         expert = rollout.layout.expert
         if rollout.engine == "sglang" and expert > 1 and self.cluster.device == "cpu":
             needed = "1: on a CPU, SGLang ends at the first token if experts are shared"
             yield Problem("rollout.layout.expert", f"{expert}, with cluster.device: cpu", needed, "expert: 1")
+
+    @property
+    def nodes_of_engine(self) -> int:
+        """Nodes of one engine: one, unless it is larger than a node."""
+        return max(1, self.rollout.devices_of_engine // self.cluster.gpus_per_node)
+
+    def _nodes_of_engine(self) -> Iterator[Problem]:
+        each, per_node, pipeline = (
+            self.rollout.devices_of_engine,
+            self.cluster.gpus_per_node,
+            self.rollout.layout.pipeline,
+        )
+        nodes = self.nodes_of_engine
+        if each <= per_node:
+            return
+        given = f"an engine of {each} devices on nodes of {per_node}"
+        if each % per_node:
+            needed = "engines within a node, or of whole ones (cluster.gpus_per_node)"
+            yield Problem("rollout.layout", given, needed, f"tensor x pipeline as a multiple of {per_node}")
+        elif nodes % pipeline and pipeline % nodes:
+            needed = f"stages of whole nodes, or whole stages on each of its {nodes} nodes, as SGLang places them"
+            yield Problem("rollout.layout.pipeline", f"{pipeline}, in {given}", needed, f"pipeline: 1, or {nodes}")
 
     def _transfer(self) -> Iterator[Problem]:
         transfer, engine = self.weights.transfer, self.rollout.engine

@@ -22,13 +22,25 @@ from megagrpo.section import (
 
 
 class EngineLayoutConfig(Section):
-    """Parallel sizes of one SGLang engine."""
+    """Parallel sizes of one SGLang engine. It has tensor x pipeline devices, within a node or on several whole ones."""
 
     tensor: Count = 1
     """Ranks that share each matrix."""
 
     expert: Count = 1
     """Ranks that share the experts of a layer; a divisor of tensor, as in SGLang."""
+
+    attention_data: Count = 1
+    """Groups of tensor ranks, each with requests and a cache of its own (SGLang's attn_dp_size); a divisor of tensor.
+    Attention is split over the tensor / attention_data ranks of a group. For latent attention, whose cache is whole on
+    each rank of a group."""
+
+    pipeline: Count = 1
+    """Stages, each with a run of the layers, on tensor ranks of its own."""
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline
 
 
 class SglangConfig(BaseModel):
@@ -136,7 +148,7 @@ class RolloutConfig(Section):
     @property
     def devices_of_engine(self) -> int:
         """Devices of one engine; 0 if the run does not start it."""
-        return {"transformers": 1, "sglang": self.layout.tensor, "external": 0}[self.engine]
+        return {"transformers": 1, "sglang": self.layout.ranks, "external": 0}[self.engine]
 
     def rules(self) -> Iterator[Problem]:
         reason = "training divides by the probabilities of the whole vocabulary, so sampling must draw from all of it"
@@ -158,16 +170,19 @@ class RolloutConfig(Section):
             needed = "false: it is an argument of servers that the run starts"
             yield Problem("deterministic", given, needed, "remove it, or write engine: sglang")
         yield from self._number_rules()
+        sizes = self.layout.model_dump()
         if self.engine == "transformers":
-            for field, size in (("tensor", self.layout.tensor), ("expert", self.layout.expert)):
+            for field, size in sizes.items():
                 if size > 1:
                     given = f"{size}, with engine: transformers"
                     needed = "1: the embedded engine is one process"
                     yield Problem(f"layout.{field}", given, needed, f"{field}: 1, or engine: sglang")
-        elif self.layout.tensor % self.layout.expert:
-            given = f"{self.layout.expert}, with tensor {self.layout.tensor}"
-            needed = f"a divisor of tensor: experts are shared by the same {self.layout.tensor} ranks"
-            yield Problem("layout.expert", given, needed, "expert: 1, or expert: as tensor")
+            return
+        for field, shared in (("expert", "experts are shared by"), ("attention_data", "its groups are among")):
+            if self.layout.tensor % sizes[field]:
+                given = f"{sizes[field]}, with tensor {self.layout.tensor}"
+                needed = f"a divisor of tensor: {shared} the same {self.layout.tensor} ranks"
+                yield Problem(f"layout.{field}", given, needed, f"{field}: 1, or {field}: as tensor")
 
     def _no_url_rules(self) -> Iterator[Problem]:
         for field, given in (("urls", self.urls), ("api_key_variable", self.api_key_variable)):

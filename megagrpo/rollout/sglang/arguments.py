@@ -7,13 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
+from megagrpo.rollout.sglang.launch import MEETING_SCHEME, MEETING_VARIABLE
 from megagrpo.weights.transport import LOAD_FORMAT
+
+if TYPE_CHECKING:
+    from megagrpo.guarded_store import StoreAddress  # imports torch, too early for an actor
 
 CHECK = Path(__file__).with_name("check_arguments.py")
 CHECK_SECONDS = 300.0  # it imports part of SGLang, in an environment that may lie on a slow file system
@@ -35,6 +40,11 @@ OWNED = (
         "tp_size": "rollout.layout.tensor",
         "ep_size": "rollout.layout.expert",
         "enable_deterministic_inference": "rollout.deterministic",
+        "pp_size": "rollout.layout.pipeline",
+        "attn_dp_size": "rollout.layout.attention_data",
+        "enable_dp_attention": "rollout.layout.attention_data",
+        "enable_dp_lm_head": "rollout.layout.attention_data",
+        "dp_size": "rollout.engines",
     }
     | dict.fromkeys(
         (
@@ -47,11 +57,12 @@ OWNED = (
     )
     | dict.fromkeys(
         (
-            "load_format", "quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile", "pp_size",
-            "dp_size", "attn_dp_size", "attn_cp_size", "moe_dp_size", "dcp_size", "enable_dp_attention",
-            "enable_dp_lm_head", "enable_eplb", "ep_num_redundant_experts", "init_expert_location",
-            "custom_weight_loader", "weight_version", "weight_cache_mode", "enable_lora", "lora_paths",
-            "cpu_offload_gb", "disable_shared_experts_fusion", "enforce_shared_experts_fusion",
+            "load_format", "quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile",
+            "attn_cp_size", "moe_dp_size", "dcp_size", "dwdp_size", "moe_a2a_backend", "moe_dense_tp_size",
+            "shared_experts_tp_size", "enable_tp_lm_head_all_to_all", "enable_eplb", "ep_num_redundant_experts",
+            "init_expert_location", "elastic_ep_backend", "custom_weight_loader", "weight_version",
+            "weight_cache_mode", "enable_lora", "lora_paths", "cpu_offload_gb", "disable_shared_experts_fusion",
+            "enforce_shared_experts_fusion",
         ),
         _WEIGHTS,
     )
@@ -129,19 +140,25 @@ def server_arguments(
     """
     if ours := sorted(options.keys() & OWNED.keys()):
         raise EngineError(Problem(f"rollout.sglang.{ours[0]}", given="set", needed="not set: megagrpo sets it"))
-    defaults: dict[str, Any] = {"watchdog_timeout": longest_pause_seconds + WATCHDOG_SECONDS}
+    defaults: dict[str, Any] = {
+        "watchdog_timeout": longest_pause_seconds + WATCHDOG_SECONDS,
+        "max_running_requests": requests_at_once,
+        "sleep_on_idle": True,  # otherwise each idle scheduler takes a core
+    }
     if device == "cpu":
         defaults |= {
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "max_total_tokens": cpu_cache_tokens(requests_at_once, tokens_per_request),
-            "max_running_requests": requests_at_once,
             "skip_server_warmup": True,
-            "sleep_on_idle": True,  # otherwise an idle scheduler takes a core
         }
     else:
         # As the trainer computes them; in bfloat16 both sides would round, each in its own way.
         defaults |= {"enable_fp32_lm_head": True}
+        if not options.keys() & {"cuda_graph_bs_decode", "cuda_graph_config"}:
+            # By itself SGLang captures as it thinks fit for the card; more requests would run without a graph.
+            most = options.get("max_running_requests") or requests_at_once
+            defaults["cuda_graph_max_bs_decode"] = -(-most // layout.attention_data)
     return {
         **defaults,
         **options,
@@ -151,6 +168,10 @@ def server_arguments(
         "device": device,
         "tp_size": layout.tensor,
         "ep_size": layout.expert,
+        "pp_size": layout.pipeline,
+        "attn_dp_size": layout.attention_data,
+        # Otherwise each rank gathers the hidden states of all groups, and the logits after that.
+        "enable_dp_lm_head": layout.attention_data > 1,
         "load_format": "dummy",
         "enable_deterministic_inference": deterministic or device == "cpu",  # to sample by seed
         **({} if device == "cpu" else {"moe_runner_backend": "triton"}),
@@ -160,22 +181,49 @@ def server_arguments(
     }
 
 
-def server_environment(device: str, tensor: int, threads: int, engine: int = 0) -> dict[str, str]:
-    """Environment variables of a server, besides those of this process. On CPUs its ranks share `threads`. Engines,
-    counted by `engine`, get different cores if there are enough."""
+@dataclass(frozen=True)
+class ServerNode:
+    """One of the `nodes` of a server. Its ranks meet in a store on the first one; `port` is free there. `addresses` are
+    those of all its nodes."""
+
+    rank: int
+    nodes: int
+    meeting: StoreAddress
+    port: int
+    addresses: tuple[str, ...]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Fields of ServerArgs."""
+        host = f"[{self.meeting.host}]" if ":" in self.meeting.host else self.meeting.host
+        return {"nnodes": self.nodes, "node_rank": self.rank, "dist_init_addr": f"{host}:{self.port}"}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            MEETING_VARIABLE: json.dumps(asdict(self.meeting)),
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"{MEETING_SCHEME}://",
+            "SGLANG_ZMQ_ALLOWED_PEERS": ",".join(self.addresses),
+            "SGLANG_ZMQ_SOURCE_IP": self.addresses[self.rank],
+        }
+
+
+def server_environment(device: str, ranks: int, threads: int, engine: int = 0) -> dict[str, str]:
+    """Environment variables of a server of `ranks`, besides those of this process. On CPUs they share `threads`.
+    Engines, counted by `engine`, get different cores if there are enough."""
     if device != "cpu":
         return {}
-    each = max(1, threads // tensor)
+    each = max(1, threads // ranks)
     common = {
         "CUDA_VISIBLE_DEVICES": "",
         "TORCHDYNAMO_DISABLE": "1",  # compiling for a CPU gains nothing
         "OMP_NUM_THREADS": str(each),
     }
-    if tensor == 1:
+    if ranks == 1:
         return common
     # With fewer memory nodes than ranks, SGLang needs the cores of each rank.
     cores = sorted(os.sched_getaffinity(0))
-    first = engine * tensor * each
-    blocks = [[cores[(first + rank * each + i) % len(cores)] for i in range(each)] for rank in range(tensor)]
+    first = engine * ranks * each
+    blocks = [[cores[(first + rank * each + i) % len(cores)] for i in range(each)] for rank in range(ranks)]
     bind = "|".join(",".join(map(str, block)) for block in blocks)
     return common | {"SGLANG_CPU_OMP_THREADS_BIND": bind}

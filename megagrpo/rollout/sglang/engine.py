@@ -41,7 +41,8 @@ class SglangEngine:
     `model_directory` holds the model's config.json as this process sees it; `engine` is this engine's number. At most
     `requests_at_once` requests are on the way. A request that runs or waits `timeout_seconds` after `generate` was
     called is aborted with the tokens that it has. `control_timeout_seconds` limits every other request to the server.
-    `pause` is what becomes of running requests when an update begins (weights.pause in the recipe).
+    `pause` is what becomes of running requests when an update begins (weights.pause in the recipe). A pipeline finishes
+    them first.
 
     A server that megagrpo started has no weights until the first update; those of an external one are unknown. Raises
     EngineError if a server's layout or dtype is another, ModelError if SGLang cannot hold the model so, or if there is
@@ -67,11 +68,14 @@ class SglangEngine:
         self._server = server if isinstance(server, Server) else None
         architecture = read_architecture(model_directory)
         self._manifests = [
-            sglang_side.manifest(architecture, layout, rank, dtype, device, engine) for rank in range(layout.tensor)
+            sglang_side.manifest(architecture, layout, rank, dtype, device, engine) for rank in range(layout.ranks)
         ]
         self._tokenizer: Any = load_tokenizer(tokenizer_directory or model_directory)
         self._protocol = UpdateProtocol(name)
-        self._pause, self._timeout, self._control_timeout = pause, timeout_seconds, control_timeout_seconds
+        self._timeout, self._control_timeout = timeout_seconds, control_timeout_seconds
+        # SGLang's pipelines go on sampling while they are paused: an update waits until all requests have ended.
+        self._drains = layout.pipeline > 1
+        self._pause: Pause = "retract" if self._drains else pause
         endpoint = Endpoint(server.url, server.api_key)
         self._client = SglangClient(endpoint, failure=self._failure, timeout_seconds=control_timeout_seconds)
         self._gate = RequestGate(requests_at_once)
@@ -164,8 +168,10 @@ class SglangEngine:
     def begin_update(self, version: int) -> None:
         self._protocol.begin(version)
         self._client.run(self._gate.hold())
+        if self._drains:
+            self._client.run(self._gate.drained())
         if not self._paused:
-            self._client.post("/pause_generation", {"mode": self._pause})
+            self._client.post("/pause_generation", {"mode": "in_place" if self._drains else self._pause})
             self._paused = True
         self._resume_memory(["weights"])
         self._open_update()
@@ -253,7 +259,15 @@ class SglangEngine:
             self._server.close()
 
     def _check_server(self, layout: EngineLayoutConfig, dtype: str) -> None:
-        wanted = {"tp_size": layout.tensor, "ep_size": layout.expert, "pp_size": 1, "dp_size": 1, "dtype": dtype}
+        wanted: dict[str, object] = {
+            "tp_size": layout.tensor,
+            "ep_size": layout.expert,
+            "pp_size": layout.pipeline,
+            "dp_size": 1,
+        }
+        wanted |= {"attn_dp_size": layout.attention_data, "dtype": dtype}
+        if layout.attention_data > 1:
+            wanted |= {"enable_dp_lm_head": True}
         wrong = {name: self._info.get(name) for name, value in wanted.items() if self._info.get(name) != value}
         if wrong:
             given = ", ".join(f"{name} {value}" for name, value in wrong.items())

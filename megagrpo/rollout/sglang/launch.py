@@ -8,7 +8,8 @@ forked from this process, and inherit its state.
 
 SGLang 0.5 lacks some things on a machine without GPUs and without its own CPU kernels. This module puts plain PyTorch
 in their place: two modules that SGLang imports there and never uses; sampling by seed, which it has for GPU attention
-only and which needs a hash; and rest while it is paused. Nothing here changes how a model computes.
+only and which needs a hash; and what attention data parallelism exchanges. On every machine a paused scheduler rests.
+Nothing here changes how a model computes.
 """
 
 from __future__ import annotations
@@ -27,15 +28,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlsplit
 
 if TYPE_CHECKING:
     import torch
 
 DEVICE_VARIABLE = "MEGAGRPO_SGLANG_DEVICE"
+MEETING_VARIABLE = "MEGAGRPO_SGLANG_MEETING"
+"""Where the ranks of a server on several nodes meet: a StoreAddress as JSON. Not set on one node."""
+MEETING_SCHEME = "megagrpo"
+SCHEDULER = "sglang.srt.managers.scheduler"
 OWNER_CHECK_SECONDS = 0.5
 PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -55,6 +62,25 @@ class MegagrpoFinder(importlib.abc.MetaPathFinder):
         )
 
 
+class SchedulerFinder(importlib.abc.MetaPathFinder):
+    """Lets SGLang's scheduler rest while it is paused, in each process that imports it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path) if fullname == SCHEDULER else None
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_and_change(module: ModuleType) -> None:
+            run(module)
+            rest_while_paused(vars(module)["Scheduler"])
+
+        vars(spec.loader)["exec_module"] = run_and_change
+        return spec
+
+
 def on_cpus() -> bool:
     return os.environ.get(DEVICE_VARIABLE) == "cpu"
 
@@ -63,8 +89,11 @@ def prepare_server_process() -> None:
     # A script's own directory comes first on the path: its `server` and `engine` would hide other modules.
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]
-    sys.meta_path.insert(0, MegagrpoFinder())
-    listen_on_loopback()
+    sys.meta_path[:0] = [MegagrpoFinder(), SchedulerFinder()]
+    if meeting := os.environ.get(MEETING_VARIABLE):
+        meet_in_store(meeting)
+    else:
+        listen_on_loopback()
     if on_cpus():
         fill_gaps_on_cpus()
 
@@ -83,6 +112,21 @@ def listen_on_loopback() -> None:
     rendezvous.TCPStore = on_its_host
 
 
+def meet_in_store(meeting: str) -> None:
+    """The ranks of a server on several nodes find each other in a store behind a gate, in place of one of torch's that
+    lets every machine in. gloo and NCCL use the interface that this process was started with."""
+    import torch.distributed
+
+    from megagrpo.guarded_store import StoreAddress
+
+    def join(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[Any, int, int]]:
+        store = StoreAddress(**json.loads(meeting)).connect(timeout.total_seconds())
+        asked = dict(parse_qsl(urlsplit(url).query))
+        yield store, int(asked["rank"]), int(asked["world_size"])
+
+    torch.distributed.register_rendezvous_handler(MEETING_SCHEME, join)
+
+
 def end_with_parent() -> None:
     """Ends this process when its parent is killed. SGLang asks for the same, but only once it is imported."""
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -98,6 +142,18 @@ def fork_processes() -> None:
     multiprocessing.set_start_method("fork")
     vars(multiprocessing)["set_start_method"] = lambda *arguments, **options: None  # SGLang asks for "spawn"
     os.register_at_fork(after_in_child=end_with_parent)
+
+
+def rest_while_paused(scheduler_class: Any) -> None:
+    """Lets a paused scheduler sleep until it is asked for something, as an idle one does: it would take a core, which
+    training ranks need to send weights."""
+    record = scheduler_class._record_scheduler_state_for_paused_engine
+
+    def record_and_rest(scheduler: Any) -> None:
+        record(scheduler)
+        scheduler.maybe_sleep_on_idle()
+
+    scheduler_class._record_scheduler_state_for_paused_engine = record_and_rest
 
 
 def end_with(owner: int, directory: str) -> None:
@@ -136,7 +192,7 @@ def main() -> None:
     load_plugins()
     if on_cpus():
         fork_processes()
-        rest_while_paused()
+        exchange_between_groups()
     run_server(ServerArgs(**settings["arguments"]))
 
 
@@ -190,18 +246,17 @@ def _sample_by_seed() -> None:
     sampling_hash.murmur_hash32 = murmur_hash32
 
 
-def rest_while_paused() -> None:
-    """Lets a paused scheduler sleep until it is asked for something, as an idle one does: it would take a core, which
-    training ranks need to send weights. To be called once the scheduler may be imported."""
-    from sglang.srt.managers.scheduler import Scheduler
+def exchange_between_groups() -> None:
+    """Lets groups of attention data parallelism run without pinned memory, Triton and SGLang's own operators."""
+    import sglang.srt.layers.dp_attention as dp_attention
+    import sglang.srt.model_executor.forward_batch_info as forward_batch_info
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    record = Scheduler._record_scheduler_state_for_paused_engine
-
-    def record_and_rest(scheduler: Any) -> None:
-        record(scheduler)
-        scheduler.maybe_sleep_on_idle()
-
-    Scheduler._record_scheduler_state_for_paused_engine = record_and_rest
+    forward_batch_info._is_cpu = True
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    GroupCoordinator.all_gather_into_tensor = GroupCoordinator._all_gather_into_tensor
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda backend: 1  # of a request that is padding
 
 
 def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

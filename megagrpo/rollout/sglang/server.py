@@ -129,6 +129,11 @@ class Server:
                 return
             time.sleep(POLL_SECONDS)
 
+    def end(self, reason: Problem) -> None:
+        """Ends its processes because of something elsewhere, which the problems of this server then name."""
+        self._stopped = f"{reason.where}: {reason.given}; "
+        kill_group(self._process.pid)
+
     def check_running(self) -> None:
         """Raises EngineError with the end of the log if the server has ended."""
         if (code := self._process.poll()) is not None:

@@ -1,4 +1,4 @@
-"""What one tensor-parallel rank of an SGLang engine holds, under SGLang's own parameter names (0.5.23, unquantised).
+"""What one rank of an SGLang engine holds, under SGLang's own parameter names (0.5.23, unquantised).
 
 Read from sglang/srt/models and sglang/srt/layers. A vocabulary is padded to a multiple of 64 and cut by rows. SGLang
 cuts q, k and v one by one and then fuses them, gate and up likewise. All experts of a rank are one 3-D parameter. On
@@ -13,6 +13,12 @@ Latent attention: the projections down are whole on every rank, those of queries
 cut by heads. SGLang derives further weights (w_kc, w_vc) from kv_b_proj; they are not parameters and are not described
 here: the weight loader makes them anew. Shared experts are an MLP of their own: servers are started with arguments that
 keep them apart from the routed experts (rollout/sglang/arguments.py).
+
+With attention data parallelism, attention, the embedding and the head (servers are started with enable_dp_lm_head) are
+cut over the ranks of one group, and each group holds them all; MLPs and experts are cut over all tensor ranks as ever.
+A pipeline stage holds a run of layers, the first one the embedding, the last one the final norm and the head. Some of
+SGLang's classes have an unused head on the other stages too. A tied head on another stage than the embedding is a
+parameter of its own.
 """
 
 from __future__ import annotations
@@ -49,8 +55,14 @@ HELD: frozenset[Role] = frozenset([
 """The kinds of tensors that this side places."""
 
 
+CUTS_ATTENTION_IN_GROUPS = ("qwen3", "qwen3_moe", "deepseek_v3")
+"""Families whose classes in SGLang know of attention data parallelism. The others would mix the groups up."""
+HEAD_ON_EVERY_STAGE = ("llama", "mistral", "mixtral", "qwen3_moe")
+
+
 class EngineSizes(Protocol):
-    """Parallel sizes of one engine: `tensor` ranks in all, of which groups of tensor / expert share each expert."""
+    """Parallel sizes of one engine: `pipeline` stages of `tensor` ranks. Of the ranks of a stage, groups of
+    tensor / expert share each expert, and groups of tensor / attention_data share the attention."""
 
     @property
     def tensor(self) -> int: ...
@@ -58,9 +70,16 @@ class EngineSizes(Protocol):
     @property
     def expert(self) -> int: ...
 
+    @property
+    def pipeline(self) -> int: ...
+
+    @property
+    def attention_data(self) -> int: ...
+
 
 def manifest(arch: Architecture, layout: EngineSizes, rank: int, dtype: str, device: str, engine: int = 0) -> Manifest:
-    """Storages are the names of the model's `named_parameters()` on tensor rank `rank`; a tied head is not among them.
+    """Storages are the names of the model's `named_parameters()` on `rank`, which counts the tensor ranks of the first
+    stage, then those of the second, and so on, as SGLang does.
 
     `device` is cpu or cuda. Raises ModelError if SGLang cannot hold the model in this way.
     """
@@ -68,14 +87,29 @@ def manifest(arch: Architecture, layout: EngineSizes, rank: int, dtype: str, dev
         raise ModelError(problems)
     builder = ManifestBuilder(f"engine {engine} rank {rank}", dtype)
     model = tensors_by_role(arch)
-    holder = _Rank(arch, layout.tensor, layout.expert, rank, device, builder)
-    holder.add_vocabulary(model.roles["embedding"])
-    for layer in model.layers:
-        holder.add_layer(layer)
-    builder.whole(model.roles["final_norm"].name, model.roles["final_norm"])
-    if not arch.tied_embeddings:
+    stage, tensor_rank = divmod(rank, layout.tensor)
+    first, last = stage == 0, stage == layout.pipeline - 1
+    holder = _Rank(arch, layout, tensor_rank, device, builder)
+    if first:
+        holder.add_vocabulary(model.roles["embedding"])
+    for layer in stage_layers(arch.layers, stage, layout.pipeline):
+        holder.add_layer(model.layers[layer])
+    if last:
+        builder.whole(model.roles["final_norm"].name, model.roles["final_norm"])
+    if arch.tied_embeddings:
+        if last and not first:
+            holder.add_vocabulary(model.roles["embedding"], "lm_head.weight")
+    elif last or arch.family in HEAD_ON_EVERY_STAGE:
         holder.add_vocabulary(model.roles["head"])
     return builder.build()
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> range:
+    """The layers of a pipeline stage: equal runs, the last ones longer by one if they do not divide (get_pp_indices in
+    sglang/srt/distributed/utils.py)."""
+    each, more = divmod(layers, stages)
+    begin = stage * each + max(0, stage - (stages - more))
+    return range(begin, begin + each + (stage >= stages - more))
 
 
 def split_problems(arch: Architecture, layout: EngineSizes, device: str) -> list[Problem]:
@@ -83,18 +117,31 @@ def split_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     if problems := role_problems(arch, HELD, "SGLang") + _mixtral_problems(arch):
         return problems
     tensor, expert = layout.tensor, layout.expert
-    where = f"{arch.family} over tensor = {tensor}" + (f", expert = {expert}" if expert > 1 else "")
-    found = []
-    if tensor % expert:
-        found.append(Problem(where, f"expert = {expert}", f"a divisor of tensor = {tensor}"))
-    rules = [("attention heads", arch.heads, tensor)]
+    sizes = {"expert": expert, "attention_data": layout.attention_data, "pipeline": layout.pipeline}
+    where = ", ".join([f"{arch.family} over tensor = {tensor}", *(f"{k} = {v}" for k, v in sizes.items() if v > 1)])
+    found = [
+        Problem(where, f"{name} = {size}", f"a divisor of tensor = {tensor}")
+        for name, size in sizes.items()
+        if name != "pipeline" and tensor % size
+    ]
+    if found:
+        return found
+    found += _stage_problems(arch, layout.pipeline, where)
+    if layout.attention_data > 1 and arch.family not in CUTS_ATTENTION_IN_GROUPS:
+        needed = f"1: SGLang has it for {', '.join(CUTS_ATTENTION_IN_GROUPS)}"
+        found.append(Problem(where, f"attention_data = {layout.attention_data}", needed))
+    group = tensor // layout.attention_data
+    rules = [("attention heads", arch.heads, tensor if device == "cpu" else group)]
     if arch.has_dense_layers:
         rules.append(("ffn", _padded_ffn(arch.ffn, tensor, device), tensor))
     if arch.experts is not None:
         rules.append(("experts", arch.experts.count, expert))
-        shards = max(1, tensor // expert)
+        shards = tensor // expert
         rules.append(("expert ffn", arch.experts.ffn, shards))
         rules.append(("shared experts' ffn", _padded_shared_ffn(arch.experts, tensor, device), tensor))
+        most = {"deepseek_v3": tensor, "qwen3_moe": shards}.get(arch.family, 1)
+        if most > arch.experts.count:
+            found.append(Problem(where, f"experts: {arch.experts.count}", f"at least {most}, as SGLang demands"))
     found += [
         Problem(where, f"{what}: {given}", f"a multiple of {size}") for what, given, size in rules if given % size
     ]
@@ -104,9 +151,16 @@ def split_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     if device == "cpu" and groups % tensor:
         # SGLang pads the heads there instead of repeating them, and then fails to load the weights.
         found.append(Problem(where, f"key-value heads: {groups}", f"a multiple of {tensor}, on the CPU"))
-    elif groups % tensor and tensor % groups:
-        found.append(Problem(where, f"key-value heads: {groups}", f"a multiple or a divisor of {tensor}"))
+    elif groups % group and group % groups:
+        found.append(Problem(where, f"key-value heads: {groups}", f"a multiple or a divisor of {group}"))
     return found
+
+
+def _stage_problems(arch: Architecture, pipeline: int, where: str) -> Iterator[Problem]:
+    if pipeline > arch.layers:
+        yield Problem(where, f"{arch.layers} layers", "a layer for each stage")
+    if pipeline > 1 and arch.tied_embeddings and arch.family in HEAD_ON_EVERY_STAGE:
+        yield Problem(where, "tied embeddings", "pipeline = 1: SGLang's last stage has no head for this family")
 
 
 def _mixtral_problems(arch: Architecture) -> list[Problem]:
@@ -137,18 +191,33 @@ def _padded_shared_ffn(experts: Experts, tensor: int, device: str) -> int:
 
 @dataclass(frozen=True)
 class _Rank:
+    """Tensor rank `rank` of a stage."""
+
     arch: Architecture
-    tensor: int
-    expert: int
+    layout: EngineSizes
     rank: int
     device: str
     builder: ManifestBuilder
 
-    def add_vocabulary(self, tensor: Tensor) -> None:
+    @property
+    def tensor(self) -> int:
+        return self.layout.tensor
+
+    @property
+    def group(self) -> int:
+        """Ranks over which attention and the vocabulary are cut."""
+        return self.layout.tensor // self.layout.attention_data
+
+    @property
+    def group_rank(self) -> int:
+        return self.rank % self.group
+
+    def add_vocabulary(self, tensor: Tensor, storage: str = "") -> None:
         padded = _padded(tensor.shape[0], VOCABULARY_MULTIPLE)
-        if padded % self.tensor:
-            padded = _padded(tensor.shape[0], VOCABULARY_MULTIPLE * self.tensor)
-        self.builder.rows(tensor.name, padded_shard(tensor, padded, self.rank, self.tensor), tensor.shape[1:])
+        if padded % self.group:
+            padded = _padded(tensor.shape[0], VOCABULARY_MULTIPLE * self.group)
+        rows = padded_shard(tensor, padded, self.group_rank, self.group)
+        self.builder.rows(storage or tensor.name, rows, tensor.shape[1:])
 
     def add_layer(self, layer: LayerTensors) -> None:
         for role in ("input_norm", "post_attention_norm", "q_norm", "k_norm", "q_down_norm", "kv_down_norm"):
@@ -173,13 +242,13 @@ class _Rank:
         if self.arch.qkv_bias:
             name = layer["q_bias"].name.replace("q_proj", "qkv_proj")
             self.builder.rows(name, self.qkv(layer["q_bias"], layer["k_bias"], layer["v_bias"]), ())
-        self.builder.columns(layer["o"].name, layer["o"], self.rank, self.tensor)
+        self.builder.columns(layer["o"].name, layer["o"], self.group_rank, self.group)
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Rows]:
         """This rank's queries, then its keys, then its values."""
-        queries, heads = q.shape[0] // self.tensor, max(1, self.arch.query_groups // self.tensor)
-        first_head = self.rank * self.arch.query_groups // self.tensor
-        yield Rows(q, self.rank * queries, queries)
+        queries, heads = q.shape[0] // self.group, max(1, self.arch.query_groups // self.group)
+        first_head = self.group_rank * self.arch.query_groups // self.group
+        yield Rows(q, self.group_rank * queries, queries)
         for tensor in (k, v):
             yield Rows(tensor, first_head * self.arch.head_dim, heads * self.arch.head_dim)
 
@@ -191,8 +260,8 @@ class _Rank:
         else:
             self.builder.whole(layer["kv_down"].name, layer["kv_down"])
         for tensor in (layer.get("q_up") or layer["q"], layer["kv_up"]):
-            self.builder.rows(tensor.name, [shard(tensor, self.rank, self.tensor)], tensor.shape[1:])
-        self.builder.columns(layer["o"].name, layer["o"], self.rank, self.tensor)
+            self.builder.rows(tensor.name, [shard(tensor, self.group_rank, self.group)], tensor.shape[1:])
+        self.builder.columns(layer["o"].name, layer["o"], self.group_rank, self.group)
 
     def add_mlp(self, gate: Tensor, up: Tensor, down: Tensor, padded: int) -> None:
         """`padded` is the size of the whole MLP with padding."""
@@ -206,9 +275,9 @@ class _Rank:
         self.builder.whole(router.name, router)
         if "router_bias" in layer.roles:
             self.builder.whole(layer.roles["router_bias"].name, layer.roles["router_bias"])
-        shards = self.tensor // self.expert
+        shards = self.tensor // self.layout.expert
         run, index = divmod(self.rank, shards)
-        here = len(layer.experts) // self.expert
+        here = len(layer.experts) // self.layout.expert
         held = layer.experts[run * here : (run + 1) * here]
         ffn = held[0]["expert_gate"].shape[0]
         width = _padded_ffn(ffn, self.tensor, self.device) // shards

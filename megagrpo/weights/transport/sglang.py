@@ -1,9 +1,10 @@
 """Weights of a served model: what runs inside SGLang's processes, and what asks it from outside.
 
 Servers are started with `--custom-weight-loader` LOAD_FORMAT. Then POST /update_weights_from_tensor with that
-load_format calls `load` in every tensor rank, with a command in the place of tensors. The answer comes through the
-rendezvous. SGLang allows this only between /begin_weight_update and /end_weight_update: there the parameters lie as
-they are loaded, so digests are taken before the end.
+load_format calls `load` in every rank, with commands in the place of tensors: SGLang gives all pipeline stages of a
+tensor rank the same ones, so each stage finds its own in a list. The answer comes through the rendezvous. SGLang allows
+this only between /begin_weight_update and /end_weight_update: there the parameters lie as they are loaded, so digests
+are taken before the end.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import json
 import logging
 import pickle
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +42,7 @@ from megagrpo.weights.views import model_tensors, stored_tensors, torch_dtype
 logger = logging.getLogger(__name__)
 
 COMMAND = "megagrpo command"
-"""Name of the one tensor of a request: uint8, JSON of a Command."""
+"""Name of the tensors of a request: uint8, JSON of a Command."""
 COMMAND_BYTES_MAX = 2**30
 """A command may hold an engine rank's part of the plan."""
 
@@ -77,8 +79,9 @@ class Command:
 class ServerWeights:
     """One engine's weights, as the process beside its server sees them: a receiving end, and digests of what arrived.
 
-    `manifests` are its tensor ranks', in order. All methods need an update that is open on the server. They raise
-    WeightSyncError with what went wrong on each rank, and EngineError if the server refuses or does not answer.
+    `manifests` are its ranks', in order: the tensor ranks of each pipeline stage. All methods need an update that is
+    open on the server. They raise WeightSyncError with what went wrong on each rank, and EngineError if the server
+    refuses or does not answer.
     """
 
     def __init__(self, post: Post, name: str, manifests: Sequence[Manifest], server_info: Mapping[str, Any]) -> None:
@@ -148,7 +151,8 @@ class ServerWeights:
             {"action": action, "name": holder, "rendezvous": asdict(member.rendezvous), "answer": key, **more}
             for (holder, key), more in zip(ranks, fields, strict=True)
         ]
-        body = {"serialized_named_tensors": [serialize(command) for command in commands]}
+        tensor = len(commands) // int(self._info.get("pp_size") or 1)
+        body = {"serialized_named_tensors": [serialize(commands[rank::tensor]) for rank in range(tensor)]}
         self._post("/update_weights_from_tensor", body | {"load_format": LOAD_FORMAT, "flush_cache": False})
         member.start_clock()
         answers = []
@@ -162,10 +166,12 @@ class ServerWeights:
         return [answer["value"] for answer in answers]
 
 
-def serialize(command: Mapping[str, Any]) -> str:
-    """A command as one rank's entry of serialized_named_tensors: SGLang unpickles a list of names and tensors."""
-    data = torch.from_numpy(np.frombuffer(json.dumps(command).encode(), np.uint8).copy())
-    return base64.b64encode(pickle.dumps([(COMMAND, data)])).decode()
+def serialize(commands: Iterable[Mapping[str, Any]]) -> str:
+    """The commands of one tensor rank, by pipeline stage, as its entry of serialized_named_tensors: SGLang unpickles a
+    list of names and tensors."""
+    texts = (json.dumps(command).encode() for command in commands)
+    named = [(COMMAND, torch.from_numpy(np.frombuffer(text, np.uint8).copy())) for text in texts]
+    return base64.b64encode(pickle.dumps(named)).decode()
 
 
 # --- outside: external servers ----------------------------------------------------------------------------------------
@@ -194,7 +200,7 @@ def check_verifiable(server_info: Mapping[str, Any], name: str, transport: Trans
 def checked_digests(
     post: Post, directory: Path, manifests: Sequence[Manifest], bucket_bytes: int
 ) -> list[dict[str, int]]:
-    """By tensor rank: the digests of what a server without our loader holds, proven by SGLang's own /weights_checker.
+    """By rank: the digests of what a server without our loader holds, proven by SGLang's own /weights_checker.
 
     `directory` is the checkpoint that the server has loaded, `manifests` say what its ranks hold of it. The parameters
     that it must have are made anew from the files, about `bucket_bytes` at a time; their checksums are compared with
@@ -264,12 +270,31 @@ PLAN_CLASSES = {
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Carries out one command. Writes its answer, or its error, to the rendezvous under the command's key."""
+    """Carries out this rank's command. Writes its answer, or its error, to the rendezvous under the command's key.
+
+    A stage of a pipeline hands a request on to the next once it is done with it itself. It receives weights in another
+    thread, because senders wait for all stages.
+    """
+    stage = model.pp_group.rank_in_group if len(named_tensors) > 1 else 0
     try:
-        command = read_command(named_tensors)
-    except (ValueError, TypeError) as error:  # and nowhere to answer
+        command = read_command(named_tensors[stage])
+    except (ValueError, TypeError, IndexError) as error:  # and nowhere to answer
         logger.error("no command of megagrpo: %s", first_line(error))
         return
+    if len(named_tensors) == 1 or command.action != "receive":
+        _carry_out(model, command)
+        return
+    device = next(model.parameters()).device
+
+    def receive() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a new thread has the first one
+        _carry_out(model, command)
+
+    threading.Thread(target=receive, daemon=True).start()
+
+
+def _carry_out(model: torch.nn.Module, command: Command) -> None:
     rendezvous, state = command.rendezvous, getattr(model, ATTRIBUTE, None)
     try:
         if state is None or state.rendezvous != rendezvous:
@@ -291,9 +316,9 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         logger.error("%s", error)
 
 
-def read_command(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Command:
+def read_command(named_tensor: tuple[str, torch.Tensor]) -> Command:
     """Raises ValueError or TypeError for anything else."""
-    [(_, data)] = named_tensors
+    _, data = named_tensor
     if data.dtype != torch.uint8 or data.numel() > COMMAND_BYTES_MAX:
         raise ValueError(f"{data.numel():,} elements of {data.dtype}")
     return pydantic.TypeAdapter(Command).validate_json(bytes(data.cpu().numpy()), strict=True)

@@ -1,0 +1,67 @@
+"""Engines as big models need them, as real servers: a pipeline, attention data parallelism, two nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.types import SamplingParams
+from megagrpo.weights.transport.choice import TransportName
+from megagrpo.weights.transport.disk import DiskFiles
+from tests.rollout_engines import model_directory
+from tests.rollout_engines import request as ask
+from tests.sglang.servers import CONTEXT, WAIT_SECONDS, Policy, Served, difference, serve_layout
+
+LAYOUTS = {
+    "pipeline": ("qwen2_tied", {"pipeline": 2}, 1),
+    "attention_data": ("qwen3", {"tensor": 2, "attention_data": 2}, 1),
+    "latent_attention_data": ("deepseek_v3", {"tensor": 2, "attention_data": 2}, 1),
+    "two_nodes": ("qwen3", {"tensor": 2}, 2),
+}
+PROMPTS = [(5, 6, 9, 11), (5, 6, 7), (8, 9, 10, 11, 12), (40, 3)]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    family, sizes, nodes = LAYOUTS[request.param]
+    changes = {} if family == "deepseek_v3" else {"max_position_embeddings": CONTEXT}
+    directory = model_directory(family, tmp_path_factory.mktemp(request.param) / family, **changes)
+    yield from serve_layout(directory, family, EngineLayoutConfig(**sizes), nodes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group", "disk"])
+def test_every_rank_is_synced_and_verified_and_samples_from_what_came(
+    served: Served, transport: str, tmp_path: Path
+) -> None:
+    with served.borrowed() as engine:
+        files = DiskFiles(tmp_path / "versions", served.directory, "float32")
+        policy = Policy(engine, served, ParallelLayout(tensor=2), TransportName(transport), files=files)
+        for version in (1, 2):
+            directory = served.weights(version)
+            policy.sync(version, directory)
+            asked = [ask(prompt, SamplingParams(24), seed=i) for i, prompt in enumerate(PROMPTS)]
+            for one, sample in zip(asked, engine.generate(asked), strict=True):
+                assert (sample.versions == version).all()
+                assert difference(directory, one, sample).max() < 1e-5
+        policy.close()
+
+
+@pytest.mark.long
+def test_a_sync_while_it_samples_leaves_no_token_without_its_version(served: Served) -> None:
+    with served.trained() as (engine, trainer), ThreadPoolExecutor(1) as pool:
+        new = served.weights(1)
+        asked = [ask(prompt, SamplingParams(200), seed=i) for i, prompt in enumerate(PROMPTS)]
+        generating = pool.submit(engine.generate, asked)
+        served.wait_for_batches(3)
+        trainer.sync(1, new)
+        samples = generating.result(WAIT_SECONDS) + engine.generate(asked)
+        directories = {0: served.directory, 1: new}
+        for one, sample in zip(asked * 2, samples, strict=True):
+            for version in {int(version) for version in sample.versions}:
+                assert difference(directories[version], one, sample)[sample.versions == version].max() < 1e-5
