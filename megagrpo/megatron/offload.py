@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megagrpo.errors import Problem, RankError
-from megagrpo.megatron.state import MOMENTS, parameters_of, parts_of
+from megagrpo.megatron.state import MAIN, MOMENTS, parameters_of, parts_of
 
 Part = Literal["parameters", "gradients", "optimizer", "reference"]
 
@@ -119,14 +119,14 @@ class Offload:
             for group in part.optimizer.param_groups:
                 yield from (main for main in group["params"] if main.untyped_storage() not in parameters)
             for state in part.optimizer.state.values():
-                yield from (state[name] for name in MOMENTS if name in state)
+                yield from (state[name] for name in (MAIN, *MOMENTS) if name in state)
 
     def _forget_optimizer_gradients(self) -> None:
         """Drops the main weights' gradients: views of the buffers, or float32 copies that each step makes anew."""
         for part in parts_of(self._optimizer):
             for group in part.optimizer.param_groups:
                 for main in group["params"]:
-                    main.grad = None
+                    main.grad = main.decoupled_grad = None
 
 
 def _empty(storages: Sequence[torch.UntypedStorage], host: torch.Tensor | None) -> list[_Released]:

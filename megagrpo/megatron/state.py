@@ -276,6 +276,8 @@ def _failed(what: str, directory: Path, error: BaseException) -> list[Problem]:
     return [Problem(f"{directory} cannot be {what}", given=text) for text in texts]
 
 
+MAIN = "master_param"
+"""A precision-aware Adam's name for its main weights; others update these themselves."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATES = ("param", *MOMENTS)
 
@@ -308,7 +310,7 @@ def shards_of(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, StateSha
         _make_missing_moments(part)
         for parameter, main, start, stop in _main_weights(part):
             state = part.optimizer.state[main]
-            flat = {"param": main, **{name: state[name] for name in MOMENTS}}
+            flat = {"param": state.get(MAIN, main), **{name: state[name] for name in MOMENTS}}
             shards[parameter] = StateShard(start, stop, {k: tensor.detach().view(-1) for k, tensor in flat.items()})
     return shards
 
@@ -345,6 +347,9 @@ def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
 def publish_main_weights(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Makes the model's weights equal to the main weights on all data ranks. Every rank calls it."""
     for part in parts_of(optimizer):
+        for weights, state in part.optimizer.state.items():
+            if MAIN in state:
+                weights.data.copy_(state[MAIN])
         if isinstance(part, DistributedOptimizer | Float16OptimizerWithFloat16Params):
             part._copy_main_params_to_model_params()
     for chunk in chunks:
@@ -353,11 +358,14 @@ def publish_main_weights(chunks: Sequence[DistributedDataParallel], optimizer: M
 
 
 def _main_weights(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
-    """(model parameter, its float32 main weights, start, stop) for everything that this optimizer updates."""
+    """(model parameter, what the optimizer updates for it, start, stop): its float32 main weights, or the model's own,
+    whose main weights are then in the optimizer's state."""
     if isinstance(part, DistributedOptimizer):
         # model_param_group_index_map is wrong where a bfloat16 model has a float32 parameter (a value head).
         models = [*part.model_fp32_groups, *part.model_float16_groups]
-        shards = [*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups]
+        aware = part.config.use_precision_aware_optimizer
+        narrow = part.shard_float16_groups if aware else part.shard_fp32_from_float16_groups
+        shards = [*part.shard_fp32_groups, *narrow]
         for parameters, mains in zip(models, shards, strict=True):
             for parameter, main in zip(parameters, mains, strict=True):
                 held = part._get_model_param_range_map(parameter)["param"]

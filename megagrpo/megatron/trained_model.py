@@ -27,7 +27,6 @@ from megagrpo.megatron.model import Loss, build_chunks, forward, forward_backwar
 from megagrpo.megatron.offload import Offload
 from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.state import TrainingState
-from megagrpo.recipe import schema
 from megagrpo.recipe.schema import LoraConfig, TrainConfig
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
@@ -66,7 +65,7 @@ class TrainedModel:
         self.adapters = Adapters(models, architecture, self.manifest(), adapters, seed) if adapters else None
         sum_gradients(config)
         self.chunks = wrap_chunks(models, config, train)
-        self.optimizer = make_optimizer(self.chunks, train.optimizer, train.distributed_optimizer, dtype)
+        self.optimizer = make_optimizer(self.chunks, train, dtype)
         self.reference: Reference | None = None
         self.offload = Offload(self.chunks, self.optimizer)
         trained, held = tensors_of(architecture), self.manifest()
@@ -204,16 +203,12 @@ def wrap_chunks(chunks: list[GPTModel], config: TransformerConfig, train: TrainC
     return wrapped
 
 
-def make_optimizer(
-    wrapped: list[DistributedDataParallel],
-    settings: schema.OptimizerConfig,
-    distributed_optimizer: bool,
-    dtype: torch.dtype,
-) -> MegatronOptimizer:
+def make_optimizer(wrapped: list[DistributedDataParallel], train: TrainConfig, dtype: torch.dtype) -> MegatronOptimizer:
     """Adam with decoupled weight decay, with transformer-engine's or apex's fused kernels where Megatron finds them.
 
     bfloat16 weights get float32 main weights. Call `set_learning_rate` before every step.
     """
+    settings, moments = train.optimizer, getattr(torch, train.optimizer.moment_dtype)
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -225,7 +220,12 @@ def make_optimizer(
         clip_grad=settings.clip_grad or math.inf,  # with 0 Megatron does not even compute the norm
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=distributed_optimizer,
+        use_distributed_optimizer=train.distributed_optimizer,
+        use_precision_aware_optimizer=moments != torch.float32,
+        store_param_remainders=False,  # main weights as they are in checkpoints
+        main_grads_dtype=getattr(torch, train.gradient_dtype) if moments != torch.float32 else torch.float32,
+        exp_avg_dtype=moments,
+        exp_avg_sq_dtype=moments,
     )
     return get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
 

@@ -161,13 +161,14 @@ def host_bytes(case: Case) -> int:
 
 
 def _optimizer_bytes(trained: RankParameters, train: TrainConfig, layout: ParallelLayout, item: int) -> int:
-    """Adam's two moments in float32, and float32 copies of bfloat16 weights; a data rank's share of them with the
-    distributed optimizer."""
+    """Adam's two moments, and float32 copies of bfloat16 weights; a data rank's share of them with the distributed
+    optimizer."""
     owned = trained.total
     if train.distributed_optimizer:
         owned = -(-(trained.total - trained.experts) // (layout.data * layout.context))
         owned += -(-trained.experts // layout.expert_data)
-    return owned * (8 + (4 if item < 4 else 0))
+    moments = 4 if train.optimizer.moment_dtype == "bfloat16" else 8
+    return owned * (moments + (4 if item < 4 else 0))
 
 
 def bucket_bytes(recipe: AnyRecipe, weights: int) -> int:

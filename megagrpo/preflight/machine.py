@@ -38,6 +38,11 @@ def package_problems(recipe: AnyRecipe) -> Iterator[Problem]:
     switched_on = {
         "track.wandb": ("wandb", tracked.wandb is not None, "pip install megagrpo[wandb]"),
         "track.tensorboard": ("tensorboard", tracked.tensorboard, "pip install megagrpo[tensorboard]"),
+        "train.optimizer.moment_dtype": (
+            "transformer_engine",
+            recipe.train.optimizer.moment_dtype != "float32",
+            "pip install megagrpo[te], or remove it",
+        ),
         "train.layer_spec": ("transformer_engine", fused, "pip install megagrpo[te], or layer_spec: auto"),
     }
     for field, (package, needed, fix) in switched_on.items():

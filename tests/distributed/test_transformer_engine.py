@@ -8,17 +8,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import config, model
+from megagrpo.megatron.rank import TrainRank
 from tests.distributed.conftest import CaseOf, Tiny
 from tests.distributed.layouts import KINDS, ROWS, Row
-from tests.distributed.step_case import Case, StepResult, assert_same_step, differences, grpo_step, load_reference
-from tests.distributed.step_ranks import gather, on_ranks, step
+from tests.distributed.step_case import (
+    Case,
+    StepResult,
+    assert_same_step,
+    differences,
+    grpo_step,
+    load_reference,
+    make_recipe,
+)
+from tests.distributed.step_ranks import gather, load_and_pass, on_ranks, states_of, step, update
 from tests.distributed.te_ranks import tensors_elsewhere
 from tests.distributed.test_parity_logits import check
 from tests.distributed.test_step_parity import recipe_of
@@ -65,6 +76,44 @@ def test_every_layout_takes_the_step_of_plain_torch(name, in_torch):
     """Among other things the gradient norm, which does not depend on how many ranks hold a weight."""
     case, wanted = in_torch(ROWS[name])
     assert_same_step(step_of(ROWS[name], case), wanted)
+
+
+def narrow_moments(rank: TrainRank, batch: RankBatch, advantages: Any, saved: Path, resume: bool) -> Any:
+    """Two steps with a checkpoint between them, or the second from that checkpoint, everything away and back before it.
+    The state after the second, and after the first."""
+    states = []
+    if resume:
+        rank.load(saved)
+    else:
+        load_and_pass(rank, batch)
+        update(rank, advantages)
+        rank.save(saved)
+    states.append(states_of(rank.policy))
+    if resume:
+        rank.release(["parameters", "gradients", "optimizer"])
+        rank.restore(["parameters", "gradients", "optimizer"])
+    load_and_pass(rank, batch)
+    update(rank, advantages)
+    return [*states, states_of(rank.policy)]
+
+
+def test_moments_in_bfloat16_are_saved_resumed_and_moved_like_others(case_of: CaseOf, tmp_path: Path) -> None:
+    """Main weights are then in the optimizer's own state."""
+    saved, layout = tmp_path / "saved", ROWS["tensor, data"].layout
+    saved.mkdir()
+    optimizer = {"lr": 1e-3, "moment_dtype": "bfloat16"}
+    train = TE | {"optimizer": optimizer, "gradient_dtype": "bfloat16"}
+    recipe = make_recipe(layout, model={"path": "unused", "dtype": "bfloat16"}, train=train)
+    case = case_of("qwen3")
+    without, resumed = (on_ranks(narrow_moments, recipe, case, saved, resume) for resume in (False, True))
+    for wanted, found in zip(without, resumed, strict=True):
+        kinds = {name.partition(".")[0]: str(tensor.dtype) for name, tensor in wanted[0].items()}
+        assert (kinds["param"], kinds["exp_avg"], kinds["exp_avg_sq"]) == (
+            "torch.float32", "torch.bfloat16", "torch.bfloat16",
+        )  # fmt: skip
+        for before, after in zip(wanted, found, strict=True):
+            assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        assert any((tensor != wanted[1][name]).any() for name, tensor in wanted[0].items() if "param." in name)
 
 
 # --- what would be noticed --------------------------------------------------------------------------------------------

@@ -289,6 +289,14 @@ def test_offload_takes_what_it_says_from_rollouts_and_all_but_parameters_from_sy
     assert {"gradients", "reference"} <= set(away["rollout"])
 
 
+def test_narrow_gradients_and_moments_take_half() -> None:
+    train = {"gradient_dtype": "bfloat16", "optimizer": {"moment_dtype": "bfloat16"}}
+    wide, narrow = (model_parts(Case(merged(train={"total_steps": 1} | of), LLAMA, H100), 0) for of in ({}, train))
+    assert narrow["gradients"] * 2 == wide["gradients"]
+    assert narrow["optimizer"] * 3 == wide["optimizer"] * 2  # the main weights stay float32
+    assert narrow["parameters"] == wide["parameters"]
+
+
 def test_the_reference_is_away_in_updates_if_it_is_offloaded() -> None:
     layout, algorithm = {"tensor": 8, "pipeline": 2, "data": 2}, {"kl": {"coefficient": 0.001}}
     train = {"total_steps": 1, "layout": layout, "offload": ["reference", "gradients"]}

@@ -198,6 +198,10 @@ class TrainConfig(Section):
             fix = f"{max(2, tokens // trained) * trained}, or remove it"
             yield Problem("logprob_tokens_per_microbatch", f"{tokens}, and {trained} with gradients", needed, fix)
         yield from once_each("overlap", self.overlap)
+        if self.optimizer.moment_dtype == "bfloat16" and not self.distributed_optimizer:
+            needed = "the distributed optimizer: Megatron's other ones have float32 moments"
+            given = "bfloat16 with distributed_optimizer: false"
+            yield Problem("optimizer.moment_dtype", given, needed, "distributed_optimizer: true")
         if "parameters" in self.overlap and not (self.distributed_optimizer and "gradients" in self.overlap):
             given = "parameters" + ("" if self.distributed_optimizer else " with distributed_optimizer: false")
             needed = "the distributed optimizer, which gathers them, and gradients in the list"
@@ -244,12 +248,18 @@ def dtype_rules(train: TrainConfig, dtype: str) -> Iterator[Problem]:
     if train.gradient_dtype == "bfloat16" and dtype == "float32":
         needed = "float32, as the weights: Megatron's buffers are in one or the other"
         yield Problem("train.gradient_dtype", "bfloat16 with model.dtype: float32", needed, "remove it")
+    if train.optimizer.moment_dtype == "bfloat16" and dtype == "float32":
+        needed = "bfloat16 weights, of which the optimizer keeps float32 ones"
+        yield Problem("train.optimizer.moment_dtype", "bfloat16 with model.dtype: float32", needed, "remove it")
 
 
 def device_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[Problem]:
     if cluster.device == "cpu" and train.layer_spec == "transformer_engine":
         needed = "local or auto: Transformer Engine runs on CUDA only"
         yield Problem("train.layer_spec", "transformer_engine with cluster.device: cpu", needed, "layer_spec: auto")
+    if cluster.device == "cpu" and train.optimizer.moment_dtype == "bfloat16":
+        needed = "float32: transformer_engine's Adam runs on CUDA only"
+        yield Problem("train.optimizer.moment_dtype", "bfloat16 with cluster.device: cpu", needed, "remove it")
     if cluster.device == "cpu" and "moe_act" in train.recomputed.modules:
         needed = "transformer_engine's grouped experts, which run on CUDA only"
         yield Problem("train.recompute.modules", "moe_act with cluster.device: cpu", needed, "moe in its place")

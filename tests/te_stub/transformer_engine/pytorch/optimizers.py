@@ -41,8 +41,15 @@ class FusedAdam(torch.optim.Optimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults)
-        assert not (master_weights or use_decoupled_grad or store_param_remainders), "the stub has no master weights"
+        assert not store_param_remainders and master_weight_dtype == torch.float32, "the stub has no other main weights"
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
+        for name, dtype in self.dtypes.items():
+            self.state[param][name] = torch.zeros_like(param, dtype=dtype)
+        if self.master_weights:
+            self.state[param]["master_param"] = param.detach().clone().float()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> None:  # type: ignore[override]
@@ -53,19 +60,20 @@ class FusedAdam(torch.optim.Optimizer):
             first, second = group["betas"]
             for parameter in group["params"]:
                 state = self.state[parameter]
-                for name, dtype in self.dtypes.items():
-                    if name not in state:
-                        state[name] = torch.zeros_like(parameter, dtype=dtype)
-                if parameter.grad is None:
+                if not state:
+                    self.initialize_state(parameter)
+                found = parameter.decoupled_grad if self.use_decoupled_grad else parameter.grad
+                if found is None:
                     continue
-                grad = parameter.grad.float()
+                grad, main = found.float(), state.get("master_param", parameter)
                 mean = state["exp_avg"].float().lerp(grad, 1 - first)
                 square = state["exp_avg_sq"].float().mul(second).addcmul(grad, grad, value=1 - second)
                 state["exp_avg"].copy_(mean)
                 state["exp_avg_sq"].copy_(square)
                 scale = (square / (1 - second ** group["step"])).sqrt_().add_(group["eps"])
-                change = mean / (1 - first ** group["step"]) / scale + group["weight_decay"] * parameter.float()
-                parameter.add_(change, alpha=-group["lr"])
+                change = mean / (1 - first ** group["step"]) / scale + group["weight_decay"] * main.float()
+                main.add_(change, alpha=-group["lr"])
+                parameter.copy_(main)
 
 
 class FusedSGD(torch.optim.SGD):
