@@ -9,10 +9,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megagrpo import __version__
-from megagrpo.errors import MachineError, MegagrpoError, PreflightError, Problem
+from megagrpo.errors import MachineError, MegagrpoError, PreflightError, Problem, printable
 
 if TYPE_CHECKING:
     from megagrpo.convert.job import Converted
@@ -273,8 +273,15 @@ def _add(
     return added
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megagrpo", description="GRPO for large language models.", allow_abbrev=False)
+    parser: argparse.ArgumentParser = _Parser(
+        prog="megagrpo", description="GRPO for large language models.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"megagrpo {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 

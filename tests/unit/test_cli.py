@@ -86,6 +86,7 @@ def test_a_failed_run_and_an_interrupted_one_have_their_own_exit_codes(
         (["trian"], "invalid choice"),
         (["train"], "the following arguments are required: RECIPE\n"),
         (["plan", "r.yaml", "--tensor=2"], "--tensor=2"),
+        (["plan", "r.yaml", "--\x1b[31m"], r"--\x1b[31m"),
         (["plan", "r.yaml", "--search", "--gpus", str(10**18)], "a whole number from 1 to 100000"),
         (["prepare"], "DATA_SET"),
         (["prepare", "gsm8k"], "--source"),
