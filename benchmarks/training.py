@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -245,16 +245,32 @@ def table(device: str, models: dict[str, dict[str, int]], capacities: Sequence[i
                 print(f"{model:24s} {capacity:18d} {recompute:>9s} ", end="", flush=True)
                 store = f"file://{parent}/store{number}"
                 recipe = make_recipe("bfloat16", capacity, RECOMPUTE[recompute])
-                print(row(device, directory, sizes, recipe, store, rounds, peak))
+                found = measure(device, directory, sizes, recipe, store, rounds)
+                print(found.row(peak) if found else "out of memory")
                 gc.collect()  # a rank refers to itself: its memory is free only then
                 if device == "cuda":
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
 
 
-def row(
-    device: str, directory: Path, sizes: dict[str, int], recipe: Recipe, store: str, rounds: int, peak: float | None
-) -> str:
+@dataclass(frozen=True)
+class Measured:
+    """`operations` are floating-point operations of a step, forward and backward; `held_bytes` the most on the GPU."""
+
+    seconds: float
+    tokens: int
+    operations: float
+    held_bytes: int
+
+    def row(self, peak: float | None) -> str:
+        used = "" if peak is None else f"{self.operations / self.seconds / peak:6.1%}"
+        return f"{self.seconds:8.3f} {self.tokens / self.seconds:9.0f} {used:>6s} {self.held_bytes / 2**30:9.1f}"
+
+
+def measure(
+    device: str, directory: Path, sizes: dict[str, int], recipe: Recipe, store: str, rounds: int
+) -> Measured | None:
+    """A step of 4 microbatches. None if the GPU is too small."""
     capacity = recipe.train.tokens_per_microbatch
     sequences = filling(long_tailed(4096, sizes["vocab_size"], capacity // 2), 4 * capacity)
     tokens = sum(len(s.tokens) for s in sequences)
@@ -263,14 +279,11 @@ def row(
     try:
         middle = statistics.median(seconds_of({"": step}, rounds)[""])
     except torch.OutOfMemoryError:
-        return "out of memory"
+        return None
     finally:
         rank.close()
-    used = ""
-    if peak is not None:
-        used = f"{3 * forward_operations(read_architecture(directory), sequences) / middle / peak:6.1%}"
-    held = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    return f"{middle:8.3f} {tokens / middle:9.0f} {used:>6s} {held:9.1f}"
+    held = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return Measured(middle, tokens, 3 * forward_operations(read_architecture(directory), sequences), held)
 
 
 def forward_operations(architecture: Architecture, sequences: Sequence[TrainSequence]) -> float:

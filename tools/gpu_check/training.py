@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import runpy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from megagrpo.megatron.model import named_tensors
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.state import parameters_of
 from megagrpo.rank_results import StepMetrics
+from megagrpo.recipe.kernels import Attention, installed, layers_on
 from megagrpo.recipe.schema import Recipe
 from tools.gpu_check.figures import Figure
 
@@ -70,7 +71,7 @@ class Setting:
     directory: Path
     rank: int = 0
     ranks: int = 1
-    _numbers: Iterator[int] = field(default_factory=count, repr=False)
+    numbers: Iterator[int] = field(default_factory=count, repr=False)
 
     @property
     def cuda(self) -> bool:
@@ -78,8 +79,11 @@ class Setting:
 
     @cached_property
     def specs(self) -> tuple[str, ...]:
-        """Layer specs that can run here."""
-        return ("local", "transformer_engine") if self.cuda and find_spec("transformer_engine") else ("local",)
+        """Layer specs whose attention over packed sequences is fused here."""
+        if not self.cuda:
+            return ("local",)
+        chosen = layers_on(torch.cuda.get_device_capability(), installed(), Attention(64, 64, half=True))
+        return ("local",) if chosen.spec == "local" else ("local", "transformer_engine")
 
     @property
     def half(self) -> str:
@@ -107,7 +111,7 @@ class Setting:
     @contextmanager
     def train_rank(self, model: Path, tokens_at_once: int, **train: Any) -> Iterator[TrainRank]:
         """A training rank of this process; all ranks make theirs at the same time."""
-        store = self.directory / f"store{next(self._numbers)}"
+        store = self.directory / f"store{next(self.numbers)}"
         device = f"cuda:{self.rank}" if self.cuda else "cpu"
         rank = TrainRank(self.recipe(tokens_at_once, **train), self.rank, f"file://{store}", str(model), device)
         try:
@@ -232,7 +236,7 @@ def environment(setting: Setting) -> Iterator[Figure]:
     note = "; ".join(f"{found.part}: {found.found}" for found in wrong)
     yield Figure("parts that megagrpo doctor calls wrong", len(wrong), high=0, fix="megagrpo doctor", note=note)
     if "transformer_engine" not in setting.specs:
-        note = "not installed: the local layers run instead (docs/gpu.md)" if setting.cuda else "needs a GPU"
+        note = "the local layers run instead (docs/gpu.md)" if setting.cuda else "needs a GPU"
         yield Figure("Transformer Engine", 0, note=note)
         return
     import transformer_engine.pytorch as te
@@ -465,3 +469,29 @@ def experts(setting: Setting) -> Iterator[Figure]:
                 ratio = max(abs(a / b - 1) for a, b in zip(*norms, strict=True))
                 about = f"{name}: gradient norms of the two optimizers, difference"
                 yield Figure(about, ratio, high=0.02 if setting.cuda else 1e-4, fix=REPORT)
+
+
+def speed(setting: Setting) -> Iterator[Figure]:
+    """What benchmarks/training.py measures, of the dense model, for each way to recompute."""
+    benchmark = runpy.run_path(str(Path(__file__).resolve().parents[2] / "benchmarks" / "training.py"))
+    model, sizes = setting.model(), DENSE[setting.device]
+    peak = benchmark["peak_flops"](torch.cuda.get_device_name()) if setting.cuda else None
+    capacity = 16384 if setting.cuda else 256
+    for name, recompute in benchmark["RECOMPUTE"].items():
+        recipe = benchmark["make_recipe"](setting.half, capacity, recompute)
+        store = f"file://{setting.directory}/store{next(setting.numbers)}"
+        found = benchmark["measure"](setting.device, model, sizes, recipe, store, 3)
+        gc.collect()
+        if setting.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        if found is None:
+            yield Figure(f"recompute {name}: out of memory", 0)
+            continue
+        held = f"{found.held_bytes / 2**30:.1f} GiB at most"
+        tokens = found.tokens / found.seconds
+        yield Figure(f"recompute {name}: {capacity:,} tokens at once", tokens, "tok/s", note=held)
+        if peak:
+            fix = "docs/performance.md; if the check `attention` was wrong, that is why"
+            share = found.operations / found.seconds / peak
+            yield Figure(f"recompute {name}: model FLOPs utilisation", share, low=0.1, high=1.0, fix=fix)
