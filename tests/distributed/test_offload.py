@@ -59,12 +59,11 @@ def test_released_memory_is_gone_and_the_numbers_stay_bit_for_bit(name: str, cas
 
 def where_the_reference_is(rank: TrainRank, batch: RankBatch, advantages: Any, directory: Path | None) -> Any:
     """Metrics; the reference's bytes on the device after its pass, in the update and after a save; host bytes."""
-    held = []
+    held, tensors = [], rank.reference.tensors
 
     def count() -> None:
-        held.append(sum(storage.nbytes() for storage in {t.untyped_storage() for t in rank.reference_tensors}))
+        held.append(sum(storage.nbytes() for storage in {t.untyped_storage() for t in tensors}))
 
-    rank.reference_tensors = rank.reference.tensors
     load_and_pass(rank, batch)
     count()
     metrics = update(rank, advantages)
@@ -73,7 +72,7 @@ def where_the_reference_is(rank: TrainRank, batch: RankBatch, advantages: Any, d
     if directory:
         rank.save(directory)
         count()
-    sizes = {t.untyped_storage(): t.numel() * t.element_size() for t in rank.reference_tensors}
+    sizes = {t.untyped_storage(): t.numel() * t.element_size() for t in tensors}
     return metrics, held, rank.policy.offload.host_bytes, sum(sizes.values())
 
 
