@@ -115,6 +115,8 @@ def pack(
     positions = tensor(position)
     offsets = tensor(np.concatenate([[0], np.cumsum(padded)]), torch.int32)
     longest = -(-int(padded.max()) // LONGEST_MULTIPLE) * LONGEST_MULTIPLE
+    if longest == padded.sum():  # Megatron takes a table of as many rows as tokens for one of all sequences end to end
+        longest += LONGEST_MULTIPLE
     return PackedTensors(
         tokens=tensor(flat_tokens[this])[None],
         labels=tensor(flat_tokens[following]),
