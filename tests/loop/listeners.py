@@ -23,6 +23,7 @@ PROCESSES = {
     "gloo, NCCL: training ranks, and `weights.transfer: process_group` or `two_hops`": ("rank",),  # not process_group
     "an SGLang server that the run started: HTTP": ("server",),
     "the ranks of such a server among themselves (gloo, torch's store, NCCL)": ("server",),
+    "an engine over several nodes: the store in which its ranks find each other, gloo, NCCL, SGLang's messages": (),
     "MLflow": (),
 }
 """Which processes each row of the table is about."""

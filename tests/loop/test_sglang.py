@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,8 @@ from megagrpo.rollout.sglang.server import Server
 from megagrpo.types import SamplingParams
 from tests.loop import small_run
 from tests.loop.conftest import watched
-from tests.loop.listeners import ONE_NODE, check_table
+from tests.loop.listeners import ONE_NODE, check_table, listeners
+from tests.loop.ray_nodes import RayNodes
 from tests.rollout_engines import request
 from tests.sglang.servers import START_SECONDS, client_of, start_server
 from tests.sglang.test_weights import check_logprobs
@@ -56,6 +58,44 @@ def test_a_run_on_sglang_trains_on_what_its_servers_sampled_and_listens_where_th
     assert len({entry["eval/mean@1"] for entry in by_step.values() if "eval/mean@1" in entry}) > 1
     assert ("server", "127.0.0.1") in run.listeners
     check_table(run.listeners, 1, ONE_NODE)
+
+
+def server_logging_to(log: Path) -> psutil.Process:
+    """The first process of the server that writes there."""
+    for process in psutil.process_iter(["cmdline"]):
+        if any(part.endswith("sglang/launch.py") for part in process.info["cmdline"] or ()):
+            with contextlib.suppress(OSError):
+                if (
+                    Path(f"/proc/{process.pid}/fd/1").resolve() == log.resolve()
+                    and os.getpgid(process.pid) == process.pid
+                ):
+                    return process
+    raise AssertionError(f"no server writes to {log}")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * small_run.RUN_SECONDS)
+def test_an_engine_over_two_nodes_is_synced_and_starts_again_when_its_process_on_one_is_killed(
+    inputs: Path, tmp_path: Path
+) -> None:
+    recipe, run = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path), tmp_path / "small"
+    over_nodes = ["rollout.layout.tensor=2", "cluster.gpus_per_node=1", "cluster.start_timeout_seconds=600"]
+    with RayNodes(cpus_per_node=1) as cluster:
+        cluster.start_worker()
+        process = small_run.start(recipe, *ON_SGLANG, *over_nodes, environment=cluster.environment)
+        metrics, log = run / "metrics.jsonl", run / "logs" / "engine_0_node_1.log"
+        small_run.wait_until(
+            lambda: (metrics.exists() and len(metrics.read_text().splitlines()) > 1) or process.poll() is not None,
+            "step 1",
+        )
+        assert process.poll() is None, process.communicate()[0]
+        found = listeners(process.pid, *cluster.pids())
+        assert {address for kind, address in found if kind == "server"} <= {"127.0.0.1", cluster.head, cluster.worker}
+        assert {address for kind, address in found if kind == "engine"} <= {"::", cluster.head, cluster.worker}
+        server_logging_to(log).kill()
+        printed = small_run.end(process)
+    assert "restarting engine 0" in printed
+    check_trained(run, small_run.STEPS)
 
 
 def latent_model(directory: Path, seed: int) -> Path:

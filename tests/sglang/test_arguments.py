@@ -94,6 +94,13 @@ def test_the_recipes_arguments_win_over_defaults_but_not_over_ours() -> None:
     assert arguments["watchdog_timeout"] > 600
     assert server_arguments(**given, options={})["max_total_tokens"] == 800
     on_gpu = server_arguments(**(given | {"device": "cuda"}), options={})
+    sizes = [on_gpu[name] for name in ("max_running_requests", "cuda_graph_max_bs_decode", "sleep_on_idle")]
+    assert sizes == [8, 8, True]
+    groups = server_arguments(
+        **(given | {"device": "cuda", "layout": EngineLayoutConfig(tensor=6, attention_data=3)}), options={}
+    )
+    assert (groups["max_running_requests"], groups["cuda_graph_max_bs_decode"]) == (8, 3)  # of the engine, of a group
+    assert groups["enable_dp_lm_head"]
     assert not {"attention_backend", "sampling_backend", "max_total_tokens"} & on_gpu.keys()
     assert on_gpu["enable_fp32_lm_head"]
     assert (on_gpu["moe_runner_backend"], on_gpu["load_format"]) == ("triton", "dummy")

@@ -67,13 +67,14 @@ def test_a_recipe_is_planned_on_a_machine_that_has_nothing(file: Path, elsewhere
 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
-def test_a_recipe_fills_whole_nodes_and_no_engine_spans_two(file: Path) -> None:
+def test_a_recipe_fills_whole_nodes_and_no_server_process_spans_two(file: Path) -> None:
     recipe = load(file).recipe
     assert recipe.cluster.gpu in GPUS
     devices, node = plan_devices(recipe, "cuda"), recipe.cluster.gpus_per_node
     assert devices.bundles == node * NODES[recipe.name]
-    for of_engine in devices.bundles_of_engine:
-        assert len({device // node for device in of_engine}) == 1
+    for engine in range(len(devices.bundles_of_engine)):
+        for on_node in devices.node_bundles(engine):
+            assert len({device // node for device in on_node}) == 1
 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)

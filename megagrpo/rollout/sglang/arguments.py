@@ -205,6 +205,7 @@ class ServerNode:
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"{MEETING_SCHEME}://",
             "SGLANG_ZMQ_ALLOWED_PEERS": ",".join(self.addresses),
             "SGLANG_ZMQ_SOURCE_IP": self.addresses[self.rank],
+            "SGLANG_HOST_IP": self.addresses[self.rank],
         }
 
 
