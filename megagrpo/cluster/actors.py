@@ -15,12 +15,14 @@ from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     from megagrpo.algorithm.ragged import Ragged
     from megagrpo.batching.rank_batches import RankBatch
     from megagrpo.checkpoint.store import SavedFile
     from megagrpo.guarded_store import StoreAddress
     from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss, TokenNumbers
+    from megagrpo.weights.blocks import Preparation
     from megagrpo.weights.boxes import Box, Manifest
     from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
@@ -179,24 +181,32 @@ class RankActor(RankProcess):
     def update_reference(self) -> None:
         self.rank.update_reference()
 
-    def connect(self, plan: WeightPlan, source: int, channel: Channel) -> None:
-        """Opens this rank's end of the weight sync: it is the plan's `source`-th."""
+    def connect(self, plan: WeightPlan, source: int, channel: Channel, preparation: Preparation | None = None) -> None:
+        """Opens this rank's end of the weight sync: it is the plan's `source`-th. Every sync does the preparation."""
         from megagrpo.weights.plan import require_own
+        from megagrpo.weights.quantizing import Quantizer
         from megagrpo.weights.transport.choice import open_sender
         from megagrpo.weights.transport.disk import DiskFiles
 
-        require_own(plan.sources[source], self.rank.manifest())
+        held = self.rank.manifest()
+        self.quantizer = Quantizer(held, preparation, source) if preparation else None
+        require_own(plan.sources[source], self.quantizer.manifest if self.quantizer else held)
         directory, dtype = sync_directory(self.recipe).absolute(), dtype_name(self.recipe, self.rank.device.type)
         self.sender = open_sender(channel, plan, source, DiskFiles(directory, Path(self.model_directory), dtype))
 
     def send_weights(self, version: int, destinations: Sequence[int]) -> Mapping[int, Mapping[str, int]]:
         """Sends this rank's part of the open sync. Returns its part of the digests expected at each destination."""
-        tensors = self.rank.tensors()
+        tensors = self._sent_tensors()
         self.sender.send(version, tensors)
         return self.sender.digests(tensors, destinations)
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> Mapping[str, int]:
-        return self.sender.bucket_digests(self.rank.tensors(), tensor, frozenset(destinations))
+        return self.sender.bucket_digests(self._sent_tensors(), tensor, frozenset(destinations))
+
+    def _sent_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Collective if blocks are quantised that are cut between ranks."""
+        held = self.rank.tensors()
+        return self.quantizer.tensors(held) if self.quantizer else held
 
     def disconnect(self) -> None:
         self.sender.close()

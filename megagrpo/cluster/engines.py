@@ -184,6 +184,7 @@ def make_engine(spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> Engine:
             timeout_seconds=rollout.timeout_seconds,
             control_timeout_seconds=recipe.weights.timeout_seconds,
             pause=recipe.weights.pause,
+            quantization=rollout.quantization,
             tokenizer_directory=spec.tokenizer_directory,
         )
     except MegagrpoError:
@@ -233,6 +234,7 @@ def _started_server(spec: EngineSpec, node: ServerNode | None = None) -> Server:
         longest_pause_seconds=recipe.weights.timeout_seconds,
         options=rollout.sglang.model_extra or {},
         deterministic=rollout.deterministic,
+        quantization=rollout.quantization,
     )
     environment = server_environment(spec.device, rollout.layout.ranks, spec.threads, spec.index)
     name = spec.name

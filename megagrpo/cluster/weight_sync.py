@@ -19,6 +19,7 @@ from megagrpo.guarded_store import LOOPBACK
 from megagrpo.ports import own_address
 from megagrpo.recipe.defaults import sync_directory
 from megagrpo.recipe.schema import Recipe
+from megagrpo.weights.blocks import prepare
 from megagrpo.weights.boxes import Box, Manifest, Topology, classes_of
 from megagrpo.weights.digest import digest_problems, expected_digests
 from megagrpo.weights.plan import WeightPlan, make_plan
@@ -45,16 +46,18 @@ class WeightSync:
         topology = Topology(policy.places(), rollouts.places())
         self.transport = choose_transport(recipe.weights.transfer_to(external=rollouts.external), topology)
         topology = replace(topology, two_hops=self.transport is TransportName.TWO_HOPS)
-        self.plan = make_plan(sharing(policy.manifests()), sharing(list(chain(*manifests.values()))), topology)
+        served = sharing(list(chain(*manifests.values())))
+        sources, preparation = prepare(sharing(policy.manifests()), served, topology.sources)
+        self.plan = make_plan(sources, served, topology)
         if problems := unseen_problems(self.plan, rollouts.visible_gpus()):
             raise WeightSyncError(problems)
         ends = accumulate(map(len, manifests.values()), initial=0)
         self._destinations = {name: tuple(range(*span)) for name, span in zip(manifests, pairwise(ends), strict=True)}
         self._host = RendezvousHost(_host(recipe.rollout.urls), recipe.weights.timeout_seconds)
         self._channel = Channel(self.transport, self._host.rendezvous, recipe.weights.bucket_bytes)
-        self._shared_plan = ray.put(self.plan)
+        self._shared_plan, prepared = ray.put(self.plan), ray.put(preparation)
         connecting = {
-            name: actor.connect.remote(self._shared_plan, source, self._channel)
+            name: actor.connect.remote(self._shared_plan, source, self._channel, prepared)
             for source, (name, actor) in enumerate(policy.actors.items())
         }
         with ExitStack() as undoing:

@@ -17,11 +17,14 @@ from typing import Literal
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.case import Case, Machines
-from megagrpo.plan.parameters import expert_parameters, total_parameters
+from megagrpo.plan.parameters import model_bytes, rank_parameters
 from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.families.architecture import Architecture
 
 Link = Literal["node", "network"]
+QUANTISING_BYTES = 17
+"""Read and written for each element in bfloat16: its absolute value, the largest, a product in float32, a cast."""
+
 Seconds = dict[str, float]
 """By what they are spent on."""
 
@@ -253,7 +256,8 @@ def sync_seconds(case: Case) -> Seconds:
     external, colocated = rollout.engine == "external", recipe.cluster.placement == "colocated"
     engine = (1, 1) if rollout.engine == "transformers" else (rollout.layout.ranks, rollout.layout.expert)
     sizes = case.layout, engine, rollout.engines, machines.gpus_per_node, case.item_bytes
-    found = sync_bytes(case.architecture, *sizes, colocated=colocated and not external)
+    quantized = rollout.quantization is not None
+    found = sync_bytes(case.architecture, *sizes, colocated=colocated and not external, quantized=quantized)
     seconds = {"pauses and set-up": assumed.sync_seconds, "digests": found.held / assumed.digest_bytes_per_second}
     if recipe.weights.transfer_to(external=external) == "disk":
         seconds["writing to disk"] = found.model / assumed.disk_bytes_per_second
@@ -267,6 +271,9 @@ def sync_seconds(case: Case) -> Seconds:
         "within nodes": found.node / links.node,
         "copies": 2 * copied / machines.gpu.memory_bytes_per_second,
     }
+    if quantized:
+        held = rank_parameters(case.architecture, case.layout, 0, case.fused_layers).total
+        seconds["quantising"] = held * QUANTISING_BYTES / machines.gpu.memory_bytes_per_second
     slowest, spent = max(moving.items(), key=lambda entry: entry[1])
     return seconds | {slowest: spent / assumed.sync_efficiency}
 
@@ -281,6 +288,7 @@ def sync_bytes(
     item_bytes: int,
     *,
     colocated: bool,
+    quantized: bool = False,
 ) -> SyncBytes:
     """The fewest bytes that a plan of boxes can move to fill all ranks of all engines once; `engine` is the tensor and
     expert size of one.
@@ -292,8 +300,7 @@ def sync_bytes(
     on its device.
     """
     tensor, _ = engine
-    experts = expert_parameters(arch) * item_bytes
-    dense = total_parameters(arch) * item_bytes - experts
+    dense, experts = model_bytes(arch, item_bytes, quantized=quantized)
     engine_ranks = engines * tensor
     near = min(gpus_per_node, engine_ranks)
     needed = min(1.0, near / tensor)  # of the model, by a node

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import mul
 from typing import Any
 
 from megagrpo.batching.work import head_work, layer_work
 from megagrpo.plan.assumptions import Assumptions, Lengths, longest_sequence
 from megagrpo.plan.case import Case, Machines
 from megagrpo.plan.communication import Link, Links, RankGroup, Seconds, gather
-from megagrpo.plan.parameters import engine_rank_parameters, expert_parameters, layer_counts, total_parameters
+from megagrpo.plan.parameters import (
+    BLOCK_ELEMENT_BYTES,
+    engine_blocks,
+    engine_rank_parameters,
+    expert_parameters,
+    layer_counts,
+    model_bytes,
+    total_parameters,
+)
 from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops
 from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import EngineLayoutConfig
@@ -83,8 +92,12 @@ def engine_memory(case: Case) -> EngineMemory:
     per_token = cache_bytes_per_token(arch, group, _cache_element_bytes(options, element))
     weights, each = [], []
     for stage, held in enumerate(engine_rank_parameters(arch, layout, device)):
-        layers = len(stage_layers(arch.layers, stage, layout.pipeline))
+        run = stage_layers(arch.layers, stage, layout.pipeline)
+        layers = len(run)
         weights.append(held * element)
+        if rollout.quantization is not None:
+            blocks = sum(map(mul, layer_counts(arch, run), engine_blocks(arch, layout)))
+            weights[-1] -= int(blocks * (element - BLOCK_ELEMENT_BYTES))
         if (latent := arch.latent) is not None:  # w_kc and w_vc, which SGLang makes of kv_b_proj
             each_head = (latent.plain_dim + latent.value_dim) * latent.key_value_rank
             weights[-1] += layers * (arch.heads // group) * each_head * element
@@ -194,6 +207,8 @@ class EngineSpeed:
     machines: Machines
     assumptions: Assumptions
     item_bytes: int
+    quantized: bool = False
+    """Products are taken to be no faster for it."""
 
     @property
     def group(self) -> int:
@@ -206,14 +221,20 @@ class EngineSpeed:
         arch, tensor = self.arch, self.layout.tensor
         embedding = 0 if arch.tied_embeddings else arch.vocab * arch.hidden
         if self.layout.attention_data == 1:
-            return (total_parameters(arch) - expert_parameters(arch) - embedding) * self.item_bytes / tensor
+            dense, _ = model_bytes(arch, self.item_bytes, quantized=self.quantized)
+            return (dense - embedding * self.item_bytes) / tensor
         (held,) = engine_rank_parameters(arch, self.layout.model_copy(update={"pipeline": 1}), "cuda")
-        return (held - expert_parameters(arch) / tensor - embedding / self.group) * self.item_bytes
+        routed = expert_parameters(arch) / tensor
+        found = (held - routed - embedding / self.group) * self.item_bytes
+        if self.quantized:
+            blocks = sum(map(mul, layer_counts(arch, range(arch.layers)), engine_blocks(arch, self.layout)))
+            found -= (blocks - routed) * (self.item_bytes - BLOCK_ELEMENT_BYTES)
+        return found
 
     @cached_property
     def expert_bytes(self) -> float:
         """All routed experts of one rank of all stages."""
-        return expert_parameters(self.arch) * self.item_bytes / self.layout.tensor
+        return model_bytes(self.arch, self.item_bytes, quantized=self.quantized)[1] / self.layout.tensor
 
     @cached_property
     def token_bytes(self) -> int:

@@ -19,6 +19,7 @@ from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
 from megagrpo.plan.case import Case
 from megagrpo.plan.engine import GIB, MIB, EngineMemory, engine_memory
 from megagrpo.plan.parameters import (
+    BLOCK_ELEMENT_BYTES,
     RankParameters,
     Stage,
     adapter_parameters,
@@ -302,6 +303,11 @@ def _sync_parts(case: Case, index: int, parameters: int) -> Iterator[Part]:
         held = rank_parameters(case.architecture, case.layout, index, case.fused_layers)
         vocabulary = (held.embedding + held.head) * case.item_bytes
         yield Part("merged weights", parameters - vocabulary, ("train.layout.tensor", "train.layout.pipeline"))
+
+    if isinstance(case.recipe, Recipe) and case.recipe.rollout.quantization is not None:
+        held = rank_parameters(case.architecture, case.layout, index, case.fused_layers)
+        blocks = int((held.dense + held.experts) * BLOCK_ELEMENT_BYTES)
+        yield Part("quantised weights", blocks, ("train.layout.tensor", "train.layout.pipeline"))
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------

@@ -10,11 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from operator import mul
 from pathlib import Path
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk
 from megagrpo.plan.units import spans
 from megagrpo.recipe.schema import EngineLayoutConfig, LoraConfig
+from megagrpo.weights.blocks import BLOCK
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
@@ -85,6 +87,9 @@ def _sample(arch: Architecture, experts: int | None = None) -> Architecture:
         kind = replace(kind, dense_layers=layers - 1, count=experts or kind.count)
     return replace(arch, layers=layers, experts=kind, tied_embeddings=False)
 
+
+BLOCK_ELEMENT_BYTES = 1 + 4 / BLOCK**2
+"""An element in float8, with its part of a scale."""
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
@@ -160,6 +165,28 @@ def _training_shard(
     side = TE_SPEC if fused else LOCAL_SPEC
     sample, first = _sample(arch, experts=expert), RankCoordinates(0, 0, 0, 0, 0, 0, 0, 0)
     return _shard(arch, side.manifest(sample, layout, first, "float32"), expert)
+
+
+@lru_cache(maxsize=1024)
+def engine_blocks(arch: Architecture, layout: EngineLayoutConfig) -> tuple[int, int]:
+    """Elements that one rank of a quantised SGLang engine has in blocks: of a layer with an MLP, and of one with
+    experts."""
+    sample, one_stage = _sample(arch, layout.tensor), layout.model_copy(update={"pipeline": 1})
+    held, shapes = sglang.manifest(sample, one_stage, 0, "float32", "cuda"), sglang.quantized_shapes(sample)
+    names = {its.storage for its in held.placements if its.box.tensor in shapes}
+    blocks = replace(held, storages={name: held.storages[name] for name in names})
+    _, (plain, sparse) = _shard(replace(arch, hidden=0), blocks, layout.tensor)  # no part of it is a router
+    return sum(plain), sum(sparse)
+
+
+def model_bytes(arch: Architecture, item_bytes: int, *, quantized: bool) -> tuple[float, float]:
+    """Bytes of all weights as engines get them: those outside of routed experts, and those of these."""
+    experts = expert_parameters(arch)
+    others = total_parameters(arch) - experts
+    if not quantized:
+        return others * item_bytes, experts * item_bytes
+    blocks = sum(map(mul, layer_counts(arch, range(arch.layers)), engine_blocks(arch, EngineLayoutConfig()))) - experts
+    return (others - blocks) * item_bytes + blocks * BLOCK_ELEMENT_BYTES, experts * BLOCK_ELEMENT_BYTES
 
 
 @lru_cache(maxsize=1024)

@@ -18,7 +18,7 @@ from megagrpo.plan.assumptions import longest_sequence
 from megagrpo.plan.case import Case
 from megagrpo.plan.communication import Seconds
 from megagrpo.plan.memory import DeviceMemory, memory
-from megagrpo.plan.parameters import expert_parameters, total_parameters
+from megagrpo.plan.parameters import expert_parameters, model_bytes, total_parameters
 from megagrpo.plan.plan import Estimate, lacking_bytes
 from megagrpo.plan.time import StepTime, step_time, training_phases
 from megagrpo.plan.units import byte_text
@@ -198,7 +198,7 @@ def legal(case: Case, checked: AnyRecipe | None = None) -> bool:
 def _split_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Problem]:
     if not isinstance(recipe, Recipe) or recipe.rollout.engine == "transformers":
         return []
-    return split_problems(architecture, recipe.rollout.layout, "cuda")
+    return split_problems(architecture, recipe.rollout.layout, "cuda", recipe.rollout.quantization)
 
 
 def _sparing_layouts(run: _Run) -> Iterator[Values]:
@@ -225,7 +225,8 @@ def _sparing_layouts(run: _Run) -> Iterator[Values]:
 def _first_engine(run: _Run) -> Values:
     """The smallest engine whose weights leave most of a card to its cache; the largest if none does."""
     recipe, arch = run.case.recipe, run.case.architecture
-    whole = 2 * total_parameters(arch)
+    quantized = isinstance(recipe, Recipe) and recipe.rollout.quantization is not None
+    whole = sum(model_bytes(arch, 2, quantized=quantized))
     last: Values = {}
     for values in engines(recipe, arch, run.gpus, colocated=True):
         if _split_problems(changed(recipe, values), arch):

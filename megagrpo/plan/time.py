@@ -108,7 +108,8 @@ def _rollout(case: Case, rounds: list[int]) -> Seconds:
     count as one."""
     recipe, rollout, lengths = case.grpo, case.grpo.rollout, case.lengths
     devices = case.device_plan.bundles_of_engine
-    engine = EngineSpeed(case.architecture, rollout.layout, case.speeds, case.assumptions, case.item_bytes)
+    given = case.architecture, rollout.layout, case.speeds, case.assumptions, case.item_bytes
+    engine = EngineSpeed(*given, quantized=rollout.quantization is not None)
     blocks = len(set(devices)) if devices[0] else rollout.engines
     greedy = 1 if recipe.algorithm.advantage.name == "remax" else 0
     at_once = float(rollout.requests_at_once * math.ceil(rollout.engines / blocks))

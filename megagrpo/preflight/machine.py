@@ -99,12 +99,15 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
     device = "cuda" if plan_only and recipe.cluster.device == "auto" else device_here(recipe)
     if architecture:
         layouts = (EngineLayoutConfig(tensor=size) for size in divisors(architecture.heads))
-        sizes = [layout.tensor for layout in layouts if not split_problems(architecture, layout, device)]
-        for problem in split_problems(architecture, rollout.layout, device):
-            fix = (
-                f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else "rollout.engine: transformers"
-            )
+        on = device, rollout.quantization
+        sizes = [layout.tensor for layout in layouts if not split_problems(architecture, layout, *on)]
+        otherwise = "rollout.quantization: null" if rollout.quantization else "rollout.engine: transformers"
+        for problem in split_problems(architecture, rollout.layout, *on):
+            fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else otherwise
             yield replace(problem, where=f"rollout.layout: {problem.where}", fix=fix)
+    if device == "cpu" and recipe.cluster.device == "auto" and rollout.quantization:
+        needed = "null: SGLang's kernels for float8 need GPUs"
+        yield Problem("rollout.quantization", f"{rollout.quantization} on CPUs", needed, fix="quantization: null")
     if device == "cpu" and recipe.cluster.device == "auto" and rollout.layout.expert > 1:
         needed = "1: SGLang's expert parallelism needs GPUs"
         yield Problem("rollout.layout.expert", f"{rollout.layout.expert} on CPUs", needed, fix="expert: 1")

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Bytes of one element, by the dtype of its storage."""
 
 

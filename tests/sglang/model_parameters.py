@@ -1,5 +1,6 @@
-"""Run with a list of [model directory, layout] on standard input: names and shapes of the parameters that SGLang's own
-model classes have on every rank, built on the meta device with the arguments that a server would get."""
+"""Run with a file of matrices and, on standard input, a list of [model directory, layout, quantization].
+It prints whether SGLang's quantiser makes the same bits of each matrix as ours; and shapes and dtypes of the parameters
+that SGLang's own model classes have on every rank, built on the meta device with the arguments of a server."""
 
 from __future__ import annotations
 
@@ -15,23 +16,25 @@ import torch
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang import launch
 from megagrpo.rollout.sglang.arguments import server_arguments
+from megagrpo.weights.quantizing import dequantize, quantize
 
 MODULES = {"deepseek_v3": "deepseek_v2"}
 """Where SGLang has a family's class, if not under the family's name. Its registry would import two hundred others."""
 
 
-def parameters(directory: str, layout: EngineLayoutConfig) -> list[dict[str, list[int]]]:
+def parameters(directory: str, layout: EngineLayoutConfig, quantization: str | None) -> list[dict[str, list[Any]]]:
     """By rank, as SGLang counts them."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, reset_context
     from sglang.srt.server_args import ServerArgs
 
     found = []
     for rank in range(layout.ranks):
         arguments = ServerArgs(**server_arguments(
-            model_directory=directory, layout=layout, dtype="float32", device="cpu", requests_at_once=1,
-            tokens_per_request=64, longest_pause_seconds=1.0, options={},
+            model_directory=directory, layout=layout, dtype="bfloat16", device="cpu", requests_at_once=1,
+            tokens_per_request=64, longest_pause_seconds=1.0, options={}, quantization=quantization,
         ))  # fmt: skip
         publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank))
         initialize_dp_attention(arguments)
@@ -47,19 +50,39 @@ def parameters(directory: str, layout: EngineLayoutConfig) -> list[dict[str, lis
                 "world_size": getattr(parallel, f"{name}_size"),
             }
             groups[f"{name}_group"] = SimpleNamespace(**sizes, cpu_group=None, device_group=None)
-        config = ModelConfig.from_server_args(arguments).hf_config
+        model_config = ModelConfig.from_server_args(arguments)
+        config = model_config.hf_config
+        assert model_config.quantization == quantization
+        blocks = Fp8Config.from_config(config.quantization_config) if quantization else None
         family = config.model_type
         module = importlib.import_module(f"sglang.srt.models.{MODULES.get(family, family)}")
         model_class = getattr(module, config.architectures[0])
         with parallel.override(**groups), torch.device("meta"):
-            model = model_class(config)
-        found.append({name: list(parameter.shape) for name, parameter in model.named_parameters()})
+            model = model_class(config, quant_config=blocks)
+        found.append({name: [list(its.shape), str(its.dtype)[6:]] for name, its in model.named_parameters()})
         reset_context()
     return found
+
+
+def same_bits(weights: torch.Tensor) -> bool:
+    """Also of what the blocks stand for."""
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant, quant_weight_ue8m0
+
+    ours, scales = quantize(weights)
+    theirs, their_scales = quant_weight_ue8m0(weights, [128, 128])
+    stands_for = block_quant_dequant(theirs, their_scales, [128, 128], torch.bfloat16)
+    return (
+        torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        and torch.equal(scales, their_scales)
+        and torch.equal(dequantize(ours, scales, torch.bfloat16), stands_for)
+    )
 
 
 if __name__ == "__main__":
     os.environ[launch.DEVICE_VARIABLE] = "cpu"
     launch.fill_gaps_on_cpus()
-    answers = [parameters(directory, EngineLayoutConfig(**layout)) for directory, layout in json.load(sys.stdin)]
-    print(json.dumps(answers))
+    equal = [same_bits(weights) for weights in torch.load(sys.argv[1])]
+    torch.set_default_dtype(torch.bfloat16)
+    cases = json.load(sys.stdin)
+    answers = [parameters(directory, EngineLayoutConfig(**layout), fp8) for directory, layout, fp8 in cases]
+    print(json.dumps([equal, answers]))

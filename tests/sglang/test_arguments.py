@@ -45,8 +45,8 @@ def test_all_wrong_arguments_are_found_at_once_with_what_is_right() -> None:
         "tp_size": (2, "rollout.layout.tensor"),
         "model_path": ("elsewhere", "model.path"),
         "api_key": ("secret", "megagrpo starts the server"),
-        "quantization": ("fp8", "unquantised"),
-        "ep_num_redundant_experts": (2, "weights are sent to unquantised models that rollout.layout splits"),
+        "quantization": ("fp8", "rollout.quantization"),
+        "ep_num_redundant_experts": (2, "weights are sent to models that rollout.layout splits"),
         "attn_dp_size": (2, "rollout.layout.attention_data"),
     }
     right = {"max_total_tokens": 4096, "schedule_policy": "lpm", "enable_metrics": True, "cuda_graph_bs_decode": [1, 2]}
@@ -108,6 +108,10 @@ def test_the_recipes_arguments_win_over_defaults_but_not_over_ours() -> None:
     exact = given | {"device": "cuda", "deterministic": True}
     assert server_arguments(**exact, options={})["enable_deterministic_inference"]
     assert not server_arguments(**exact, options={"enable_fp32_lm_head": False})["enable_fp32_lm_head"]
+    own = {"json_model_override_args": '{"rope_theta": 5}'}
+    changes = json.loads(server_arguments(**given, options=own, quantization="fp8")["json_model_override_args"])
+    assert changes.keys() == {"rope_theta", "quantization_config"}
+    assert "json_model_override_args" not in server_arguments(**given, options={})
     with pytest.raises(EngineError, match="moe_runner_backend"):  # it would hold up before gate
         server_arguments(**given, options={"moe_runner_backend": "flashinfer_cutlass"})
     with pytest.raises(EngineError, match="speculative_algorithm"):

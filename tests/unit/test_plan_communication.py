@@ -25,6 +25,7 @@ from megagrpo.plan.communication import (
 )
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.schema import EngineLayoutConfig, TrainConfig
+from megagrpo.weights.blocks import prepare
 from megagrpo.weights.families import architecture_of, read_architecture
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import sglang
@@ -176,6 +177,24 @@ def test_a_sync_of_70b_on_16_nodes_is_near_the_lower_bound_of_its_links():
     planned = sync_bytes(arch, layout, (8, 1), 16, 8, 2, colocated=True)
     assert planned.network == pytest.approx(busiest["network"], rel=0.001)
     assert planned.device == pytest.approx(busiest["device"], rel=0.001)
+
+
+def test_a_quantised_sync_moves_about_half_of_the_bytes_of_the_other():
+    """Against the real plan of blocks, each of which a training rank has whole."""
+    arch = replace(DENSE, heads=8, query_groups=8, head_dim=64)
+    layout, engine = ParallelLayout(tensor=4, pipeline=2, data=4), EngineLayoutConfig(tensor=4)
+    held = [TE_SPEC.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
+    ranks = [(e, rank) for e in range(8) for rank in range(4)]
+    served = [sglang.manifest(arch, engine, rank, "bfloat16", "cuda", e, "fp8") for e, rank in ranks]
+    topology = topology_of(range(32), range(32), 8)
+    sources, preparation = prepare(held, served, topology.sources)
+    assert preparation.fetches is None
+    traffic = traffic_of(make_plan(sources, served, topology), LinkSpeeds(), 1 << 28)
+    planned, plain = (
+        sync_bytes(arch, layout, (4, 1), 8, 8, 2, colocated=True, quantized=quantized) for quantized in (True, False)
+    )
+    assert planned.network == pytest.approx(traffic.links["network"].busiest, rel=0.05)
+    assert planned.network < 0.6 * plain.network
 
 
 @pytest.mark.parametrize("colocated", [True, False])

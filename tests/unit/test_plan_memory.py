@@ -239,6 +239,18 @@ def test_an_engine_fills_its_share_of_a_card() -> None:
     assert engine_memory(Case(few, known_model(QWEN_8B), H100)).sequences == 8  # its part of a step
 
 
+def test_a_quantised_engine_holds_what_its_manifest_says_and_ranks_make_it_in_a_sync() -> None:
+    latent = DEEPSEEK.layers * DEEPSEEK.heads // 8 * 256 * 512 * 2  # w_kc and w_vc, in bfloat16
+    for arch, layout, more in ((DEEPSEEK, {"tensor": 8, "expert": 8}, latent), (LLAMA, {"tensor": 8}, 0)):
+        recipe = merged({"tensor": 8}, rollout={"layout": layout, "quantization": "fp8"})
+        held = engine_memory(Case(recipe, arch, H100)).weights
+        own = sglang.manifest(arch, EngineLayoutConfig(**layout), 0, "bfloat16", "cuda", quantization="fp8")
+        assert held == pytest.approx(sum(its.bytes for its in own.storages.values()) + more, rel=1e-5)
+    (device,) = memory(Case(recipe, LLAMA, H100))
+    (made,) = (part for phase in device.phases for part in phase.parts if part.name == "quantised weights")
+    assert made.bytes == pytest.approx((70.55e9 - 2 * 128256 * 8192) / 8, rel=1e-3)
+
+
 def test_sglangs_own_fraction_leaves_what_it_says() -> None:
     card = 79 * 2**30
     graphs = [(4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 8193, 512)]

@@ -72,8 +72,7 @@ IMPOSSIBLE: list[tuple[str, str, str, str, str]] = [
      "2, in an engine of 24", "pipeline: 1, or 3"),
     (NODES, "cluster.gpus_per_node=6", "rollout.layout.tensor", "engine 1 on GPUs 4-7", "a divisor of 6"),
     (LLAMA, "train.layout.data=4", "memory of training", "engine cache", "mem_fraction_static"),
-    (DEEPSEEK, "rollout.layout.tensor=8 rollout.layout.expert=8 rollout.layout.attention_data=1 rollout.engines=32",
-     "rollout.layout.tensor", "weights of 1", "more tensor ranks"),
+    (DEEPSEEK, "rollout.quantization=null", "rollout.layout.tensor", "weights of 1", "more tensor ranks"),
 ]  # fmt: skip
 
 

@@ -255,6 +255,14 @@ def test_a_batch_reads_the_experts_that_its_tokens_meet():
     assert mixture.dense_bytes + mixture.expert_bytes == pytest.approx(2 * (30.5e9 - 151936 * 2048), rel=0.01)
 
 
+def test_a_quantised_engine_reads_a_byte_for_each_weight():
+    plain, small = engine(), replace(engine(), quantized=True)
+    assert plain.dense_bytes - small.dense_bytes == pytest.approx(6.98e9, rel=0.001)  # linear layers: all but the head
+    assert small.decode_seconds(1, 100) < 0.66 * plain.decode_seconds(1, 100)
+    mixture, its_bytes = engine(QWEN_30B), replace(engine(QWEN_30B), quantized=True).expert_bytes
+    assert its_bytes == pytest.approx(0.5001 * mixture.expert_bytes, rel=1e-4)
+
+
 def test_responses_that_do_not_fit_at_once_take_longer_but_the_same_tokens_are_decoded():
     """With no cost but a fixed one per token of a batch, seconds count batches of tokens."""
     free = Machines(replace(H100.gpu, flops=1e30, memory_bytes_per_second=1e30), 8, 50e9)

@@ -26,7 +26,7 @@ from megagrpo.weights.families import read_architecture
 FILES = sorted(DIRECTORY.glob("*.yaml"))
 ON_GPUS = [file for file in FILES if not file.stem.endswith("_cpu")]
 NODES = {
-    "deepseek_v3_671b": 32,
+    "deepseek_v3_671b": 16,
     "disaggregated_qwen3_32b_4x8": 4,
     "grpo_70b": 16,
     "gsm8k_qwen2.5_0.5b_1gpu": 1,

@@ -20,6 +20,10 @@ from megagrpo.section import Section, Seed
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
 
+FLOAT8_GPUS = ("H100", "H100-PCIe", "H100-NVL", "H200", "H20", "H800", "L40S", "L4", "RTX-4090", "RTX-6000-Ada")
+"""Those on which SGLang keeps float8 blocks as they are sent: Marlin packs them before Ada, DeepGEMM on Blackwell."""
+
+
 class Recipe(Section):
     """One experiment, whole."""
 
@@ -64,6 +68,7 @@ class Recipe(Section):
         yield from self._evaluation()
         yield from self._devices()
         yield from self._transfer()
+        yield from self._quantization()
 
     def _batch(self) -> Iterator[Problem]:
         rollout, minibatches, data = self.rollout, self.algorithm.minibatches, self.train.layout.data
@@ -217,3 +222,18 @@ class Recipe(Section):
             given = f"{self.weights.directory}, with transfer: {transfer}"
             needed = "nothing: no files are written"
             yield Problem("weights.directory", given, needed, "remove it, or write transfer: disk")
+
+    def _quantization(self) -> Iterator[Problem]:
+        if self.rollout.quantization is None:
+            return
+        gpu, device, dtype, transfer = self.cluster.gpu, self.cluster.device, self.model.dtype, self.weights.transfer
+        other = gpu is not None and gpu not in FLOAT8_GPUS
+        for field, given, wrong, needed in (
+            ("cluster.device", device, device == "cpu", "cuda: SGLang's kernels for float8 are for GPUs"),
+            ("cluster.gpu", gpu, other, "a Hopper or Ada GPU: on others SGLang packs blocks in ways of their own"),
+            ("model.dtype", dtype, dtype == "float32", "bfloat16: blocks are made of it"),
+            ("weights.transfer", transfer, transfer == "disk", "another: files are not quantised"),
+        ):
+            if wrong:
+                given = f"{given}, with rollout.quantization: {self.rollout.quantization}"
+                yield Problem(field, given, needed, f"{needed.split(':')[0]}, or quantization: null")

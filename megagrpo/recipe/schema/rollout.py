@@ -139,6 +139,11 @@ class RolloutConfig(Section):
     """On GPUs SGLang samples by seed, with kernels whose results do not depend on the rest of a batch, which is slower.
     Without it a step that is repeated samples other responses. On CPUs servers always sample by seed."""
 
+    quantization: Literal["fp8"] | None = None
+    """fp8: SGLang servers hold linear layers and experts in float8, in blocks of 128 x 128 with a scale each, and
+    multiply in float8. Each sync quantises the trainer's bfloat16 weights. For Hopper and Ada GPUs. Half the memory and
+    the bytes of a sync, and a larger mismatch with the trainer."""
+
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Replace groups without signal by new prompts before training. Off unless given."""
 
@@ -169,6 +174,10 @@ class RolloutConfig(Section):
             given = f"true, with engine: {self.engine}"
             needed = "false: it is an argument of servers that the run starts"
             yield Problem("deterministic", given, needed, "remove it, or write engine: sglang")
+        if self.engine != "sglang" and self.quantization:
+            given = f"{self.quantization}, with engine: {self.engine}"
+            needed = "null: the run sends quantised weights to servers that it starts"
+            yield Problem("quantization", given, needed, "remove it, or write engine: sglang")
         yield from self._number_rules()
         sizes = self.layout.model_dump()
         if self.engine == "transformers":

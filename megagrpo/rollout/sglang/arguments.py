@@ -15,6 +15,7 @@ from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
 from megagrpo.rollout.sglang.launch import MEETING_SCHEME, MEETING_VARIABLE
+from megagrpo.weights.blocks import BLOCK
 from megagrpo.weights.transport import LOAD_FORMAT
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ WATCHDOG_SECONDS = 300.0  # SGLang's own default
 
 # Arguments that follow from another key of the recipe, or that would break what megagrpo relies on.
 _SERVER = "nothing: megagrpo starts the server and chooses it"
-_WEIGHTS = "nothing: weights are sent to unquantised models that rollout.layout splits"
+_WEIGHTS = "nothing: weights are sent to models that rollout.layout splits"
 _SAMPLING = "nothing: every request says how it is sampled"
 _DRAFT = "nothing: a draft model would keep its first weights, and what it drafts is sampled with logprobs unproven"
 _EXPERTS = "nothing: kernels other than Triton's order or pack the experts' weights in ways of their own"
@@ -45,6 +46,7 @@ OWNED = (
         "enable_dp_attention": "rollout.layout.attention_data",
         "enable_dp_lm_head": "rollout.layout.attention_data",
         "dp_size": "rollout.engines",
+        "quantization": "rollout.quantization",
     }
     | dict.fromkeys(
         (
@@ -57,7 +59,7 @@ OWNED = (
     )
     | dict.fromkeys(
         (
-            "load_format", "quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile",
+            "load_format", "quantize_and_serve", "modelopt_quant", "rl_quant_profile",
             "attn_cp_size", "moe_dp_size", "dcp_size", "dwdp_size", "moe_a2a_backend", "moe_dense_tp_size",
             "shared_experts_tp_size", "enable_tp_lm_head_all_to_all", "enable_eplb", "ep_num_redundant_experts",
             "init_expert_location", "elastic_ep_backend", "custom_weight_loader", "weight_version",
@@ -129,6 +131,7 @@ def server_arguments(
     longest_pause_seconds: float,
     options: Mapping[str, Any],
     deterministic: bool = False,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """Fields of ServerArgs for one engine; `options` (rollout.sglang without `python`) override the defaults.
 
@@ -175,10 +178,18 @@ def server_arguments(
         "load_format": "dummy",
         "enable_deterministic_inference": deterministic or device == "cpu",  # to sample by seed
         **({} if device == "cpu" else {"moe_runner_backend": "triton"}),
+        **({} if quantization is None else {"json_model_override_args": _in_blocks(options)}),
         "weight_version": "0",
         "disable_shared_experts_fusion": True,  # weights are sent to them as they are (weights/sides/sglang.py)
         "custom_weight_loader": [LOAD_FORMAT],
     }
+
+
+def _in_blocks(options: Mapping[str, Any]) -> str:
+    """The recipe's own changes of config.json, and those that make SGLang hold float8 blocks without files of them."""
+    changes = json.loads(options.get("json_model_override_args") or "{}")
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    return json.dumps(changes | {"quantization_config": blocks})
 
 
 @dataclass(frozen=True)

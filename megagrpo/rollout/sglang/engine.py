@@ -63,12 +63,14 @@ class SglangEngine:
         timeout_seconds: float,
         control_timeout_seconds: float,
         pause: Pause = "retract",
+        quantization: str | None = None,
         tokenizer_directory: str | None = None,
     ) -> None:
         self._server = server if isinstance(server, Server) else None
         architecture = read_architecture(model_directory)
         self._manifests = [
-            sglang_side.manifest(architecture, layout, rank, dtype, device, engine) for rank in range(layout.ranks)
+            sglang_side.manifest(architecture, layout, rank, dtype, device, engine, quantization)
+            for rank in range(layout.ranks)
         ]
         self._tokenizer: Any = load_tokenizer(tokenizer_directory or model_directory)
         self._protocol = UpdateProtocol(name)

@@ -16,6 +16,7 @@ from typing import IO
 import torch
 
 from megagrpo.errors import CheckpointError, ModelError, Problem, WeightPlanError
+from megagrpo.weights.blocks import BLOCK
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
@@ -23,7 +24,6 @@ from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides.checkpoint import (
     DTYPES,
     FP8,
-    FP8_BLOCK,
     SCALE_SUFFIX,
     Entry,
     manifests,
@@ -49,14 +49,14 @@ class ModelFiles:
         values = read_region(*self._entries[name], start, shape)
         if values.dtype != torch.float8_e4m3fn:
             return values
-        first = tuple(low // FP8_BLOCK for low in start)
+        first = tuple(low // BLOCK for low in start)
         last = scale_shape(tuple(low + size for low, size in zip(start, shape, strict=True)))
         covering = tuple(end - begin for begin, end in zip(first, last, strict=True))
         scales = read_region(*self._entries[name + SCALE_SUFFIX], first, covering)
         # Rounded to bfloat16 once, as the conversion published with DeepSeek-V3 does.
         wide = values.float()
         for axis, (low, size) in enumerate(zip(start, shape, strict=True)):
-            block_of_element = torch.arange(low, low + size) // FP8_BLOCK - low // FP8_BLOCK
+            block_of_element = torch.arange(low, low + size) // BLOCK - low // BLOCK
             scales = scales.index_select(axis, block_of_element)
         return (wide * scales).bfloat16()
 

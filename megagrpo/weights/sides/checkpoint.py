@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import ModelError, Problem, brief
+from megagrpo.weights.blocks import BLOCK
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage, in_groups
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture
@@ -21,7 +22,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FP8 = "F8_E4M3"
-FP8_BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
 """A weight in fp8 has a factor for each block of 128 x 128, float32, in a tensor of its name with this suffix."""
 FP8_STANDS_FOR = "bfloat16"
@@ -105,7 +105,7 @@ def extra_tensors(directory: str | Path) -> list[str]:
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the factors of a matrix in fp8."""
-    return tuple(-(-size // FP8_BLOCK) for size in shape)
+    return tuple(-(-size // BLOCK) for size in shape)
 
 
 def _known(arch: Architecture) -> tuple[dict[str, list[Placement]], dict[str, tuple[int, ...]]]:

@@ -1,4 +1,4 @@
-"""What one rank of an SGLang engine holds, under SGLang's own parameter names (0.5.23, unquantised).
+"""What one rank of an SGLang engine holds, under SGLang's own parameter names (0.5.23).
 
 Read from sglang/srt/models and sglang/srt/layers. A vocabulary is padded to a multiple of 64 and cut by rows. SGLang
 cuts q, k and v one by one and then fuses them, gate and up likewise. All experts of a rank are one 3-D parameter. On
@@ -19,16 +19,21 @@ cut over the ranks of one group, and each group holds them all; MLPs and experts
 A pipeline stage holds a run of layers, the first one the embedding, the last one the final norm and the head. Some of
 SGLang's classes have an unused head on the other stages too. A tied head on another stage than the embedding is a
 parameter of its own.
+
+A quantised engine has the same storages with blocks of float8 in them, and scales beside (weights/blocks.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.blocks import in_blocks
+from megagrpo.weights.boxes import Fill, Manifest, Storage
+from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Experts, Role, Tensor
 from megagrpo.weights.sides.assembly import (
     LayerTensors,
@@ -45,6 +50,7 @@ from megagrpo.weights.sides.assembly import (
 
 VOCABULARY_MULTIPLE = 64
 CPU_FFN_MULTIPLE = 32
+SHOWN_PROBLEMS = 4
 HELD: frozenset[Role] = frozenset([
     "embedding", "head", "final_norm", "input_norm", "post_attention_norm",
     "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o",
@@ -77,7 +83,25 @@ class EngineSizes(Protocol):
     def attention_data(self) -> int: ...
 
 
-def manifest(arch: Architecture, layout: EngineSizes, rank: int, dtype: str, device: str, engine: int = 0) -> Manifest:
+QUANTIZED: frozenset[Role] = frozenset([
+    "q", "k", "v", "o", "q_down", "q_up", "kv_down", "kv_up", "gate", "up", "down",
+    "expert_gate", "expert_up", "expert_down", "shared_gate", "shared_up", "shared_down",
+])  # fmt: skip
+"""What SGLang holds in blocks of float8 if the model is quantised: all linear layers but the router and the head."""
+
+ATTENTIONS = {"qwen3": (), "qwen3_moe": (), "deepseek_v3": ("attn_mqa", "attn_mha")}
+"""Attention modules of a layer that get scales of float8 keys and values in a quantised model; "attn" in others."""
+
+
+def manifest(
+    arch: Architecture,
+    layout: EngineSizes,
+    rank: int,
+    dtype: str,
+    device: str,
+    engine: int = 0,
+    quantization: str | None = None,
+) -> Manifest:
     """Storages are the names of the model's `named_parameters()` on `rank`, which counts the tensor ranks of the first
     stage, then those of the second, and so on, as SGLang does.
 
@@ -101,7 +125,7 @@ def manifest(arch: Architecture, layout: EngineSizes, rank: int, dtype: str, dev
             holder.add_vocabulary(model.roles["embedding"], "lm_head.weight")
     elif last or arch.family in HEAD_ON_EVERY_STAGE:
         holder.add_vocabulary(model.roles["head"])
-    return builder.build()
+    return builder.build() if quantization is None else _quantized(builder.build(), arch)
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:
@@ -112,8 +136,44 @@ def stage_layers(layers: int, stage: int, stages: int) -> range:
     return range(begin, begin + each + (stage >= stages - more))
 
 
-def split_problems(arch: Architecture, layout: EngineSizes, device: str) -> list[Problem]:
+def _quantized(manifest: Manifest, arch: Architecture) -> Manifest:
+    """Also adds the scales of float8 keys and values, which stay 1: the cache has a dtype of its own."""
+    found = in_blocks(manifest, quantized_shapes(arch))
+    layers = [name.removesuffix("o_proj.weight") for name in manifest.storages if name.endswith("o_proj.weight")]
+    modules = ATTENTIONS.get(arch.family, ("attn",))
+    scales = [f"{layer}{module}.{of}_scale" for layer in layers for module in modules for of in "kv"]
+    storages = {**found.storages, **{name: Storage(name, (), "float32") for name in scales}}
+    return replace(found, storages=storages, fills=found.fills + tuple(Fill(name, (), (), 1.0) for name in scales))
+
+
+def _block_problems(arch: Architecture, layout: EngineSizes) -> list[Problem]:
+    """Of the first rank, which stand for all: equal parts are cut at multiples of the first one's end."""
+    model, builder = tensors_by_role(arch), ManifestBuilder("an engine rank", "bfloat16")
+    holder = _Rank(arch, layout, 0, "cuda", builder)
+    for layer in {id(layer.experts): layer for layer in (model.layers[0], model.layers[-1])}.values():
+        holder.add_layer(layer)
+    try:
+        in_blocks(builder.build(), quantized_shapes(arch))
+    except ModelError as error:
+        return list(error.problems[:SHOWN_PROBLEMS])
+    return []
+
+
+@lru_cache(maxsize=4)
+def quantized_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """By name, of the tensors that a quantised model has in blocks."""
+    return {tensor.name: tensor.shape for tensor in tensors_of(arch) if tensor.role in QUANTIZED}
+
+
+def split_problems(
+    arch: Architecture, layout: EngineSizes, device: str, quantization: str | None = None
+) -> list[Problem]:
     """Every reason why an engine of these sizes cannot hold the model."""
+    found = _size_problems(arch, layout, device)
+    return found if found or quantization is None else _block_problems(arch, layout)
+
+
+def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list[Problem]:
     if problems := role_problems(arch, HELD, "SGLang") + _mixtral_problems(arch):
         return problems
     tensor, expert = layout.tensor, layout.expert

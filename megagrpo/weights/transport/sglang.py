@@ -32,6 +32,7 @@ from megagrpo.weights.boxes import Manifest, in_groups
 from megagrpo.weights.digest import combine, digests
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan, require_own
+from megagrpo.weights.quantizing import dequantize
 from megagrpo.weights.transport import LOAD_FORMAT
 from megagrpo.weights.transport.buckets import BucketReceiver
 from megagrpo.weights.transport.choice import Channel, TransportName, open_receiver
@@ -407,15 +408,18 @@ class _PlanReader(pickle.Unpickler):
 def check_derived(model: torch.nn.Module) -> None:
     """Raises ModelError naming latent attention whose w_kc and w_vc do not follow, bit for bit, from its kv_b_proj.
 
-    SGLang's post_load_weights derives them from weights that are not quantised: of each head's rows of kv_b_proj, the
-    first qk_nope_head_dim are w_kc [heads, nope, rank], and the others, transposed, are w_vc [heads, rank, value].
+    SGLang's post_load_weights derives them from weights in bfloat16, which it makes of blocks first: of each head's
+    rows of kv_b_proj, the first qk_nope_head_dim are w_kc [heads, nope, rank], and the others, transposed, are w_vc
+    [heads, rank, value].
     """
     problems = []
     for name, module in model.named_modules():
         if getattr(module, "w_kc", None) is None:
             continue
-        sizes = [module.qk_nope_head_dim, module.v_head_dim]
-        keys, values = module.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+        sizes, weight = [module.qk_nope_head_dim, module.v_head_dim], module.kv_b_proj.weight
+        if weight.dtype == torch.float8_e4m3fn:
+            weight = dequantize(weight, module.kv_b_proj.weight_scale_inv, torch.bfloat16)
+        keys, values = weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
         for derived, expected in (("w_kc", keys), ("w_vc", values.transpose(1, 2))):
             if not torch.equal(getattr(module, derived), expected):
                 given = "it does not follow from the kv_b_proj.weight that was received"

@@ -1,0 +1,196 @@
+"""Blocks of 128 x 128 that share a scale: who holds them, and who quantises them (quantizing.py does it).
+
+A quantised tensor is two tensors in the common coordinates: NAME_fp8 has its shape, and NAME_scale_inv, the name that
+published checkpoints use, has an element for each block.
+
+The training ranks quantise before they send. Each block is made by the ranks that hold its first element: one of each
+replica, all with the same bits, so that every engine has a source nearby. What such a rank lacks of a block that is cut
+between ranks, it fetches from the others before. Both follow from manifests alone:
+
+    served = in_blocks(manifest, shapes)              # an engine rank
+    sources, preparation = prepare(held, served)      # driver, before the plan from `sources` to `served`
+    Quantizer(own, preparation, rank).tensors(its)    # each training rank, at the same time: the storages of its source
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megagrpo.errors import ModelError, Problem
+from megagrpo.weights.boxes import Box, Manifest, Place, Placement, Storage, Topology, classes_of
+from megagrpo.weights.coverage import as_slice, uncovered
+from megagrpo.weights.plan import WeightPlan, make_plan
+
+BLOCK = 128
+FLOAT8 = "float8_e4m3fn"
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of the tensors that are quantised, [rows, columns] by name."""
+
+
+def float8_name(tensor: str) -> str:
+    return f"{tensor}_fp8"
+
+
+def scale_name(tensor: str) -> str:
+    return f"{tensor}_scale_inv"
+
+
+# --- an engine rank ---------------------------------------------------------------------------------------------------
+
+
+def in_blocks(manifest: Manifest, shapes: Shapes) -> Manifest:
+    """The manifest of an engine rank if these tensors are quantised: their storages are float8, with scales beside.
+
+    Raises ModelError, naming tensors, if the engine cuts or fuses them within a block.
+    """
+    quantized = {its.storage for its in manifest.placements if its.box.tensor in shapes}
+    problems: list[Problem] = []
+    placements = []
+    for placement in manifest.placements:
+        box = placement.box
+        if box.tensor not in shapes:
+            placements.append(placement)
+        elif error := _cut_within_blocks(placement, shapes[box.tensor]):
+            where, needed = f"{box.tensor} in {manifest.holder}", f"whole blocks of {BLOCK} x {BLOCK}"
+            problems.append(Problem(where, error, needed, "other sizes of rollout.layout, or quantization: null"))
+        else:
+            at = (low if axis is None else low // BLOCK for low, axis in zip(placement.at, placement.axes, strict=True))
+            placements.append(replace(placement, box=values_of(box)))
+            placements.append(Placement(scale_name(placement.storage), tuple(at), placement.axes, scales_of(box)))
+    if problems:
+        raise ModelError(problems)
+    storages = {}
+    for name, storage in manifest.storages.items():
+        if name in quantized:
+            *stack, rows, columns = storage.shape
+            storages[name] = replace(storage, dtype=FLOAT8)
+            name = scale_name(name)
+            storage = Storage(name, (*stack, -(-rows // BLOCK), -(-columns // BLOCK)), "float32")
+        storages[name] = storage
+    return replace(manifest, storages=storages, placements=tuple(placements))
+
+
+def _cut_within_blocks(placement: Placement, shape: Sequence[int]) -> str:
+    """Where a placement begins or ends within a block; empty if nowhere. The tensor's own end is a block's end."""
+    box = placement.box
+    at = [low for low, axis in zip(placement.at, placement.axes, strict=True) if axis is not None]
+    ends = (low + size for low, size in zip(box.start, box.shape, strict=True))
+    if any(end % BLOCK for end, whole in zip(ends, shape, strict=True) if end != whole):
+        return f"{as_slice(box)} of {list(shape)}"
+    if any(low % BLOCK for low in (*box.start, *at)):
+        return f"{as_slice(box)} of {list(shape)}, at {at} of {placement.storage}"
+    return ""
+
+
+def values_of(blocks: Box) -> Box:
+    return replace(blocks, tensor=float8_name(blocks.tensor))
+
+
+def scales_of(blocks: Box) -> Box:
+    """An element for each of these blocks, which are whole."""
+    start = tuple(low // BLOCK for low in blocks.start)
+    return Box(scale_name(blocks.tensor), start, tuple(-(-size // BLOCK) for size in blocks.shape))
+
+
+# --- the training ranks -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What the training ranks do before they send: quantise the tensors of `shapes`, after transfers among themselves,
+    by `fetches`, of what ranks lack of their blocks. None: no block is cut between ranks."""
+
+    shapes: Shapes
+    fetches: WeightPlan | None
+
+
+def prepare(
+    held: Sequence[Manifest], served: Iterable[Manifest], places: Sequence[Place] | None = None
+) -> tuple[list[Manifest], Preparation | None]:
+    """What the training ranks send, if they hold `held` and engines ask for `served`; no preparation if none of these
+    asks for blocks. `places` are the ranks'. Raises WeightPlanError."""
+    asked = {its.box.tensor for manifest in served for its in manifest.placements}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for alike in classes_of(held):
+        for box in (its.box for its in alike.manifest.placements):
+            if float8_name(box.tensor) in asked:
+                ends = tuple(low + size for low, size in zip(box.start, box.shape, strict=True))
+                shapes[box.tensor] = tuple(map(max, ends, shapes.get(box.tensor, ends)))
+    if not shapes:
+        return list(held), None
+    sent, lacking = list(held), list(held)
+    for alike in classes_of(held):
+        ours = sending_manifest(alike.manifest, shapes), lacking_manifest(alike.manifest, shapes)
+        for rank in alike.members:
+            sent[rank], lacking[rank] = (replace(its, holder=held[rank].holder) for its in ours)
+    if not any(its.storages for its in lacking):
+        return sent, Preparation(shapes, None)
+    topology = Topology(tuple(places), tuple(places)) if places else None
+    return sent, Preparation(shapes, make_plan(held, lacking, topology))
+
+
+@dataclass(frozen=True)
+class Share:
+    """Blocks that a rank quantises: those whose first elements lie in one of its placements."""
+
+    region: Box
+    parts: tuple[Placement, ...]
+    """What the rank's placements have of it."""
+    lacks: tuple[Box, ...]
+    """What they do not have."""
+    dtype: str
+
+
+def shares_of(held: Manifest, shapes: Shapes) -> Iterator[Share]:
+    placements: dict[str, dict[Box, Placement]] = defaultdict(dict)
+    for placement in held.placements:
+        if placement.box.tensor in shapes:
+            placements[placement.box.tensor][placement.box] = placement
+    for tensor, own in placements.items():
+        for box, placement in own.items():
+            region = _blocks_that_begin_in(box, shapes[tensor])
+            if region is None:
+                continue
+            parts = {part: its.part(part) for its in own.values() if (part := its.box.intersect(region)) is not None}
+            if region in parts:
+                parts = {region: parts[region]}
+            dtype = held.storages[placement.storage].dtype
+            yield Share(region, tuple(parts.values()), tuple(uncovered(region, parts)), dtype)
+
+
+def _blocks_that_begin_in(box: Box, shape: Sequence[int]) -> Box | None:
+    """All elements of the blocks whose first element lies in a box of a tensor of this shape."""
+    start = tuple(-(-low // BLOCK) * BLOCK for low in box.start)
+    ends = (-(-(low + size) // BLOCK) * BLOCK for low, size in zip(box.start, box.shape, strict=True))
+    sizes = tuple(min(end, whole) - low for low, end, whole in zip(start, ends, shape, strict=True))
+    return Box(box.tensor, start, sizes) if min(sizes) > 0 else None
+
+
+def sending_manifest(held: Manifest, shapes: Shapes) -> Manifest:
+    """What a training rank sends: its blocks in storages of their own, and all else where it lies."""
+    placements = [its for its in held.placements if its.box.tensor not in shapes]
+    storages = {its.storage: held.storages[its.storage] for its in placements}
+    fills = tuple(fill for fill in held.fills if fill.storage in storages)
+    for share in shares_of(held, shapes):
+        for box, dtype in ((values_of(share.region), FLOAT8), (scales_of(share.region), "float32")):
+            storages[storage_name(box)] = Storage(storage_name(box), box.shape, dtype)
+            placements.append(_alone(box))
+    return Manifest(held.holder, storages, tuple(placements), fills)
+
+
+def lacking_manifest(held: Manifest, shapes: Shapes) -> Manifest:
+    """What a training rank must fetch of its blocks, each piece in a storage of its own."""
+    boxes = {box: share.dtype for share in shares_of(held, shapes) for box in share.lacks}
+    storages = {storage_name(box): Storage(storage_name(box), box.shape, dtype) for box, dtype in boxes.items()}
+    return Manifest(held.holder, storages, tuple(map(_alone, boxes)))
+
+
+def storage_name(box: Box) -> str:
+    return f"{box.tensor}{as_slice(box)}"
+
+
+def _alone(box: Box) -> Placement:
+    """Of a box in a storage that holds nothing else."""
+    return Placement(storage_name(box), (0, 0), (0, 1), box)

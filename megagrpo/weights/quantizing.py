@@ -1,0 +1,139 @@
+"""Float8 values with a float32 scale for each block of 128 x 128, bit for bit as SGLang makes them of bfloat16.
+
+Scales are powers of two, as those of SGLang's quantiser in torch (per_block_cast_to_fp8, 0.5.23): so only the rounding
+to float8 loses anything, every machine gets the same bits, and quantising what was quantised changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn.functional import pad
+
+from megagrpo.errors import DIVERGED_FIX, ModelError, Problem
+from megagrpo.weights.blocks import (
+    BLOCK,
+    Preparation,
+    Share,
+    lacking_manifest,
+    scales_of,
+    sending_manifest,
+    shares_of,
+    storage_name,
+    values_of,
+)
+from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.plan import require_own
+from megagrpo.weights.views import box_view, torch_dtype
+
+SMALLEST = 1e-4
+"""Blocks of smaller values have the scale of this one, which keeps a scale of zeros away from 0."""
+
+
+def quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The float8 values [rows, columns] of a matrix of any floating-point dtype, and its scales [blocks, blocks].
+
+    A block at an edge may be smaller. A block with a value that is not finite has a scale that is not.
+    """
+    rows, columns = weights.shape
+    whole = pad(weights, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = whole.view(whole.shape[0] // BLOCK, BLOCK, whole.shape[1] // BLOCK, BLOCK)
+    scales = _scales(blocks.abs().amax(dim=(1, 3), keepdim=True).float().clamp(min=SMALLEST))
+    values = (blocks * scales.reciprocal()).to(torch.float8_e4m3fn)
+    return values.view(whole.shape)[:rows, :columns], scales[:, 0, :, 0]
+
+
+def _scales(largest: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two that is not below largest / 448, by the bits of float32: 448 is 1.75 x 2^8. What is not
+    finite stays so."""
+    bits = largest.view(torch.int32)
+    exponents = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)
+    return torch.where(largest.isfinite(), (exponents << 23).view(torch.float32), largest)
+
+
+def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a matrix of blocks stands for. In bfloat16 it is exact."""
+    rows, columns = values.shape[-2:]
+    each = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :rows, :columns]
+    return (values.float() * each).to(dtype)
+
+
+class Quantizer:
+    """A training rank's part of a preparation: `held` is its own manifest, and it is the plan's `rank`-th source."""
+
+    def __init__(self, held: Manifest, preparation: Preparation, rank: int) -> None:
+        """Raises WeightSyncError if the fetches are planned for other manifests."""
+        self._rank, self._fetches = rank, preparation.fetches
+        if self._fetches is not None:
+            require_own(self._fetches.sources[rank], held)
+            require_own(self._fetches.destinations[rank], lacking_manifest(held, preparation.shapes))
+        self.manifest = sending_manifest(held, preparation.shapes)
+        self._shares = tuple(shares_of(held, preparation.shapes))
+
+    def tensors(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The storages of `manifest`, from those of the rank's own manifest. Collective if there are fetches.
+
+        Raises ModelError, naming tensors, if a weight is not finite.
+        """
+        return self.quantized(held, self._fetched(held))
+
+    def quantized(
+        self, held: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """As `tensors`, after the fetches."""
+        found = {name: held[name] for name in self.manifest.storages if name in held}
+        finite = []
+        for share in self._shares:
+            values, scales = quantize(_assembled(share, held, fetched))
+            found[storage_name(values_of(share.region))] = values
+            found[storage_name(scales_of(share.region))] = scales
+            finite.append(scales.isfinite().all())
+        good = torch.stack(finite).tolist() if finite else []
+        if wrong := {share.region.tensor for share, fine in zip(self._shares, good, strict=True) if not fine}:
+            given, needed = "a value that is not finite", "finite weights: others have no scale"
+            raise ModelError(Problem(tensor, given, needed, DIVERGED_FIX) for tensor in sorted(wrong))
+        return found
+
+    def _fetched(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this rank lacks, by storage. Both ends of a transfer see it at the same place in their order."""
+        plan = self._fetches
+        if plan is None:
+            return {}
+        device = next(iter(held.values())).device
+        found = {
+            name: torch.empty(its.shape, dtype=torch_dtype(its.dtype), device=device)
+            for name, its in plan.destinations[self._rank].storages.items()
+        }
+        outgoing, incoming = plan.outgoing(self._rank), plan.incoming(self._rank)
+        parts = [
+            torch.empty(its.box.shape, dtype=found[its.destination_placement.storage].dtype, device=device)
+            for its in incoming
+        ]
+        work = [
+            torch.distributed.P2POp(torch.distributed.irecv, part, transfer.source)
+            for transfer, part in zip(incoming, parts, strict=True)
+        ]
+        for transfer in outgoing:
+            view = box_view(held[transfer.source_placement.storage], transfer.source_placement)
+            work.append(torch.distributed.P2POp(torch.distributed.isend, view.contiguous(), transfer.destination))
+        for request in torch.distributed.batch_isend_irecv(work) if work else ():
+            request.wait()
+        for transfer, part in zip(incoming, parts, strict=True):
+            placement = transfer.destination_placement
+            box_view(found[placement.storage], placement).copy_(part)
+        return found
+
+
+def _assembled(share: Share, held: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The region of a share: a view if it lies in one placement."""
+    views = {placement.box: box_view(held[placement.storage], placement) for placement in share.parts}
+    if share.region in views:
+        return views[share.region]
+    views |= {box: fetched[storage_name(box)] for box in share.lacks}
+    first = next(iter(views.values()))
+    region = torch.empty(share.region.shape, dtype=first.dtype, device=first.device)
+    for box, view in views.items():
+        low, left = (start - begin for start, begin in zip(box.start, share.region.start, strict=True))
+        region[low : low + box.shape[0], left : left + box.shape[1]] = view
+    return region
