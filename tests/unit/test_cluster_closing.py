@@ -47,6 +47,7 @@ def test_an_engine_that_is_still_starting_does_not_hold_up_the_end_of_a_run(monk
     actors = Actors(monkeypatch, "engine 0", "engine 1", ready=("start engine 0", "close engine 0"))
     engines = object.__new__(Rollouts)
     engines.actors = dict(actors.by_name)
+    engines._other_nodes = {name: [] for name in actors.by_name}
     engines._starting = {name: f"start {name}" for name in actors.by_name}  # type: ignore[misc]
     engines.close()
     assert sorted(actors.asked) == ["close engine 0", "close engine 1"]
@@ -70,11 +71,11 @@ def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyP
 
     closed: list[WeightSync] = []
     engines: Any = SimpleNamespace(
-        actors={}, external=False, places=tuple, manifests=lambda: {"engine 0": []}, bring_back=None
+        actors={}, external=False, places=tuple, visible_gpus=list, manifests=lambda: {"engine 0": []}, bring_back=None
     )
     ranks: Any = SimpleNamespace(actors={}, places=tuple, manifests=list)
     recipe: Any = SimpleNamespace(weights=WeightsConfig(), rollout=SimpleNamespace(urls=[]))
-    for name in ("make_plan", "sharing", "Topology", "choose_transport", "RendezvousHost", "Channel"):
+    for name in ("choose_transport", "RendezvousHost", "Channel"):
         monkeypatch.setattr(weight_sync, name, lambda *given, **named: SimpleNamespace(rendezvous=None))
     monkeypatch.setattr(ray, "put", lambda value: value)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
