@@ -32,7 +32,7 @@ help:
 	@echo "make test-long  demo trainings, kills and resumes"
 	@echo "make lint       ruff, mypy and the rules of who imports whom"
 	@echo "make house      files and lines, the longest, and whether the limits are kept"
-	@echo "make gpu-check  on a machine with a GPU: ten checks, their figures and what to do (ARGS=\"--gpus 2\")"
+	@echo "make gpu-check  on a machine with a GPU: eleven checks, their figures and what to do (ARGS=\"--gpus 2\")"
 	@echo "make benchmark-step  memory and speed of the training step, and the whole step beside TRL's GRPOTrainer"
 	@echo "make benchmark-sync  seconds and bytes of weight sync by every transport, beside gathering everything"
 	@echo "make benchmark-algorithms  train the demo by every method and draw the curves (half an hour)"

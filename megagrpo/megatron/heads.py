@@ -90,6 +90,9 @@ CHUNK_COLUMNS: Mapping[str, int] = {"cpu": 2048, "cuda": 8192}
 """Logits per token at a time, at least, however many tokens: narrower matrices are inefficient on GPUs."""
 
 
+ALIGNED = 64
+
+
 @dataclass(frozen=True)
 class VocabularyShard:
     """The rows of the output matrix that one tensor rank holds. Rows from `vocab` on are padding."""
@@ -271,10 +274,15 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _parts(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of the output matrix's rows (columns of the logits), about `columns` each and of about equal size."""
-    count = -(-rows // columns)
-    ends = [rows * i // count for i in range(count + 1)] if count else [0]
-    return map(slice, ends, ends[1:])
+    """Slices of the output matrix's rows (columns of the logits), `columns` each at most and of about equal size.
+
+    On GPUs products of matrices that do not begin at multiples of 16 bytes are slow: ends are multiples of ALIGNED.
+    """
+    width = -(-rows // max(1, -(-rows // columns)))
+    if columns % ALIGNED == 0:
+        width = -(-width // ALIGNED) * ALIGNED
+    for begin in range(0, rows, max(1, width)):
+        yield slice(begin, min(begin + width, rows))
 
 
 def _labels_in(part: slice, local: Tensor) -> tuple[Tensor, Tensor]:

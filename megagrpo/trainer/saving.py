@@ -78,6 +78,6 @@ def exported_step(recipe: AnyRecipe) -> int | None:
     """The step whose weights are in the run's export directory; None if there is no export."""
     try:
         written = json.loads((export_directory(recipe) / EXPORTED_BY).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError, RecursionError):
         return None
     return written.get("step") if isinstance(written, dict) else None

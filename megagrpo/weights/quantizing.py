@@ -101,6 +101,8 @@ class Quantizer:
         if plan is None:
             return {}
         device = next(iter(held.values())).device
+        # NCCL wants all ranks in a group's first operation, and some have nothing to send or to fetch.
+        torch.distributed.all_reduce(torch.zeros(1, device=device))
         found = {
             name: torch.empty(its.shape, dtype=torch_dtype(its.dtype), device=device)
             for name, its in plan.destinations[self._rank].storages.items()

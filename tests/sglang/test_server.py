@@ -18,7 +18,14 @@ from megagrpo import cli
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang import server as server_module
-from megagrpo.rollout.sglang.server import SHARED_MEMORY, Server, members, note_leftovers, shared_files
+from megagrpo.rollout.sglang.server import (
+    SHARED_MEMORY,
+    Server,
+    members,
+    note_leftovers,
+    remove_leftovers,
+    shared_files,
+)
 from megagrpo.types import SamplingParams
 from tests.loop.small_run import wait_until
 from tests.rollout_engines import model_directory, request
@@ -93,8 +100,7 @@ time.sleep(600)
 
 
 def test_the_next_server_removes_what_a_server_killed_with_its_owner_left(tmp_path: Path) -> None:
-    log, directory = tmp_path / "engine.log", tmp_path / "sglang-left"
-    directory.mkdir()
+    log, directory = tmp_path / "engine.log", Path(tempfile.mkdtemp(prefix="sglang-"))
     file = Path(SHARED_MEMORY) / f"sgl_shm_mq_test_{os.getpid()}"
     file.touch()
     server = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
@@ -243,3 +249,17 @@ def test_a_server_that_is_killed_is_named_with_its_log_and_nothing_of_it_stays(c
     assert not Path(server._directory).exists()
     with pytest.raises(EngineError, match="closed"):
         engine.generate([request([5, 6], SamplingParams(3))])
+
+
+def test_a_note_of_leftovers_removes_nothing_but_a_servers_own(tmp_path: Path) -> None:
+    """It lies in the run's directory, which may come from elsewhere."""
+    note, mine, file = tmp_path / "note.json", tmp_path / "sglang-mine", tmp_path / "sgl_file"
+    mine.mkdir()
+    file.touch()
+    note_leftovers(note, 2**22 + 1, str(mine), [file])
+    remove_leftovers(note)
+    assert mine.is_dir()
+    assert file.exists()
+    for wrong in (b"[]", b'{"host": 1}', b"\xff", b"[" * 100_000):
+        note.write_bytes(wrong)
+        remove_leftovers(note)

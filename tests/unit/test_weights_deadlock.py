@@ -28,7 +28,7 @@ from tests.weight_streams import Case, empty
 from tests.weights_oracle import architecture, moe_architecture, random_checkpoint
 
 CASES = 30
-LONG_CASES = 300
+LONG_CASES = 470
 CPU = torch.device("cpu")
 
 

@@ -21,7 +21,7 @@ from tools.gpu_check.figures import Figure
 from tools.gpu_check.training import DENSE, REPORT, Setting
 
 STEPS = 2
-RUN_SECONDS = 280.0
+RUN_SECONDS = 900.0
 
 
 def rollouts(setting: Setting) -> Iterator[Figure]:
@@ -93,7 +93,7 @@ def _train(setting: Setting, model: Path, data: Path, float32_logits: bool) -> t
             "optimizer": {"lr": 1e-6},
         },
         "track": {"directory": str(setting.directory / "runs")},
-        "cluster": {"device": setting.device},
+        "cluster": {"device": setting.device, "start_timeout_seconds": 800},
     }
     path = setting.directory / f"{name}.yaml"
     path.write_text(to_text(recipe))

@@ -393,7 +393,7 @@ def updates(setting: Setting) -> Iterator[Figure]:
     if not ratios:
         return
     fix = "the forward pass of an update differs from the one before it: train.layer_spec: local shows whose it is"
-    yield Figure("ratio of new to old probability, distance to 1", max(ratios), high=1e-3, fix=fix)
+    yield Figure("ratio of new to old probability, distance to 1", max(ratios), high=1e-4, fix=fix)
     yield Figure("clipped tokens of the first minibatch", max(clipped), high=0.0, fix=fix)
     yield Figure("largest gradient norm", max(norms), low=0.0, fix="a norm that is not a number: " + REPORT)
     gain = means[-1] - means[0]

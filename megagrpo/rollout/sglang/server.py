@@ -36,6 +36,7 @@ STOPPED_SECONDS = 10  # longer than a debugger or profiler stops a process
 LOG_LINES_QUOTED = 25
 LOG_BYTES_READ = 1 << 16
 SHARED_MEMORY = "/dev/shm/"
+DIRECTORY_PREFIX = "sglang-"
 SGLANGS_OWN = ("sgl_", "sglang_", "sem.mp-")  # not the files in which weights travel: the sender removes them
 
 
@@ -63,7 +64,7 @@ class Server:
         self.api_key = secrets.token_urlsafe(32)
         port = free_port(HOST)
         self.url = f"http://{HOST}:{port}"
-        self._directory = tempfile.mkdtemp(prefix="sglang-")  # a short path: SGLang makes sockets in it
+        self._directory = tempfile.mkdtemp(prefix=DIRECTORY_PREFIX)  # a short path: SGLang makes sockets in it
         self._watched = remove_after_me(Path(self._directory))
         self._shared: set[Path] = set()
         settings = {
@@ -257,13 +258,19 @@ def note_leftovers(note: Path, group: int, directory: str, files: Iterable[Path]
 
 
 def remove_leftovers(note: Path) -> None:
-    """Removes what the server of this note left on this machine, unless some of its processes still run."""
+    """Removes what the server of this note left on this machine, unless some of its processes still run.
+
+    The note may be anybody's: only what a server's files and directory are called is removed, where they lie.
+    """
     try:
         left = json.loads(note.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        host, group, directory = left["host"], int(left["group"]), Path(left["directory"])
+        files = [Path(file) for file in left["files"]]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
         return
-    if left["host"] != socket.gethostname() or members(left["group"]):
+    if host != socket.gethostname() or members(group):
         return
-    remove(Path(file) for file in left["files"])
-    shutil.rmtree(left["directory"], ignore_errors=True)
+    remove(file for file in files if file.parent == Path(SHARED_MEMORY) and file.name.startswith(SGLANGS_OWN))
+    if directory.parent == Path(tempfile.gettempdir()) and directory.name.startswith(DIRECTORY_PREFIX):
+        shutil.rmtree(directory, ignore_errors=True)
     note.unlink(missing_ok=True)
