@@ -40,7 +40,7 @@ class OptimizerConfig(Section):
     """Added to the root of the second moment."""
 
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of Adam's two moments. bfloat16 takes half of their memory; it needs the distributed optimizer, bfloat16 weights
+    """Adam's two moments. bfloat16 takes half of their memory; it needs the distributed optimizer, bfloat16 weights
     and transformer_engine's Adam."""
 
     clip_grad: NonNegativeFloat = 1.0

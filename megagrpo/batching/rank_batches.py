@@ -111,7 +111,8 @@ def padded_lengths(lengths: np.ndarray, context: int) -> np.ndarray:
 
 
 TOKENS_MULTIPLE = {"cpu": 1, "cuda": 128}
-"""Of a microbatch's tokens on one rank. GPUs multiply tiles of 128 rows, and allocate memory anew for each new size."""
+"""A microbatch's tokens on one rank are a multiple of it. GPUs multiply tiles of 128 rows, and allocate memory anew for
+each new size."""
 ONE_SIZE_SHARE = 0.03
 """Most padding that makes all microbatches of a pass through a pipeline equally long. Its stages then need not tell
 each other how long they are, for which Megatron waits until the device is idle."""
@@ -136,7 +137,7 @@ def padded_tokens(microbatches: Sequence[Microbatch], layout: ParallelLayout, de
 
 
 def padding_share(batches: Sequence[RankBatch], layout: ParallelLayout, device: str) -> float:
-    """Of the tokens in passes with gradients, those that belong to no sequence."""
+    """Share of the tokens in passes with gradients that belong to no sequence."""
     passes = [minibatch for batch in batches for minibatch in batch.minibatches]
     padded = sum(sum(padded_tokens(micros, layout, device)) for micros in passes) * layout.context
     return 1 - sum(micro.tokens for micros in passes for micro in micros) / padded if padded else 0.0

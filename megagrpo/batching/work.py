@@ -35,9 +35,9 @@ class LayerWork:
     experts: float
     pairs: float
     up: float = 0.0
-    """Of the projections, latent attention's from latents up to heads."""
+    """The part of the projections that leads from latents up to heads."""
     shared: float = 0.0
-    """Of mlp, the shared experts."""
+    """The shared experts' part of mlp."""
 
     @property
     def linear(self) -> float:

@@ -82,7 +82,7 @@ class Rollouts:
         return tuple(found)
 
     def visible_gpus(self) -> list[tuple[int | str, ...]]:
-        """Of the process of every rank of every engine that the run starts, in the order of `places`."""
+        """GPUs seen by the process of every rank of every engine that the run starts, in the order of `places`."""
         places = self._runtime.places
         on_node = (own for index in range(len(self._index)) for own in self._runtime.places_of_engine_by_node(index))
         return [visible_gpus(own, places) for own in on_node for _ in own]

@@ -148,7 +148,7 @@ def attend(
     outputs = []
     for bucket, *batches in zip(plan.buckets, query.split(queries), key.split(keys), value.split(keys), strict=True):
         q, k, v = (batch.unflatten(0, (bucket.sequences, -1)).transpose(1, 2) for batch in batches)
-        # Of torch's kernels for GPUs, those that take masks take no query groups: with both, every score is kept.
+        # torch's kernels for GPUs that take masks take no query groups: with both, every score is kept.
         groups = bucket.mask is None or not query.is_cuda
         outputs.append(_attend_batch(q, k, v, bucket.mask, scale, groups).transpose(1, 2).flatten(0, 1))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -67,7 +67,7 @@ class Offload:
 
     @property
     def host_bytes(self) -> int:
-        """Of the host memory that parts are moved to."""
+        """Bytes of the host memory that parts are moved to."""
         return sum(len(memory.bytes) for memory in self._host.values())
 
     def release(self, parts: Iterable[Part]) -> None:

@@ -10,7 +10,7 @@ from megagrpo.errors import Problem, RecipeError
 from megagrpo.recipe.schema import AnyRecipe, SftRecipe
 
 VALUE_MAX = 1e15
-"""Of bytes, tokens, rows, seconds and factors."""
+"""The largest number of bytes, tokens, rows, seconds, or a factor."""
 
 
 @dataclass(frozen=True)

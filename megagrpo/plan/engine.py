@@ -139,7 +139,7 @@ class GraphSizes:
     prefill: int
     """Tokens of a prefill, of all groups together."""
     requests: int
-    """Of one group, decoded at once."""
+    """Requests of one group that are decoded at once."""
     decode_graphs: bool
     prefill_graphs: int
 

@@ -42,7 +42,7 @@ GRADIENT_BYTES_TOUCHED = 8
 AGAIN_BETWEEN: Mapping[RecomputeModule, float] = {
     "layernorm": 0.2, "mla_up_proj": 0.15, "mlp": 0.3, "moe": 0.6, "moe_act": 0.1, "shared_experts": 0.2
 }  # fmt: skip
-"""Of what a layer's forward pass takes besides its products, what a module that is computed again takes. Guessed."""
+"""Share of a layer's forward pass besides its products that a module takes which is computed again. Guessed."""
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class TrainingRanks:
         return seconds
 
     def _layer_seconds(self, sparse: bool, whole: bool, over: Products, own: BatchSize, passed: Exchanged) -> Seconds:
-        """Of one layer, which the backward pass recomputes whole or not."""
+        """Seconds of one layer, which the backward pass recomputes whole or not."""
         if whole:
             over, passed = training_products(self.train, whole=True), replace(passed, forward=2)
         assumed, peak, groups = self.case.assumptions, self.case.speeds.gpu.flops, self._groups

@@ -1,5 +1,5 @@
-"""Planned activations and logits against what passes of real training ranks allocate: within 15 % (25 % in forward
-passes), and mostly 3 %."""
+"""Planned activations and logits against what passes of real training ranks allocate: within 15 %, mostly 3 %;
+25 % for forward passes of experts in bfloat16."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.distributed import activation_ranks
 from tests.rank_group import run_ranks
 
 TOLERANCE = 0.15
-FORWARD_TOLERANCE = 0.25  # too little is planned for experts in bfloat16: 21 %
+FORWARD_TOLERANCES = {"experts, bfloat16": 0.25}  # too little is planned: 21 %
 
 DENSE = Architecture(
     "qwen2",
@@ -162,12 +162,12 @@ def test_planned_bytes_are_those_that_ranks_allocate(case: Case) -> None:
     layout = case.train.layout.parallel()
     arguments = case.architecture, case.train, case.dtype, case.lengths, case.microbatches
     measured = run_ranks(layout.ranks, activation_ranks.measure, *arguments)
-    per_stage = layout.ranks // layout.pipeline
+    per_stage, tolerance = layout.ranks // layout.pipeline, FORWARD_TOLERANCES.get(case.name, TOLERANCE)
     for stage in range(layout.pipeline):
         update, forward = planned(case, stage)
         ranks = measured[stage * per_stage : (stage + 1) * per_stage]
         assert update == pytest.approx(min(rank.update for rank in ranks), rel=TOLERANCE), (stage, measured)
-        assert forward == pytest.approx(min(rank.logprobs for rank in ranks), rel=FORWARD_TOLERANCE), (stage, measured)
+        assert forward == pytest.approx(min(rank.logprobs for rank in ranks), rel=tolerance), (stage, measured)
 
 
 @pytest.mark.parametrize(("pipeline", "chunks"), [(2, 1), (4, 1), (2, 2), (2, 3), (4, 2), (8, 5)])
