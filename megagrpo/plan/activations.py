@@ -263,7 +263,8 @@ def _working(work: Pass, experts: bool, whole: bool) -> int:
 
 
 def _forward(work: Pass, experts: bool) -> int:
-    """Hidden states before, between and after, and between stages; the product of gate and up, and what follows."""
+    """Hidden states before, between and after, and between stages; the product of gate and up, and what follows, or
+    queries that are rotated."""
     arch, element = work.architecture, work.element_bytes
     hidden = (4 if work.layout.pipeline == 1 else 6) * work.hidden_bytes
     gathered = work.gathered_bytes if work.layout.tensor > 1 else 0
@@ -275,7 +276,19 @@ def _forward(work: Pass, experts: bool) -> int:
         mlp = 6 * work.tokens * arch.ffn // work.layout.tensor * element
     else:
         mlp = _mlp(work, arch.ffn)
-    return hidden + gathered + max(mlp, 5 * work.score_bytes // 2)
+    return hidden + gathered + max(mlp, 5 * work.score_bytes // 2, _rotation(work))
+
+
+def _rotation(work: Pass) -> int:
+    """The product of queries, keys and values, what is normed, and queries as they are rotated, in float32
+    (megagrpo/megatron/attention.py). Fused kernels keep nothing between."""
+    arch, tensor, element = work.architecture, work.layout.tensor, work.element_bytes
+    if work.transformer_engine or arch.latent is not None:
+        return 0
+    queries, keys = arch.heads * arch.head_dim / tensor, max(1.0, arch.query_groups / tensor) * arch.head_dim
+    columns = queries + 2 * keys + (queries + keys if arch.qk_norm else 0)
+    copies = 3 if element == 4 else 4  # queries wide, times the cosine, in halves swapped, and those times the sine
+    return int(work.tokens * (columns * element + 4 * copies * queries + 8 * arch.head_dim))
 
 
 def logits_bytes(work: Pass, positions: int, *, gradients: bool, entropy: bool = True) -> int:

@@ -1,5 +1,4 @@
-"""Planned activations and logits against what passes of real training ranks allocate: within 15 %, mostly 3 %;
-25 % for forward passes of experts in bfloat16."""
+"""Planned activations and logits against what passes of real training ranks allocate: within 15 %, mostly 3 %."""
 
 from __future__ import annotations
 
@@ -29,7 +28,6 @@ from tests.distributed import activation_ranks
 from tests.rank_group import run_ranks
 
 TOLERANCE = 0.15
-FORWARD_TOLERANCES = {"experts, bfloat16": 0.25}  # too little is planned: 21 %
 
 DENSE = Architecture(
     "qwen2",
@@ -47,6 +45,7 @@ DENSE = Architecture(
     qk_norm=False,
     rope=Rope(10000.0),
 )
+HEADS = replace(DENSE, head_dim=128)
 WIDE = replace(DENSE, layers=2, vocab=32768, hidden=96)
 EXPERTS = replace(
     DENSE,
@@ -111,6 +110,7 @@ LONG = [
     Case("latent attention, up projections", LATENT, recompute={"modules": ["mla_up_proj"]}),
     Case("pipeline, one layer", DENSE, {"pipeline": 2}, recompute={"layers": 1}, microbatches=3),
     Case("dense, bfloat16", DENSE, dtype="bfloat16"),
+    Case("heads larger than hidden, bfloat16", HEADS, dtype="bfloat16"),
     Case("dense, adapters", DENSE, lora=True),
     Case("experts, adapters", EXPERTS, lora=True),
     Case("logits, adapters", WIDE, lora=True),
@@ -162,12 +162,12 @@ def test_planned_bytes_are_those_that_ranks_allocate(case: Case) -> None:
     layout = case.train.layout.parallel()
     arguments = case.architecture, case.train, case.dtype, case.lengths, case.microbatches
     measured = run_ranks(layout.ranks, activation_ranks.measure, *arguments)
-    per_stage, tolerance = layout.ranks // layout.pipeline, FORWARD_TOLERANCES.get(case.name, TOLERANCE)
+    per_stage = layout.ranks // layout.pipeline
     for stage in range(layout.pipeline):
         update, forward = planned(case, stage)
         ranks = measured[stage * per_stage : (stage + 1) * per_stage]
         assert update == pytest.approx(min(rank.update for rank in ranks), rel=TOLERANCE), (stage, measured)
-        assert forward == pytest.approx(min(rank.logprobs for rank in ranks), rel=tolerance), (stage, measured)
+        assert forward == pytest.approx(min(rank.logprobs for rank in ranks), rel=TOLERANCE), (stage, measured)
 
 
 @pytest.mark.parametrize(("pipeline", "chunks"), [(2, 1), (4, 1), (2, 2), (2, 3), (4, 2), (8, 5)])
