@@ -1,0 +1,61 @@
+"""schedule: what waits for what between sampling, training and the weight sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megagrpo.errors import Problem
+from megagrpo.section import ByName, Count, NonNegativeInt, Section
+
+Staleness = Annotated[int, Field(ge=0, le=1000)]
+
+
+class SyncConfig(Section):
+    """One stage after another: a step samples, trains on what it sampled, and brings the weights to the engines."""
+
+    kind: Literal["sync"]
+
+    carry_over: NonNegativeInt = 0
+    """Prompts beyond rollout.prompts_per_step that are sampled at once. Sampling ends when a step has its groups; what
+    is not complete then goes on in the next step, with the tokens that it has. 0: a step waits for all its prompts."""
+
+    max_staleness: Staleness = 0
+    """Only with carry_over. Versions that the weights may be ahead of those with which a group began, when it is
+    trained on. A step waits for groups that would become older."""
+
+    def rules(self) -> Iterator[Problem]:
+        if self.carry_over and not self.max_staleness:
+            needed = "at least 1: what is carried over is trained by a later step"
+            yield Problem("max_staleness", "0, with carry_over", needed, "max_staleness: 2")
+        if self.max_staleness and not self.carry_over:
+            needed = "0: without carry_over every group is trained in the step that samples it"
+            yield Problem("max_staleness", f"{self.max_staleness}", needed, "remove it, or give carry_over")
+
+
+class OneStepOffConfig(Section):
+    """A step's prompts are sampled while the step before it trains. Engines finish them before they get new weights."""
+
+    kind: Literal["one_step_off"]
+
+    @property
+    def max_staleness(self) -> int:
+        return 1
+
+
+class AsyncConfig(Section):
+    """Engines sample all the time. A step trains on the oldest groups that are complete."""
+
+    kind: Literal["async"]
+
+    max_staleness: Staleness = 2
+    """Versions that the weights may be ahead of those with which a group began, when it is trained on. A prompt begins
+    only if this can be kept, and a step waits for groups that would become older. 0 gives the numbers of sync."""
+
+    prompts_at_once: Count | None = None
+    """Most prompts that have begun and are not trained on. null: rollout.prompts_per_step x (1 + max_staleness)."""
+
+
+ScheduleConfig = Annotated[SyncConfig | OneStepOffConfig | AsyncConfig, ByName(key="kind", default="sync")]
