@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
-from megagrpo.recipe.defaults import dtype_name, sync_directory
+from megagrpo.errors import RecipeError
+from megagrpo.recipe.defaults import allocator_problem, dtype_name, maps_gpu_memory, sync_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 
 if TYPE_CHECKING:
@@ -60,17 +61,8 @@ def nccl_environment(recipe: AnyRecipe) -> dict[str, str]:
 
 def allocator_environment(recipe: AnyRecipe) -> dict[str, str]:
     """What training ranks tell torch's allocator: to map memory where it is needed, so that microbatches of several
-    sizes leave no holes.
-
-    Not where weights may go by CUDA IPC: an engine can open such memory only by pidfd_getfd, which containers and
-    hosts with Yama refuse between processes that are not each other's children. Engines never: SGLang's memory saver
-    refuses it.
-    """
-    if isinstance(recipe, Recipe):
-        way = recipe.weights.transfer_to(external=recipe.rollout.engine == "external")
-        if way not in ("process_group", "disk"):
-            return {}
-    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    sizes leave no holes. Not where an engine maps that memory. Engines never: SGLang's memory saver refuses it."""
+    return {} if maps_gpu_memory(recipe) else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def interface_of(address: str) -> str | None:
@@ -86,8 +78,10 @@ class RankProcess:
     rank: Any
 
     def prepare(self, device: str, recipe: AnyRecipe) -> None:
-        """Call it before torch is imported."""
+        """Call it before torch is imported. Raises RecipeError if this node's settings forbid how weights travel."""
         prepare_process(device, recipe)
+        if device == "cuda" and (problem := allocator_problem(recipe, os.environ)):
+            raise RecipeError(problem)
         for variable, value in allocator_environment(recipe).items():
             os.environ.setdefault(variable, value)
         if device == "cpu":

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import ray
 
 from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem, RankError, WeightSyncError
@@ -33,6 +34,18 @@ from megagrpo.weights.transport.shared_memory import remove_left_over
 GRACE_SECONDS = 30.0
 """Time for all others to answer once a sync was given up; a process that does not answer counts as lost too."""
 CLOSE_SECONDS = 10.0
+
+
+def with_transport(recipe: Recipe, runtime: Runtime) -> Recipe:
+    """The recipe with the transport that `auto` means on these devices: training ranks set up their memory for it
+    before they import torch. Raises RecipeError if the recipe names one that cannot work here."""
+    if recipe.rollout.engine == "external":
+        return recipe
+    ranks = map(runtime.place_of_rank, range(len(runtime.devices.bundle_of_rank)))
+    of_engines = chain.from_iterable(map(runtime.places_of_engine, range(len(runtime.devices.bundles_of_engine))))
+    transport = choose_transport(recipe.weights.transfer, Topology(tuple(ranks), tuple(of_engines)))
+    weights = recipe.weights.model_copy(update={"transfer": transport.value})
+    return recipe.model_copy(update={"weights": weights})
 
 
 class WeightSync:

@@ -11,6 +11,7 @@ from pathlib import Path
 from megagrpo.doctor.packages import package_findings
 from megagrpo.errors import MegagrpoError, Problem
 from megagrpo.recipe.defaults import (
+    allocator_problem,
     checkpoint_directory,
     device_here,
     dtype_name,
@@ -114,7 +115,10 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
 
 
 def device_problems(recipe: AnyRecipe) -> Iterator[Problem]:
-    """Too few GPUs on this machine, for a run that joins no cluster."""
+    """Settings of torch's allocator that forbid how weights travel, and, for a run that joins no cluster, too few GPUs
+    on this machine."""
+    if (problem := allocator_problem(recipe, os.environ)) and device_here(recipe) == "cuda":
+        yield problem
     if recipe.cluster.device != "cuda" or recipe.cluster.address or os.environ.get("RAY_ADDRESS"):
         return
     import torch  # takes a second; most other checks do without it

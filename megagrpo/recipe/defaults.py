@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from megagrpo.algorithm.policy_losses import OwnLossConfig
+from megagrpo.errors import Problem
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 
 CPU_CACHE_TOKENS = 65536
@@ -139,6 +142,31 @@ def plan_devices(recipe: AnyRecipe, device: str) -> DevicePlan:
     blocks = own // each
     of_engine = _blocks(engines, blocks, each, first=ranks)
     return DevicePlan(resource, ranks + own, of_rank, of_engine, 1.0, 1.0 / -(-engines // blocks), nodes)
+
+
+def maps_gpu_memory(recipe: AnyRecipe) -> bool:
+    """Whether engines map memory of training ranks by CUDA IPC; also where transfer: auto may come to it."""
+    if not isinstance(recipe, Recipe):
+        return False
+    way = recipe.weights.transfer_to(external=recipe.rollout.engine == "external")
+    if way != "auto":
+        return way in ("shared_memory", "two_hops")
+    on_one_node = plan_devices(recipe, "cuda").bundles <= recipe.cluster.gpus_per_node
+    return on_one_node or recipe.cluster.placement == "colocated"
+
+
+def allocator_problem(recipe: AnyRecipe, environment: Mapping[str, str]) -> Problem | None:
+    """Expandable segments of torch's allocator where engines map the memory of training ranks.
+
+    An engine can open such memory only by pidfd_getfd, which containers and hosts with Yama refuse between processes
+    that are not each other's children. SGLang's memory saver refuses it, too.
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if re.search(r"expandable_segments\s*:\s*True", given := environment.get(name, "")) and maps_gpu_memory(recipe):
+            needed = "no expandable_segments: engines map the memory of training ranks by CUDA IPC"
+            own = "megagrpo sets it by itself where weights travel in another way"
+            return Problem(name, given, needed, f"unset {name}, or take expandable_segments out of it: {own}")
+    return None
 
 
 @lru_cache(maxsize=256)

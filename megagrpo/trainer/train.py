@@ -12,7 +12,7 @@ from megagrpo.batching.work import work_of
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import Policy
-from megagrpo.cluster.weight_sync import WeightSync
+from megagrpo.cluster.weight_sync import WeightSync, with_transport
 from megagrpo.data.prompts import load_prompts
 from megagrpo.errors import MismatchError
 from megagrpo.preflight.preflight import Preflight
@@ -40,7 +40,7 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
     model, tokenizer_directory = checked.model_directory.absolute(), checked.tokenizer_directory.absolute()
     critic = checked.critic_directory.absolute() if checked.critic_directory else model
     check_files(ray, recipe, read=(model, tokenizer_directory, critic))
-    placed = with_absolute_directories(recipe)
+    placed = with_transport(with_absolute_directories(recipe), ray)
 
     engines, ranks = recipe.rollout.engines, recipe.train.layout.parallel().ranks
     setup.tracker.say(f"starting {ranks} training ranks and {engines} engines ({recipe.rollout.engine}) with {model}")

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from megagrpo.algorithm.mismatch import Mismatch
-from megagrpo.cluster.actors import RankActor, allocator_environment
-from megagrpo.errors import WeightSyncError
+from megagrpo.cluster.actors import RankActor, RankProcess, allocator_environment
+from megagrpo.errors import RecipeError, WeightSyncError
 from megagrpo.megatron.model_rank import ModelRank
+from megagrpo.preflight.machine import device_problems
 from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.plan import make_plan, require_own
@@ -123,10 +124,33 @@ def test_every_end_refuses_a_plan_made_from_manifests_in_another_order(tmp_path:
     require_own(plan.sources[1], own)
 
 
-def test_only_ranks_that_share_no_memory_by_cuda_ipc_have_expandable_segments() -> None:
+def test_only_ranks_whose_memory_no_engine_maps_have_expandable_segments() -> None:
     named = {
-        way: allocator_environment(plans.recipe({"weights.transfer": way})) for way in ("auto", "shared_memory", "disk")
+        way: allocator_environment(plans.recipe({"weights.transfer": way}))
+        for way in ("auto", "shared_memory", "two_hops", "process_group", "disk")
     }
-    assert named["auto"] == named["shared_memory"] == {}
-    assert named["disk"] == allocator_environment(plans.sft_recipe())
+    assert named["auto"] == named["shared_memory"] == named["two_hops"] == {}
+    assert named["process_group"] == named["disk"] == allocator_environment(plans.sft_recipe())
     assert named["disk"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_of_the_user_are_refused_where_an_engine_maps_memory(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(**cluster: object) -> list[str]:
+        values = {f"cluster.{key}": value for key, value in cluster.items()}
+        recipe = plans.recipe({**values, "cluster.address": "auto"})  # another machine's GPUs are not counted
+        return [problem.where for problem in device_problems(recipe)]
+
+    monkeypatch.setenv(variable, "max_split_size_mb:512,expandable_segments:True")
+    assert refused(device="cuda", placement="colocated") == [variable]
+    assert refused(device="cuda", placement="disaggregated", gpus_per_node=256) == [variable], "all on one node"
+    assert refused(device="cuda", placement="disaggregated", gpus_per_node=1) == []
+    assert refused(device="cpu", placement="colocated") == refused(device="auto", placement="colocated") == []
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")  # or it would be set for later tests
+    with pytest.raises(RecipeError, match=f"{variable}(.|\n)*unset {variable}"):  # a node's own, which no driver sees
+        RankProcess().prepare("cuda", plans.recipe({"weights.transfer": "two_hops"}))
+    monkeypatch.setenv(variable, "expandable_segments:False")
+    assert refused(device="cuda", placement="colocated") == []

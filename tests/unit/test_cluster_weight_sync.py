@@ -8,16 +8,21 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 
-from megagrpo.cluster.actors import nccl_environment
+from megagrpo.cluster.actors import allocator_environment, nccl_environment
 from megagrpo.cluster.engines import visible_gpus
-from megagrpo.cluster.weight_sync import replica_problems, unseen_problems
+from megagrpo.cluster.runtime import Runtime
+from megagrpo.cluster.waiting import NodeWatch
+from megagrpo.cluster.weight_sync import replica_problems, unseen_problems, with_transport
 from megagrpo.errors import RecipeError, WeightSyncError
+from megagrpo.recipe.defaults import DevicePlan
 from megagrpo.recipe.load import load
+from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.run import WeightsConfig
 from megagrpo.weights.boxes import Box, Place, Topology
 from megagrpo.weights.transport.buckets import incoming
 from megagrpo.weights.transport.choice import TransportName, choose_transport
 from megagrpo.weights.transport.shared_memory import require_named_gpus
+from tests import plans
 from tests.tiny_run import make_run
 from tests.unit.test_weights_plan_topology import clusters
 from tests.weight_streams import Case
@@ -68,6 +73,21 @@ def test_a_transport_that_works_is_taken() -> None:
     assert choose_transport("process_group", APART) is TransportName.PROCESS_GROUP
     assert choose_transport("process_group", ON_CPUS) is TransportName.PROCESS_GROUP
     assert choose_transport("two_hops", ON_CPUS) is TransportName.TWO_HOPS
+
+
+def test_ranks_know_before_they_start_what_auto_means_on_their_devices() -> None:
+    """Each rank on a GPU of node a, and an engine of one GPU."""
+
+    def resolved(engine: Place) -> Recipe:
+        recipe = plans.recipe({"cluster.placement": "disaggregated"})
+        devices = DevicePlan("GPU", 3, (0, 1), ((2,),), 1.0, 1.0)
+        places = (Place("a", 0), Place("a", 1), engine)
+        return with_transport(recipe, Runtime("cuda", devices, None, places, NodeWatch({}), None))  # type: ignore[arg-type]
+
+    assert resolved(Place("b", 0)).weights.transfer == "process_group"
+    assert "PYTORCH_CUDA_ALLOC_CONF" in allocator_environment(resolved(Place("b", 0)))
+    assert resolved(Place("a", 2)).weights.transfer == "shared_memory"
+    assert allocator_environment(resolved(Place("a", 2))) == {}
 
 
 @settings(max_examples=25)
