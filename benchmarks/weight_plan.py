@@ -3,10 +3,10 @@
     python benchmarks/weight_plan.py            # both tables: minutes of one core
     python benchmarks/weight_plan.py --models   # or --ranks: one of them
 
-Predicted seconds are arithmetic over the bytes of each link (weight_traffic.py) at the speeds printed above
+Predicted seconds are arithmetic over the bytes of each kind of link (weight_traffic.py) at the speeds printed above
 the table; they are predictions, not measurements. Published seconds were measured by others, on their own clusters, end
-to end. DeepSeek-V3 and Kimi-K2 stand here with their experts, sizes and 60 of their 61 layers (pipeline stages are
-of equal length), and with grouped queries in place of latent attention, which is a small part of their bytes.
+to end. Kimi-K2 stands here with its experts, sizes and 60 of its 61 layers, and with grouped queries in place of latent
+attention, which is a small part of its bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from weight_traffic import GatherEverything, LinkSpeeds, Traffic, gather_everything, topology_of, traffic_of
+from weight_traffic import GatherEverything, LinkBytes, LinkSpeeds, Traffic, gather_everything, topology_of, traffic_of
 
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.weights.families import architecture_of, tensors_of
+from megagrpo.weights.blocks import Preparation, prepare
+from megagrpo.weights.boxes import Link
+from megagrpo.weights.families import architecture_of, read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import sglang
@@ -54,13 +57,14 @@ LLAMA_8B = model("llama", 32, 4096, 32, 8, 128256, intermediate_size=14336)
 LLAMA_70B = model("llama", 80, 8192, 64, 8, 128256, intermediate_size=28672)
 QWEN_30B = mixture(48, 2048, 32, 4, 151936, experts=128, ffn=768)
 QWEN_235B = mixture(94, 4096, 64, 4, 151936, experts=128, ffn=1536)
-DEEPSEEK = mixture(60, 7168, 128, 8, 129280, experts=256, ffn=2048)
+DEEPSEEK = read_architecture(known_models()["deepseek-ai/DeepSeek-V3"])
 KIMI = mixture(60, 7168, 64, 8, 163840, experts=384, ffn=2048)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how it is trained, and its engines: on the training ranks' devices, or on nodes of their own."""
+    """A model, how it is trained, and its engines: on the training ranks' devices, or on nodes of their own; as with
+    rollout.quantization, if given."""
 
     name: str
     arch: Architecture
@@ -69,8 +73,11 @@ class Case:
     engines: int
     colocated: bool
     published: str = ""
+    quantization: str | None = None
 
 
+# As in yaml_recipes/deepseek_v3_671b.yaml, with more replicas.
+DEEPSEEK_LAYOUT = ParallelLayout(tensor=8, pipeline=8, last_stage_layers=5, data=8, expert=64)
 CASES = (
     Case("Llama-3.1-8B", LLAMA_8B, ParallelLayout(tensor=2, data=4), EngineLayoutConfig(tensor=1), 8, True),
     Case("Llama-3.1-8B", LLAMA_8B, ParallelLayout(tensor=2, data=4), EngineLayoutConfig(tensor=1), 8, False),
@@ -86,6 +93,13 @@ CASES = (
     ),
     Case("Llama-3-70B", LLAMA_70B, ParallelLayout(tensor=8, pipeline=4, data=2), EngineLayoutConfig(tensor=8), 8, True),
     Case(
+        "Llama-3-70B", LLAMA_70B, ParallelLayout(tensor=8, pipeline=2, data=8), EngineLayoutConfig(tensor=8), 16, True
+    ),
+    Case(
+        "Llama-3-70B in fp8", LLAMA_70B, ParallelLayout(tensor=8, pipeline=2, data=8), EngineLayoutConfig(tensor=8), 16,
+        True, quantization="fp8",
+    ),
+    Case(
         "Llama-3-70B", LLAMA_70B, ParallelLayout(tensor=8, pipeline=4, data=2), EngineLayoutConfig(tensor=8), 8, False
     ),
     Case(
@@ -97,12 +111,16 @@ CASES = (
         EngineLayoutConfig(tensor=8, expert=8), 8, False, "3.2-10.8",
     ),
     Case(
-        "DeepSeek-V3 671B", DEEPSEEK, ParallelLayout(tensor=8, pipeline=4, data=16, expert=64),
-        EngineLayoutConfig(tensor=32, expert=32), 16, True,
+        "DeepSeek-V3 671B", DEEPSEEK, DEEPSEEK_LAYOUT, EngineLayoutConfig(tensor=32, expert=32, attention_data=4), 16,
+        True,
     ),
     Case(
-        "DeepSeek-V3 671B", DEEPSEEK, ParallelLayout(tensor=8, pipeline=4, data=16, expert=64),
-        EngineLayoutConfig(tensor=32, expert=32), 8, False,
+        "DeepSeek-V3 671B", DEEPSEEK, DEEPSEEK_LAYOUT, EngineLayoutConfig(tensor=32, expert=32, attention_data=4), 8,
+        False,
+    ),
+    Case(  # over 32 tensor ranks SGLang would cut MLPs within a block
+        "DeepSeek-V3 671B in fp8", DEEPSEEK, DEEPSEEK_LAYOUT,
+        EngineLayoutConfig(tensor=16, expert=16, attention_data=2, pipeline=2), 16, True, quantization="fp8",
     ),
     Case(
         "Kimi-K2 1T", KIMI, ParallelLayout(tensor=8, pipeline=4, data=32, expert=64),
@@ -119,7 +137,9 @@ def of_ranks(name: str, arch: Architecture, ranks: int) -> Case:
     """The same model on more and more ranks: replicas are added, of training and of engines."""
     engine = EngineLayoutConfig(tensor=8) if arch.experts is None else EngineLayoutConfig(tensor=32, expert=32)
     expert = 1 if arch.experts is None else min(64, ranks // 4)
-    layout = ParallelLayout(tensor=8, pipeline=4, data=ranks // 32, expert=expert)
+    layout = ParallelLayout(
+        tensor=8, pipeline=4, data=ranks // 32, expert=expert, last_stage_layers=None if expert == 1 else 13
+    )
     return Case(name, arch, layout, engine, ranks // engine.tensor, colocated=True)
 
 
@@ -135,14 +155,23 @@ class Figures:
     peak_bytes: int
     model_bytes: int
     traffic: Traffic
+    fetching: float
     gathered: GatherEverything
+
+
+def fetching_seconds(preparation: Preparation | None) -> float:
+    """Of what training ranks fetch of one another before they quantise: all of it before anything is sent."""
+    if preparation is None or preparation.fetches is None:
+        return 0.0
+    return traffic_of(preparation.fetches, SPEEDS, BUCKET_BYTES).seconds
 
 
 def figures(case: Case) -> Figures:
     began = time.process_time()
     sources = [TE_SPEC.manifest(case.arch, case.layout, where, "bfloat16") for where in rank_grid(case.layout)]
     of_engine = [
-        sglang.manifest(case.arch, case.engine, rank, "bfloat16", "cuda") for rank in range(case.engine.tensor)
+        sglang.manifest(case.arch, case.engine, rank, "bfloat16", "cuda", 0, case.quantization)
+        for rank in range(case.engine.ranks)
     ]
     destinations = [
         replace(manifest, holder=f"engine {engine} rank {rank}")
@@ -152,6 +181,7 @@ def figures(case: Case) -> Figures:
     first = 0 if case.colocated else len(sources)
     topology = topology_of(range(len(sources)), range(first, first + len(destinations)), DEVICES_PER_NODE)
     described = time.process_time()
+    sources, preparation = prepare(sources, destinations, topology.sources)
     plan = make_plan(sources, destinations, topology)
     planned = time.process_time()
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -161,6 +191,7 @@ def figures(case: Case) -> Figures:
         peak_bytes,
         2 * sum(prod(tensor.shape) for tensor in tensors_of(case.arch)),
         traffic_of(plan, SPEEDS, BUCKET_BYTES),
+        fetching_seconds(preparation),
         gather_everything(plan, SPEEDS),
     )
 
@@ -182,32 +213,42 @@ def print_rows(rows: Iterable[tuple[str, ...]]) -> None:
 
 def model_rows() -> Iterator[tuple[str, ...]]:
     yield (
-        "model", "training ranks", "engines", "planning s", "peak MB", "over network GB", "busiest NIC GB",
-        "busiest NVLink GB", "buckets", "bound s", "predicted s", "over bound", "gather all s", "gather all GB",
+        "model", "training ranks", "engines", "planning s", "peak MB", "network", "within a node", "within a GPU",
+        "over network GB", "buckets", "bound s", "predicted s", "over bound", "gather all s", "gather all GB",
         "published s",
     )  # fmt: skip
     for case, found in in_own_process(CASES):
         traffic, engine = found.traffic, case.engine
-        network, node = traffic.links["network"], traffic.links["node"]
-        bound = traffic.least_seconds
-        shape = f"{engine.tensor}" + (f" (expert {engine.expert})" if engine.expert > 1 else "")
+        sizes = {name: getattr(engine, name) for name in ("expert", "attention_data", "pipeline")}
+        shape = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        predicted, bound = traffic.seconds + found.fetching, traffic.least_seconds
         yield (
             f"{case.name}, {found.model_bytes / 1e9:.0f} GB",
             f"{case.layout.ranks}: {case.layout}",
-            f"{case.engines} x {shape}, " + ("the same GPUs" if case.colocated else "own nodes"),
+            f"{case.engines} x {engine.tensor}{f' ({shape})' if shape else ''}, "
+            + ("the same GPUs" if case.colocated else "own nodes"),
             f"{found.planning:.1f}",
             f"{found.peak_bytes / 1e6:.0f}",
-            f"{network.total / 1e9:.0f}",
-            f"{network.busiest / 1e9:.2f}",
-            f"{node.busiest / 1e9:.2f}",
+            *(link_text(traffic.links[link], SPEEDS.of(link)) for link in LINKS),
+            f"{traffic.links['network'].total / 1e9:.0f}",
             f"{traffic.buckets}",
-            f"{bound:.3f}" if bound else "-",
-            f"{traffic.seconds:.3f}",
-            f"{traffic.seconds / bound:.2f}" if bound else "-",
+            f"{bound:.3f}",
+            f"{predicted:.3f}",
+            f"{predicted / bound:.2f}",
             f"{found.gathered.seconds:.2f}",
             f"{found.gathered.network_bytes / 1e9:.0f}",
             case.published or "-",
         )
+
+
+LINKS: tuple[Link, ...] = ("network", "node", "device")
+
+
+def link_text(link: LinkBytes, speed: float) -> str:
+    """GB and seconds of the busiest device, and how many times as much as the least."""
+    if not link.busiest:
+        return "-"
+    return f"{link.busiest / 1e9:.2f} GB, {link.busiest / speed:.3f} s, {link.busiest / link.least:.2f} x"
 
 
 def rank_rows() -> Iterator[tuple[str, ...]]:
@@ -235,7 +276,8 @@ def main() -> None:
             f"Nodes of {DEVICES_PER_NODE} GPUs. GB/s of a GPU and direction: network {SPEEDS.network / 1e9:.0f}, "
             f"NVLink {SPEEDS.node / 1e9:.0f}, copies {SPEEDS.device / 1e9:.0f}. bfloat16, buckets of "
             f"{BUCKET_BYTES >> 20} MiB.\n"
-            "Planning: seconds of one core, measured. Bytes: counted. Bound, predicted and gather all: predictions.\n"
+            "Links: bytes and seconds of the busiest GPU, and times the least, with equal parts. Planning: seconds "
+            "of one core, measured. Bytes: counted. Bound, predicted and gather all: predictions.\n"
         )
         print_rows(model_rows())
     if not chosen.models:

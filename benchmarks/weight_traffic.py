@@ -69,13 +69,18 @@ class LinkSpeeds:
     node: float = 450e9
     network: float = 50e9
 
+    def of(self, link: Link) -> float:
+        return {"device": self.device, "node": self.node, "network": self.network}[link]
+
 
 @dataclass(frozen=True)
 class LinkBytes:
     """Bytes over one kind of link: int64 [sources] twice, [destinations] twice, and [devices] out and in.
 
     `forwarded` are the second hops of what came over the network to the source beside its destination. A device's are
-    its training rank's and its engine rank's together, where both are on it.
+    its training rank's and its engine rank's together, where both are on it. `least` is the bytes of the busiest device
+    if all devices of each node with engine ranks took in equal parts, and all with training ranks sent equal parts over
+    the network.
     """
 
     sent: np.ndarray
@@ -84,6 +89,7 @@ class LinkBytes:
     received: np.ndarray
     device_out: np.ndarray
     device_in: np.ndarray
+    least: float
 
     @property
     def total(self) -> int:
@@ -100,8 +106,7 @@ class Traffic:
     """The cost of a plan.
 
     `buckets` are all of the plan's, `most_buckets` those of the rank that fills the most. `node_network_bytes` are by
-    node, out and in. `least_seconds`: every node takes in what crosses the network to it, which a plan keeps at the
-    fewest bytes, evenly over its devices; and all devices with training ranks send all of it, evenly.
+    node, out and in. `least_seconds`: of the links' least bytes. A plan keeps what crosses the network at the fewest.
     """
 
     links: Mapping[Link, LinkBytes]
@@ -151,6 +156,14 @@ def traffic_of(plan: WeightPlan, speeds: LinkSpeeds, bucket_bytes: int) -> Traff
         np.add.at(totals, of[chosen], flows.bytes[chosen])
         return totals
 
+    node_out, node_in = (sums(~same_node, of, len(nodes)) for of in (sender_node, receiver_node))
+    of_node = np.unique(np.stack([other_node, other_device]), axis=1)[0]
+    takers = np.maximum(np.bincount(of_node, minlength=len(nodes)), 1)
+    out_of_sources = float(node_out.sum()) / max(1, len(np.unique(source_device)))
+    least: dict[Link, float] = {"network": max(float((node_in / takers).max(initial=0.0)), out_of_sources)}
+    for near in ("device", "node"):
+        into = sums(kinds[near], receiver_node, len(nodes)) + sums(second[near], receiver_node, len(nodes))
+        least[near] = float((into / takers).max(initial=0.0))
     links = {
         link: LinkBytes(
             sent=sums(chosen & straight, flows.source, len(plan.sources)),
@@ -159,25 +172,18 @@ def traffic_of(plan: WeightPlan, speeds: LinkSpeeds, bucket_bytes: int) -> Traff
             received=sums(chosen, flows.destination, len(plan.destinations)),
             device_out=sums(chosen, sender_device, len(devices)) + sums(second[link], landing_device, len(devices)),
             device_in=sums(chosen, landing_device, len(devices)) + sums(second[link], receiver_device, len(devices)),
+            least=least[link],
         )
         for link, chosen in kinds.items()
     }
-    node_out, node_in = (sums(~same_node, of, len(nodes)) for of in (sender_node, receiver_node))
-    of_node = np.unique(np.stack([other_node, other_device]), axis=1)[0]
-    into_nodes = node_in / np.maximum(np.bincount(of_node, minlength=len(nodes)), 1)
-    out_of_sources = links["network"].total / max(1, len(np.unique(source_device)))
     buckets = _buckets(flows, bucket_bytes, len(plan.sources))
     return Traffic(
         links=links,
         node_network_bytes={name: (int(node_out[node]), int(node_in[node])) for name, node in nodes.items()},
         buckets=int(buckets.sum()),
         most_buckets=int(buckets.max(initial=0)),
-        seconds=max(
-            links["device"].busiest / speeds.device,
-            links["node"].busiest / speeds.node,
-            links["network"].busiest / speeds.network,
-        ),
-        least_seconds=max(float(into_nodes.max(initial=0.0)), out_of_sources) / speeds.network,
+        seconds=max(of_link.busiest / speeds.of(link) for link, of_link in links.items()),
+        least_seconds=max(of_link.least / speeds.of(link) for link, of_link in links.items()),
     )
 
 

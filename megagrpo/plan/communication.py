@@ -18,7 +18,8 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.case import Case, Machines
 from megagrpo.plan.parameters import model_bytes, rank_parameters
-from megagrpo.recipe.schema import TrainConfig
+from megagrpo.recipe.schema import EngineLayoutConfig, TrainConfig
+from megagrpo.weights.boxes import Link as AnyLink
 from megagrpo.weights.families.architecture import Architecture
 
 Link = Literal["node", "network"]
@@ -238,51 +239,91 @@ def replica_seconds(
 
 
 @dataclass(frozen=True)
+class LinkUse:
+    """What a sync moves over one kind of link, into or out of the busiest device, and its seconds. The least: if all
+    devices had equal parts, and the link the speed of its data sheet."""
+
+    link: AnyLink
+    bytes: float
+    seconds: float
+    least_bytes: float
+    least_seconds: float
+
+    @property
+    def ratio(self) -> float | None:
+        return self.seconds / self.least_seconds if self.least_seconds else None
+
+
+@dataclass(frozen=True)
 class SyncBytes:
     """Bytes of the busiest device, in the engines' dtype: over its share of the network, over its node's links, between
-    two processes on the device itself, held by an engine rank, and of the whole model."""
+    two processes on the device itself, held by an engine rank, and of the whole model. `even_node` and `even_device`:
+    as `node` and `device`, if all devices had equal parts."""
 
     network: float
     node: float
     device: float
     held: float
     model: float
+    even_node: float
+    even_device: float
 
 
 def sync_seconds(case: Case) -> Seconds:
     """Seconds of a weight sync. Engines get all weights, also with train.lora: adapters are added before."""
-    recipe, machines, assumed = case.grpo, case.speeds, case.assumptions
-    rollout, links = recipe.rollout, Links.of(machines, assumed)
-    external, colocated = rollout.engine == "external", recipe.cluster.placement == "colocated"
-    engine = (1, 1) if rollout.engine == "transformers" else (rollout.layout.ranks, rollout.layout.expert)
-    sizes = case.layout, engine, rollout.engines, machines.gpus_per_node, case.item_bytes
-    quantized = rollout.quantization is not None
-    found = sync_bytes(case.architecture, *sizes, colocated=colocated and not external, quantized=quantized)
+    rollout, assumed, found = case.grpo.rollout, case.assumptions, _sync_bytes_of(case)
     seconds = {"pauses and set-up": assumed.sync_seconds, "digests": found.held / assumed.digest_bytes_per_second}
-    if recipe.weights.transfer_to(external=external) == "disk":
+    links = sync_links(case)
+    if not links:
         seconds["writing to disk"] = found.model / assumed.disk_bytes_per_second
         seconds["reading from disk"] = found.model * rollout.engines / assumed.disk_bytes_per_second
         return seconds
-    # An engine rank reads and writes what it holds, and a training rank what it packs. All three go on at once.
-    packed = found.model * rollout.engines / case.layout.ranks
-    copied = max(found.held, packed) if not colocated else found.held + packed
-    moving = {
-        "over the network": found.network / links.network,
-        "within nodes": found.node / links.node,
-        "copies": 2 * copied / machines.gpu.memory_bytes_per_second,
-    }
-    if quantized:
+    if rollout.quantization is not None:
         held = rank_parameters(case.architecture, case.layout, 0, case.fused_layers).total
-        seconds["quantising"] = held * QUANTISING_BYTES / machines.gpu.memory_bytes_per_second
-    slowest, spent = max(moving.items(), key=lambda entry: entry[1])
-    return seconds | {slowest: spent / assumed.sync_efficiency}
+        seconds["quantising"] = held * QUANTISING_BYTES / case.speeds.gpu.memory_bytes_per_second
+    names = {"network": "over the network", "node": "within nodes", "device": "copies"}
+    slowest = max(links, key=lambda use: use.seconds)
+    return seconds | {names[slowest.link]: slowest.seconds}
+
+
+def sync_links(case: Case) -> tuple[LinkUse, ...]:
+    """All kinds of links, which a sync uses at once; none if weights go by way of the disk."""
+    recipe, machines, assumed = case.grpo, case.speeds, case.assumptions
+    if recipe.weights.transfer_to(external=recipe.rollout.engine == "external") == "disk":
+        return ()
+    found, colocated = _sync_bytes_of(case), recipe.cluster.placement == "colocated"
+    # An engine rank reads and writes what it holds, and a training rank what it packs.
+    packed = found.held * recipe.rollout.engines * _engine_of(case).ranks / case.layout.ranks
+    copied = max(found.held, packed) if not colocated else found.held + packed
+    real, memory = Links.of(machines, assumed), machines.gpu.memory_bytes_per_second / 2
+
+    def use(link: AnyLink, moved: float, seconds: float, least: float, speed: float) -> LinkUse:
+        return LinkUse(link, moved, seconds / assumed.sync_efficiency, least, least / speed)
+
+    return (
+        use("network", found.network, found.network / real.network, found.network, machines.network_bytes_per_second),
+        use("node", found.node, found.node / real.node, found.even_node, machines.gpu.node_bytes_per_second),
+        use("device", found.device, copied / memory, found.even_device, memory),
+    )
+
+
+def _engine_of(case: Case) -> EngineLayoutConfig:
+    rollout = case.grpo.rollout
+    return EngineLayoutConfig() if rollout.engine == "transformers" else rollout.layout
+
+
+def _sync_bytes_of(case: Case) -> SyncBytes:
+    rollout = case.grpo.rollout
+    colocated = case.grpo.cluster.placement == "colocated" and rollout.engine != "external"
+    sizes = case.layout, _engine_of(case), rollout.engines, case.speeds.gpus_per_node, case.item_bytes
+    return sync_bytes(case.architecture, *sizes, colocated=colocated, quantized=rollout.quantization is not None)
 
 
 @lru_cache(maxsize=4096)
 def sync_bytes(
     arch: Architecture,
     layout: ParallelLayout,
-    engine: tuple[int, int],
+    engine: EngineLayoutConfig,
     engines: int,
     gpus_per_node: int,
     item_bytes: int,
@@ -290,8 +331,7 @@ def sync_bytes(
     colocated: bool,
     quantized: bool = False,
 ) -> SyncBytes:
-    """The fewest bytes that a plan of boxes can move to fill all ranks of all engines once; `engine` is the tensor and
-    expert size of one.
+    """The fewest bytes that a plan of boxes can move to fill all ranks of all engines once.
 
     Arithmetic over whole kinds of ranks; weights/plan.py makes the real plan, which takes seconds for hundreds of
     ranks. A node needs each byte that its engine ranks hold once from the network if no training rank on it holds it;
@@ -299,44 +339,56 @@ def sync_bytes(
     engines share the devices of training ranks, what crosses the network goes from the training rank to the engine rank
     on its device.
     """
-    tensor, _ = engine
-    dense, experts = model_bytes(arch, item_bytes, quantized=quantized)
-    engine_ranks = engines * tensor
-    near = min(gpus_per_node, engine_ranks)
-    needed = min(1.0, near / tensor)  # of the model, by a node
-    there = _held_on(min(gpus_per_node, layout.ranks), layout) if colocated else (0.0, 0.0)
-    into_node = dense * max(0.0, needed - there[0]) + experts * max(0.0, needed - there[1])
-    if layout.ranks + (0 if colocated else engine_ranks) <= gpus_per_node:
-        into_node = 0.0
-    into_device = into_node / near
-    out_of_device = into_node * ceil(engine_ranks / gpus_per_node) / layout.ranks
-    own, kept = (dense + experts) / tensor, 0.0
+    weights = model_bytes(arch, item_bytes, quantized=quantized)
+    group, experts = engine.ranks // engine.attention_data, layout.expert * layout.expert_tensor
+    # Bytes, the parts into which an engine cuts them, and those into which a training stage does.
+    cuts = [(weights.whole, engine.pipeline, 1), (weights.attention, group, layout.tensor)]
+    cuts += [(weights.mlp, engine.ranks, layout.tensor), (weights.experts, engine.ranks, experts)]
+    engine_ranks = engines * engine.ranks
+    near, devices = min(gpus_per_node, engine_ranks), min(gpus_per_node, layout.ranks)
+    into_nodes = [0.0]
+    if layout.ranks + (0 if colocated else engine_ranks) > gpus_per_node:
+        there = _stages_on(devices, layout.ranks, layout.pipeline) if colocated else 0.0
+        wanted = _stages_on(near, engine.ranks, engine.pipeline)
+        # In a stage, each node of an engine has its part, and so has each node of training ranks.
+        by_node = [
+            (size, max(1, parts // engine.pipeline // near), max(1, its // devices)) for size, parts, its in cuts
+        ]
+        into_nodes = [
+            sum(size * wanted * (1 / parts - there * _common(node, parts, node, its)) for size, parts, its in by_node)
+            for node in range(min(ceil(engine_ranks / near), lcm(*(part for of in by_node for part in of[1:]))))
+        ]
+    into_device = max(into_nodes) / near
+    out_of_device = sum(into_nodes) / len(into_nodes) * ceil(engine_ranks / gpus_per_node) / layout.ranks
+    own, kept = sum(size / parts for size, parts, _ in cuts), [0.0]
     if colocated:
-        devices = range(min(near, lcm(tensor, layout.tensor, layout.expert * layout.expert_tensor)))
-        shares = (_kept(device, layout, *engine) for device in devices)
-        kept = min(dense * of_dense + experts * of_experts for of_dense, of_experts in shares)
-    network, node = max(into_device, out_of_device), max(0.0, own - kept - into_device)
-    return SyncBytes(network, node, kept + into_device * colocated, own, dense + experts)
+        kept = [
+            (
+                sum(size * _common(device, parts, device, others) for size, parts, others in cuts[:3])
+                + weights.experts * _common_experts(device, layout, engine)
+            )
+            / layout.pipeline
+            for device in range(min(near, lcm(engine.ranks, layout.tensor, experts)))
+        ]
+    network, mean = max(into_device, out_of_device), sum(kept) / len(kept)
+    node, even_node = (max(0.0, own - its - into_device) for its in (min(kept), mean))
+    device, even_device = (its + into_device * colocated for its in (max(kept), mean))
+    return SyncBytes(network, node, device, own, weights.total, even_node, even_device)
 
 
-def _held_on(devices: int, layout: ParallelLayout) -> tuple[float, float]:
-    """Share of the dense weights and of the experts that lies on that many consecutive training ranks."""
-    stages = max(1.0, devices / (layout.ranks / layout.pipeline)) / layout.pipeline
-    dense = min(1.0, devices / layout.tensor) * stages
-    experts = min(1.0, devices / (layout.expert * layout.expert_tensor)) * stages
-    return min(1.0, dense), min(1.0, experts)
+def _stages_on(devices: int, ranks: int, stages: int) -> float:
+    """Share of the stages of so many ranks that lies on consecutive devices."""
+    return min(1.0, max(1.0, devices / (ranks / stages)) / stages)
 
 
-def _kept(device: int, layout: ParallelLayout, tensor: int, expert: int) -> tuple[float, float]:
-    """Share of the dense weights, and of the experts, that training rank and engine rank `device` have in common.
+def _common_experts(device: int, layout: ParallelLayout, engine: EngineLayoutConfig) -> float:
+    """Share of a stage's experts that training rank and engine rank `device` have in common.
 
     Both deal out whole experts in order, and each expert is cut by what is left.
     """
-    dense = _common(device, tensor, device, layout.tensor)
-    shards = tensor // expert
-    whole = _common(device // shards, expert, device // layout.expert_tensor, layout.expert)
-    experts = whole * _common(device, shards, device, layout.expert_tensor)
-    return dense / layout.pipeline, experts / layout.pipeline
+    shards = engine.ranks // engine.expert
+    whole = _common(device // shards, engine.expert, device // layout.expert_tensor, layout.expert)
+    return whole * _common(device, shards, device, layout.expert_tensor)
 
 
 def _common(one: int, ones: int, other: int, others: int) -> float:

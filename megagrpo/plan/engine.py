@@ -16,7 +16,6 @@ from megagrpo.plan.parameters import (
     BLOCK_ELEMENT_BYTES,
     engine_blocks,
     engine_rank_parameters,
-    expert_parameters,
     layer_counts,
     model_bytes,
     total_parameters,
@@ -218,23 +217,14 @@ class EngineSpeed:
     @cached_property
     def dense_bytes(self) -> float:
         """Weights of one rank of all stages that every batch reads: all but routed experts and the input embedding."""
-        arch, tensor = self.arch, self.layout.tensor
-        embedding = 0 if arch.tied_embeddings else arch.vocab * arch.hidden
-        if self.layout.attention_data == 1:
-            dense, _ = model_bytes(arch, self.item_bytes, quantized=self.quantized)
-            return (dense - embedding * self.item_bytes) / tensor
-        (held,) = engine_rank_parameters(arch, self.layout.model_copy(update={"pipeline": 1}), "cuda")
-        routed = expert_parameters(arch) / tensor
-        found = (held - routed - embedding / self.group) * self.item_bytes
-        if self.quantized:
-            blocks = sum(map(mul, layer_counts(arch, range(arch.layers)), engine_blocks(arch, self.layout)))
-            found -= (blocks - routed) * (self.item_bytes - BLOCK_ELEMENT_BYTES)
-        return found
+        arch, weights = self.arch, model_bytes(self.arch, self.item_bytes, quantized=self.quantized)
+        embedding = 0 if arch.tied_embeddings else arch.vocab * arch.hidden * self.item_bytes
+        return weights.whole + (weights.attention - embedding) / self.group + weights.mlp / self.layout.tensor
 
     @cached_property
     def expert_bytes(self) -> float:
         """All routed experts of one rank of all stages."""
-        return model_bytes(self.arch, self.item_bytes, quantized=self.quantized)[1] / self.layout.tensor
+        return model_bytes(self.arch, self.item_bytes, quantized=self.quantized).experts / self.layout.tensor
 
     @cached_property
     def token_bytes(self) -> int:

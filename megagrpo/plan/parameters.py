@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from operator import mul
 from pathlib import Path
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk
@@ -179,14 +178,44 @@ def engine_blocks(arch: Architecture, layout: EngineLayoutConfig) -> tuple[int, 
     return sum(plain), sum(sparse)
 
 
-def model_bytes(arch: Architecture, item_bytes: int, *, quantized: bool) -> tuple[float, float]:
-    """Bytes of all weights as engines get them: those outside of routed experts, and those of these."""
-    experts = expert_parameters(arch)
-    others = total_parameters(arch) - experts
-    if not quantized:
-        return others * item_bytes, experts * item_bytes
-    blocks = sum(map(mul, layer_counts(arch, range(arch.layers)), engine_blocks(arch, EngineLayoutConfig()))) - experts
-    return (others - blocks) * item_bytes + blocks * BLOCK_ELEMENT_BYTES, experts * BLOCK_ELEMENT_BYTES
+@dataclass(frozen=True)
+class WeightBytes:
+    """All weights as engines get them, by the ranks of a stage that share them."""
+
+    whole: float
+    """On every rank: norms, routers, projections down to latents."""
+    attention: float
+    """Shared by the ranks of one group: attention's heads and the vocabulary."""
+    mlp: float
+    """Shared by all ranks, as routed experts are."""
+    experts: float
+
+    @property
+    def dense(self) -> float:
+        return self.whole + self.attention + self.mlp
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+
+ON_EVERY_RANK = re.compile("norm|_down|router")
+SHARED_BY_ALL = ("gate", "up", "down", "shared_gate", "shared_up", "shared_down")
+
+
+@lru_cache(maxsize=256)
+def model_bytes(arch: Architecture, item_bytes: int, *, quantized: bool) -> WeightBytes:
+    dense, sparse = layer_counts(arch, range(arch.layers))
+    found = {"whole": 0.0, "attention": 0.0, "mlp": 0.0}
+    for tensor in tensors_of(_sample(arch)):
+        if tensor.expert is not None or (tensor.role == "head" and arch.tied_embeddings):
+            continue
+        times = 1 if tensor.layer is None else dense if dense and tensor.layer == 0 else sparse
+        each = BLOCK_ELEMENT_BYTES if quantized and tensor.role in sglang.QUANTIZED else item_bytes
+        whole = "whole" if ON_EVERY_RANK.search(tensor.role) else "attention"
+        found["mlp" if tensor.role in SHARED_BY_ALL else whole] += times * prod(tensor.shape) * each
+    experts = expert_parameters(arch) * (BLOCK_ELEMENT_BYTES if quantized else item_bytes)
+    return WeightBytes(**found, experts=experts)
 
 
 @lru_cache(maxsize=1024)

@@ -226,7 +226,7 @@ def _first_engine(run: _Run) -> Values:
     """The smallest engine whose weights leave most of a card to its cache; the largest if none does."""
     recipe, arch = run.case.recipe, run.case.architecture
     quantized = isinstance(recipe, Recipe) and recipe.rollout.quantization is not None
-    whole = sum(model_bytes(arch, 2, quantized=quantized))
+    whole = model_bytes(arch, 2, quantized=quantized).total
     last: Values = {}
     for values in engines(recipe, arch, run.gpus, colocated=True):
         if _split_problems(changed(recipe, values), arch):

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.case import Case
-from megagrpo.plan.communication import Seconds, added, sync_seconds
+from megagrpo.plan.communication import LinkUse, Seconds, added, sync_links, sync_seconds
 from megagrpo.plan.engine import EngineSpeed, engine_memory, rollout_seconds
 from megagrpo.plan.memory import model_parts
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
@@ -47,6 +47,8 @@ class StepTime:
     tokens: float
     gpus: int
     steps: int | None  # None: the recipe counts epochs, and the rows of one are not known
+    sync: tuple[LinkUse, ...] = ()
+    """What the weight sync moves, by kind of link; none if it goes by way of the disk."""
 
     @cached_property
     def seconds(self) -> float:
@@ -86,7 +88,8 @@ def step_time(case: Case, training: Mapping[str, Seconds] | None = None) -> Step
         times.append(PhaseTime(phase, {name: spent * factor for name, spent in seconds.items() if spent > 0}))
     known = assumed.epoch_rows is not None or recipe.train.total_epochs is None
     steps = total_steps(recipe, math.ceil(assumed.epoch_rows or 0)) if known else None
-    return StepTime(tuple(times), samples * case.lengths.sequence, case.device_plan.bundles, steps)
+    links = sync_links(case) if isinstance(recipe, Recipe) else ()
+    return StepTime(tuple(times), samples * case.lengths.sequence, case.device_plan.bundles, steps, links)
 
 
 # --- rollout ---------------------------------------------------------------------------------------------------------

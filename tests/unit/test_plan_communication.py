@@ -30,7 +30,7 @@ from megagrpo.weights.families import architecture_of, read_architecture
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import TE_SPEC
-from tests.plans import LLAMA_70B
+from tests.plans import DEEPSEEK, LLAMA_70B
 
 FAST = Links(node=400e9, network=40e9, node_latency=0.0, network_latency=0.0)
 BYTES = Links(node=1.0, network=1.0, node_latency=0.0, network_latency=0.0)
@@ -43,6 +43,11 @@ CONFIG = {
 DENSE = architecture_of(CONFIG)
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 MIXTURE = architecture_of(CONFIG | EXPERTS)
+DEEPSEEK_V3 = read_architecture(known_models()[DEEPSEEK])
+SMALL_EXPERTS = replace(DEEPSEEK_V3.experts, count=16, dense_layers=0, ffn=256)
+LATENT = replace(DEEPSEEK_V3, layers=4, vocab=16384, experts=SMALL_EXPERTS)
+"""Attention is most of it."""
+EIGHT_GROUPS = EngineLayoutConfig(tensor=16, expert=16, attention_data=8)
 
 powers = st.sampled_from([1, 2, 4, 8])
 
@@ -157,41 +162,68 @@ def test_replicas_sum_gradients_and_get_weights_back(distributed, back):
     assert all("(network)" in name for name in found)
 
 
+def planned_traffic(arch, layout, engine, engines, *, colocated=True, quantization=None):
+    """Of the real plan, for nodes of eight devices; training ranks fetch nothing before."""
+    shards = cache(lambda where: TE_SPEC.manifest(arch, layout, where, "bfloat16"))
+    held = [shards(replace(where, rank=0, data=0, expert_data=0)) for where in rank_grid(layout)]
+    parts = [sglang.manifest(arch, engine, r, "bfloat16", "cuda", 0, quantization) for r in range(engine.ranks)]
+    served = [replace(part, holder=f"engine {number}") for number in range(engines) for part in parts]
+    first = 0 if colocated else layout.ranks
+    topology = topology_of(range(layout.ranks), range(first, first + len(served)), 8)
+    assert topology.two_hops == colocated
+    sources, preparation = prepare(held, served, topology.sources)
+    assert preparation is None or preparation.fetches is None
+    return traffic_of(make_plan(sources, served, topology), LinkSpeeds(), 1 << 28)
+
+
 def test_a_sync_of_70b_on_16_nodes_is_near_the_lower_bound_of_its_links():
     """yaml_recipes/grpo_70b.yaml: every node lacks half of the model, one pipeline stage. Each of its GPUs receives an
     eighth of that over its own adapter, for the engine rank on it, and nothing but norms is passed on."""
     arch = read_architecture(known_models()[LLAMA_70B])
     layout, engine = ParallelLayout(tensor=8, pipeline=2, data=8), EngineLayoutConfig(tensor=8)
-    shards = cache(lambda where: TE_SPEC.manifest(arch, layout, where, "bfloat16"))
-    sources = [shards(replace(where, rank=0, data=0, expert_data=0, expert=0)) for where in rank_grid(layout)]
-    parts = [sglang.manifest(arch, engine, rank, "bfloat16", "cuda", 0) for rank in range(8)]
-    topology = topology_of(range(128), range(128), 8)
-    assert topology.two_hops
-    traffic = traffic_of(make_plan(sources, parts * 16, topology), LinkSpeeds(), 1 << 28)
+    traffic = planned_traffic(arch, layout, engine, 16)
     busiest = {link: of_link.busiest for link, of_link in traffic.links.items()}
     assert busiest == pytest.approx({"network": 8.82e9, "device": 17.64e9, "node": 1.2e6}, rel=0.01, abs=1e5)
     into_and_out_of_nodes = [size for sizes in traffic.node_network_bytes.values() for size in sizes]
     assert into_and_out_of_nodes == pytest.approx([70.55e9] * 32, rel=0.001)
     assert traffic.seconds == pytest.approx(0.1764, rel=0.001)
-    assert traffic.seconds <= 1.3 * traffic.least_seconds
-    planned = sync_bytes(arch, layout, (8, 1), 16, 8, 2, colocated=True)
+    assert all(of_link.busiest <= 1.3 * of_link.least for of_link in traffic.links.values())
+    planned = sync_bytes(arch, layout, engine, 16, 8, 2, colocated=True)
     assert planned.network == pytest.approx(busiest["network"], rel=0.001)
-    assert planned.device == pytest.approx(busiest["device"], rel=0.001)
+    assert planned.device == planned.even_device == pytest.approx(busiest["device"], rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts"), [(8, 64), pytest.param(61, 256, marks=pytest.mark.long)], ids=["small", "whole"]
+)
+@pytest.mark.parametrize(
+    ("engine", "quantization"),
+    [
+        (EngineLayoutConfig(tensor=32, expert=32, attention_data=4), None),
+        (EngineLayoutConfig(tensor=16, expert=16, attention_data=2, pipeline=2), "fp8"),
+    ],
+    ids=["bf16", "fp8"],
+)
+def test_a_sync_of_deepseek_v3_on_64_nodes_is_near_the_lower_bound(layers, experts, engine, quantization):
+    """yaml_recipes/deepseek_v3_671b.yaml with four times as many replicas and engines of four nodes. Small: with fewer
+    layers and experts, in the same stages and groups."""
+    kind = replace(DEEPSEEK_V3.experts, count=experts, dense_layers=min(3, layers // 8))
+    arch = replace(DEEPSEEK_V3, layers=layers, experts=kind, vocab=129280 * layers // 61)
+    last = 5 if layers == 61 else None
+    layout = ParallelLayout(tensor=8, pipeline=8, data=8, expert=64, last_stage_layers=last)
+    traffic = planned_traffic(arch, layout, engine, 16, quantization=quantization)
+    assert traffic.seconds <= (1.1 if last else 1.3) * traffic.least_seconds
+    assert traffic.links["network"].busiest <= 1.3 * traffic.links["network"].least
+    assert traffic.links["device"].busiest <= 1.3 * traffic.links["device"].least
 
 
 def test_a_quantised_sync_moves_about_half_of_the_bytes_of_the_other():
     """Against the real plan of blocks, each of which a training rank has whole."""
     arch = replace(DENSE, heads=8, query_groups=8, head_dim=64)
     layout, engine = ParallelLayout(tensor=4, pipeline=2, data=4), EngineLayoutConfig(tensor=4)
-    held = [TE_SPEC.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
-    ranks = [(e, rank) for e in range(8) for rank in range(4)]
-    served = [sglang.manifest(arch, engine, rank, "bfloat16", "cuda", e, "fp8") for e, rank in ranks]
-    topology = topology_of(range(32), range(32), 8)
-    sources, preparation = prepare(held, served, topology.sources)
-    assert preparation.fetches is None
-    traffic = traffic_of(make_plan(sources, served, topology), LinkSpeeds(), 1 << 28)
+    traffic = planned_traffic(arch, layout, engine, 8, quantization="fp8")
     planned, plain = (
-        sync_bytes(arch, layout, (4, 1), 8, 8, 2, colocated=True, quantized=quantized) for quantized in (True, False)
+        sync_bytes(arch, layout, engine, 8, 8, 2, colocated=True, quantized=quantized) for quantized in (True, False)
     )
     assert planned.network == pytest.approx(traffic.links["network"].busiest, rel=0.05)
     assert planned.network < 0.6 * plain.network
@@ -206,21 +238,18 @@ def test_a_quantised_sync_moves_about_half_of_the_bytes_of_the_other():
         (DENSE, ParallelLayout(tensor=4, pipeline=2, data=4), EngineLayoutConfig(tensor=4), 8),
         (MIXTURE, ParallelLayout(tensor=4, data=4, expert=8), EngineLayoutConfig(tensor=8, expert=8), 2),
         (MIXTURE, ParallelLayout(tensor=4, pipeline=2, data=8, expert=32), EngineLayoutConfig(tensor=8, expert=8), 8),
+        (LATENT, ParallelLayout(tensor=4, pipeline=2, data=8, expert=16), EIGHT_GROUPS, 4),
     ],
 )
 def test_bytes_of_a_sync_are_near_those_of_the_real_plan(arch, layout, engine, engines, colocated):
     """On the busiest device, by kind of link, against a plan of boxes for the same ranks."""
-    sources = [TE_SPEC.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
-    ranks = [(e, rank) for e in range(engines) for rank in range(engine.tensor)]
-    destinations = [sglang.manifest(arch, engine, rank, "bfloat16", "cuda", e) for e, rank in ranks]
-    first = 0 if colocated else len(sources)
-    topology = topology_of(range(len(sources)), range(first, first + len(ranks)), 8)
-    traffic = traffic_of(make_plan(sources, destinations, topology), LinkSpeeds(), 1 << 28)
-    found = sync_bytes(arch, layout, (engine.tensor, engine.expert), engines, 8, 2, colocated=colocated)
+    traffic = planned_traffic(arch, layout, engine, engines, colocated=colocated)
+    found = sync_bytes(arch, layout, engine, engines, 8, 2, colocated=colocated)
     counted = {link: traffic.links[link].busiest for link in ("network", "node")}
     seconds = max(counted["network"] / 50e9, counted["node"] / 450e9)
     assert max(found.network / 50e9, found.node / 450e9) == pytest.approx(seconds, rel=0.25)
     if colocated:
         assert found.device == pytest.approx(traffic.links["device"].busiest, rel=0.25)
-    elements = (sum(placement.box.elements for placement in manifest.placements) for manifest in destinations)
+    parts = [sglang.manifest(arch, engine, rank, "bfloat16", "cuda") for rank in range(engine.ranks)]
+    elements = (sum(placement.box.elements for placement in manifest.placements) for manifest in parts)
     assert found.held == pytest.approx(2 * max(elements), rel=0.02)

@@ -69,6 +69,8 @@ def test_properties_are_told_beside_fields(told: dict[str, Any]) -> None:
     assert phase["bytes"] == sum(part["bytes"] for part in phase["parts"])
     assert told["time"]["seconds"] == pytest.approx(sum(phase["seconds"] for phase in told["time"]["phases"]))
     assert told["fits"] is (told["lacking_bytes"] == 0)
+    assert [use["link"] for use in told["time"]["sync"]] == ["network", "node", "device"]
+    assert all(use["ratio"] == use["seconds"] / use["least_seconds"] for use in told["time"]["sync"])
 
 
 def test_choices_of_a_search_have_overrides_and_figures(told: dict[str, Any]) -> None:

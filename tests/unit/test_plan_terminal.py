@@ -71,6 +71,13 @@ def test_bars_are_as_long_as_the_memory_they_show(of_70b: Plan) -> None:
         assert f"{byte_text(phase.bytes)}, {phase.bytes / card:.0%}" in line
 
 
+def test_a_sync_is_told_by_kind_of_link_with_its_lower_bound(of_70b: Plan) -> None:
+    lines = [line.split() for line in section(drawn(of_70b, width=120), "a step")]
+    first = lines.index(["weight_sync,", "busiest", "bytes", "seconds", "least", "bytes", "least", "seconds", "ratio"])
+    assert lines[first + 1] == ["network", "8.21", "GiB", "470", "ms", "8.21", "GiB", "176", "ms", "2.7"]
+    assert [line[:3] for line in lines[first + 2 : first + 4]] == [["within", "a", "node"], ["within", "a", "GPU"]]
+
+
 def test_what_is_too_much_is_marked_beyond_the_card() -> None:
     of = plan(train__recompute="none", train__layout={"tensor": 8, "data": 16}, cluster__gpu="A100-40GB")
     assert not of.estimate.fits

@@ -6,6 +6,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
+from megagrpo.plan.communication import LinkUse
 from megagrpo.plan.device_map import MappedDevice, axes
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory
 from megagrpo.plan.parameters import Stage, total_parameters
@@ -17,6 +18,7 @@ FORMAT = 1
 DERIVED: dict[type, tuple[str, ...]] = {
     PhaseMemory: ("bytes",),
     PhaseTime: ("seconds",),
+    LinkUse: ("ratio",),
     StepTime: ("seconds", "tokens_per_second_per_gpu", "days"),
 }
 """Properties that are told beside the fields."""

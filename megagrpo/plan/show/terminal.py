@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megagrpo.plan.communication import LinkUse
 from megagrpo.plan.device_map import MappedDevice, axes, ranks_text, rows
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes
 from megagrpo.plan.parameters import Stage
@@ -200,6 +201,7 @@ def _time(plan: Plan, marks: _Marks) -> RenderableType | None:
     return Group(
         _title(f"a step: {second_text(time.seconds)} on {where}"),
         *(_phase_time(phase, time.seconds, marks) for phase in time.phases),
+        *([_sync(time.sync)] if time.sync else []),
         Text(f"{time.tokens_per_second_per_gpu:,.0f} tokens/s/{plan.noun}{days}", style="bold"),
     )
 
@@ -219,6 +221,19 @@ def _phase_time(phase: PhaseTime, whole: float, marks: _Marks) -> RenderableType
     table.add_column()
     bar = Text(marks.full * filled, style="blue").append(marks.free * (marks.width - filled), style="dim")
     table.add_row(f"  {phase.phase}", bar, text)
+    return table
+
+
+LINK_NAMES = {"network": "network", "node": "within a node", "device": "within a GPU"}
+
+
+def _sync(links: Sequence[LinkUse]) -> RenderableType:
+    """What the busiest device has to do, by kind of link."""
+    table = _table("  weight_sync, busiest", "bytes", "seconds", "least bytes", "least seconds", "ratio")
+    for use in links:
+        least = byte_text(int(use.least_bytes)), second_text(use.least_seconds)
+        ratio = f"{use.ratio:.1f}" if use.ratio else "-"
+        table.add_row(f"  {LINK_NAMES[use.link]}", byte_text(int(use.bytes)), second_text(use.seconds), *least, ratio)
     return table
 
 
