@@ -26,7 +26,8 @@ class StepMetrics:
     ratio_mean: float  # ratio of the policy's probability to the old one
     mismatch: Mismatch  # between the trainer's logprobs before the update and the engines'
     correction: Correction | None  # None: the recipe has none
-    grad_norm: float  # before clipping, mean over optimizer steps
+    grad_norm: float  # before clipping, mean over the optimizer steps that were taken; NaN if none was
+    skipped_steps: int  # optimizer steps that were not taken: the loss or a gradient was not finite
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class CriticMetrics:
     value_mean: float  # by the critic before the update
     return_mean: float
     explained_variance: float  # share of the returns' variance that these values explain
-    grad_norm: float  # before clipping, mean over optimizer steps
+    grad_norm: float  # as in StepMetrics
+    skipped_steps: int
 
 
 @dataclass(frozen=True)
@@ -74,4 +76,4 @@ class SftUpdate:
     """One step of supervised fine-tuning."""
 
     loss: TokenLoss  # before the step
-    grad_norm: float  # before clipping
+    grad_norm: float  # before clipping; not finite if the step was not taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -48,9 +49,10 @@ class KLConfig(Section):
         """The coefficient of the next step: coefficient x (1 + clip(kl / target - 1, -0.2, 0.2) x samples / horizon).
 
         arXiv:1909.08593, section 2.2. kl: nats per token; samples: the step's. A step of more samples than the horizon
-        counts as one of as many, so that the coefficient never changes its sign. Without a target it is fixed.
+        counts as one of as many, so that the coefficient never changes its sign. It is fixed without a target, and
+        where the divergence is NaN.
         """
-        if self.target is None:
+        if self.target is None or math.isnan(kl):
             return coefficient
         error = min(max(kl / self.target - 1, -CHANGE_MAX), CHANGE_MAX)
         return coefficient * (1 + error * min(samples / self.horizon, 1.0))

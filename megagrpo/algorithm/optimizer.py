@@ -46,6 +46,10 @@ class OptimizerConfig(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 does not clip."""
 
+    skipped_steps_max: NonNegativeInt = 5
+    """Optimizer steps in a row that may be skipped, with weights and moments as they were, because the loss or the
+    gradient is not finite. The run ends at the next; 0 ends it at the first."""
+
     def rules(self) -> Iterator[Problem]:
         if self.min_lr > self.lr:
             given = f"min_lr {self.min_lr} above lr {self.lr}"

@@ -21,6 +21,7 @@ from megagrpo.checkpoint.store import SavedFile
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron.batch import Batch, Minibatch, ResponseTokens, TokenTensors, sum_over_ranks
+from megagrpo.megatron.metrics import steps_taken
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.rank_results import CriticMetrics
 from megagrpo.recipe.schema import CriticConfig, TrainConfig
@@ -60,7 +61,7 @@ class Critic:
         """An optimizer step on each minibatch, `epochs` times over.
 
         values: the critic's before the update; returns: what it learns to predict; float32. Ranks of earlier pipeline
-        stages return None. Raises RankError if a gradient is not finite.
+        stages return None. Raises RankError as TrainedModel.optimizer_step does.
         """
         sums = CriticSums(self._device)
         grad_norms = []
@@ -129,11 +130,13 @@ class CriticSums:
         sums = torch.cat([self._trained, seen])
         sum_over_ranks(sums)
         loss, clipped, trained, tokens, value, total, squares, residual, residual_squares = sums.tolist()
+        grad_norm, skipped = steps_taken(grad_norms)
         return CriticMetrics(
             loss=loss / max(trained, 1.0),
             clip_fraction=clipped / max(trained, 1.0),
             value_mean=value / max(tokens, 1.0),
             return_mean=total / max(tokens, 1.0),
             explained_variance=explained_variance(tokens, (total, squares), (residual, residual_squares)),
-            grad_norm=sum(grad_norms) / max(len(grad_norms), 1),
+            grad_norm=grad_norm,
+            skipped_steps=skipped,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -65,6 +66,7 @@ class MetricSums:
             sum_over_ranks(self._correction)
         loss, policy_loss, kl, entropy, low, high, ratio, tokens = sums.tolist()
         count, steps = max(tokens, 1.0), max(len(grad_norms), 1)
+        grad_norm, skipped = steps_taken(grad_norms)
         return StepMetrics(
             loss=loss / steps,
             policy_loss=policy_loss / steps,
@@ -75,8 +77,16 @@ class MetricSums:
             ratio_mean=ratio / count,
             mismatch=mismatch,
             correction=None if self._correction is None else correction_of(self._correction),
-            grad_norm=sum(grad_norms) / steps,
+            grad_norm=grad_norm,
+            skipped_steps=skipped,
         )
+
+
+def steps_taken(grad_norms: Sequence[float]) -> tuple[float, int]:
+    """Mean norm of the optimizer steps that were taken (NaN if all were skipped), and the number of the others."""
+    taken = [norm for norm in grad_norms if math.isfinite(norm)]
+    skipped = len(grad_norms) - len(taken)
+    return (math.nan if skipped and not taken else sum(taken) / max(len(taken), 1)), skipped
 
 
 def reduce_mismatch(

@@ -105,8 +105,8 @@ class TrainRank(ModelRank):
         """Takes an optimizer step on each minibatch of the batch, algorithm.epochs times over.
 
         kl_coefficient: of the loss term, 0 if there is none. `step` seeds random choices. One rank returns the metrics
-        of all, the others None. Raises RankError if a pass over the batch is missing (see begin_update) or a gradient
-        is not finite.
+        of all, the others None. Raises RankError if a pass over the batch is missing (see begin_update), and as
+        TrainedModel.optimizer_step does.
         """
         update = self.begin_update(advantages, kl_coefficient, step)
         grad_norms = []
@@ -223,8 +223,8 @@ class TrainRank(ModelRank):
     def update_critic(self, returns: RowOrTokenValues, lr: float) -> CriticMetrics | None:
         """Takes an optimizer step of the critic on each minibatch, algorithm.epochs times over, towards these returns.
 
-        compute_values must have been called. One rank returns the metrics of all, the others None. Raises RankError if
-        a gradient is not finite.
+        compute_values must have been called. One rank returns the metrics of all, the others None. Raises RankError as
+        TrainedModel.optimizer_step does.
         """
         values = _computed("values", self.passes.values)
         metrics = self.critic.update(self.batch, values, self.of_tokens(returns), self.recipe.algorithm.epochs, lr)

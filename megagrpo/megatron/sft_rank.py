@@ -15,7 +15,7 @@ class SftRank(ModelRank):
     def update(self, lr: float) -> SftUpdate | None:
         """One optimizer step on the loaded batch. One rank returns loss and gradient norm, the others None.
 
-        Raises RankError if a gradient is not finite.
+        Raises RankError as TrainedModel.optimizer_step does.
         """
         nats = self.compute_gradients()
         grad_norm = self.policy.optimizer_step(lr)

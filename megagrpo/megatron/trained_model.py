@@ -12,7 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -66,6 +66,7 @@ class TrainedModel:
         sum_gradients(config)
         self.chunks = wrap_chunks(models, config, train)
         self.optimizer = make_optimizer(self.chunks, train, dtype)
+        self._skipped_in_a_row = 0
         self.reference: Reference | None = None
         self.offload = Offload(self.chunks, self.optimizer)
         trained, held = tensors_of(architecture), self.manifest()
@@ -126,21 +127,33 @@ class TrainedModel:
         self.optimizer.zero_grad()
 
     def compute_gradients(self, microbatches: Sequence[PackedTensors], loss: Loss) -> None:
-        """Gradients of the sum of the microbatches' losses in the chunks' buffers, over all ranks, not clipped."""
+        """Gradients of the sum of the microbatches' losses in the chunks' buffers, over all ranks, not clipped.
+
+        A loss that is not finite makes all of them NaN, also where its own gradient is a number.
+        """
+
+        def finite_or_nan(index: int, output: Tensor) -> Tensor:
+            found = loss(index, output)
+            return found * (found.detach() * 0 + 1)  # exactly 1 for every number: no wait for the device
+
         self.zero_gradients()
-        forward_backward(self.chunks, microbatches, loss)
+        forward_backward(self.chunks, microbatches, finite_or_nan)
 
     def optimizer_step(self, lr: float, *, more: bool = False) -> float:
         """Clips the gradients in the chunks' buffers, steps, and returns their global norm before clipping.
 
-        If `more` steps follow, the next forward pass brings the new weights (train.overlap); otherwise they are in
-        place when this returns. Raises RankError if the norm is not finite.
+        If the norm is not finite, all ranks leave weights and moments as they are. If `more` steps follow, the next
+        forward pass brings the new weights (train.overlap); otherwise they are in place when this returns. Raises
+        RankError after more skipped steps in a row than the recipe allows.
         """
         set_learning_rate(self.optimizer, lr, self._settings.weight_decay)
-        _, grad_norm, _ = self.optimizer.step()
-        if not math.isfinite(grad_norm):
+        stepped, grad_norm, _ = self.optimizer.step()
+        self._skipped_in_a_row = 0 if stepped else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row > self._settings.skipped_steps_max:
+            where = f"update: the loss or the gradient is not finite, {self._skipped_in_a_row} optimizer steps in a row"
+            needed = f"at most {self._settings.skipped_steps_max} (train.optimizer.skipped_steps_max)"
             fix = f"{DIVERGED_FIX} (checkpoints are not affected)"
-            raise RankError(Problem("update: the gradient is not finite", f"norm {grad_norm}", fix=fix))
+            raise RankError(Problem(where, f"gradient norm {grad_norm}", needed, fix))
         if not more and "parameters" in self._overlap:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -203,6 +216,21 @@ def wrap_chunks(chunks: list[GPTModel], config: TransformerConfig, train: TrainC
     return wrapped
 
 
+class FiniteSteps(ChainedOptimizer):
+    """Megatron's optimizer, which takes no step with gradients that are not finite: their norm is that of all ranks.
+
+    Megatron itself looks for them only with a loss scale, as float16 has: in bfloat16 and float32 one NaN would reach
+    every weight and every moment.
+    """
+
+    def get_grad_norm(self) -> float:
+        self.grad_norm = float(super().get_grad_norm())
+        return self.grad_norm
+
+    def step_with_ready_grads(self) -> bool:
+        return math.isfinite(self.grad_norm) and super().step_with_ready_grads()
+
+
 def make_optimizer(wrapped: list[DistributedDataParallel], train: TrainConfig, dtype: torch.dtype) -> MegatronOptimizer:
     """Adam with decoupled weight decay, with transformer-engine's or apex's fused kernels where Megatron finds them.
 
@@ -227,7 +255,7 @@ def make_optimizer(wrapped: list[DistributedDataParallel], train: TrainConfig, d
         exp_avg_dtype=moments,
         exp_avg_sq_dtype=moments,
     )
-    return get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
+    return FiniteSteps(get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False).chained_optimizers)
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

@@ -261,6 +261,9 @@ def _step(setup: Setup[Any, Any], training: Training, before: Progress) -> tuple
     """The next step, not yet evaluated or logged, and its failure."""
     setup.stopping.stop_here()
     done = training.step(before.step + 1, before.kl_coefficient)
+    if skipped := done.metrics.get("skipped_steps", 0.0) + done.metrics.get("critic/skipped_steps", 0.0):
+        what = f"{skipped:g} optimizer step{'s' * (skipped > 1)} skipped"
+        setup.tracker.say(f"warning: step {before.step + 1}: {what}: the loss or the gradient is not finite")
     seconds = setup.clock.take()
     speed = {"tokens_per_second": done.tokens / seconds["seconds/step"]}
     progress = replace(

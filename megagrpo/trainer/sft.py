@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class FineTuning:
             metrics = {
                 "loss/tokens": update.loss.mean,
                 "grad_norm": update.grad_norm,
+                "skipped_steps": float(not math.isfinite(update.grad_norm)),
                 "lr": lr,
                 "epoch": epoch,
                 "example_tokens/mean": tokens / len(examples),

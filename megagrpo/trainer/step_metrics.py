@@ -126,6 +126,7 @@ def update_metrics(update: StepMetrics) -> dict[str, float]:
         "ratio/mean": update.ratio_mean,
         "entropy": update.entropy,
         "grad_norm": update.grad_norm,
+        "skipped_steps": float(update.skipped_steps),
         "logprob_difference/mean": update.mismatch.mean,
         "logprob_difference/p99": update.mismatch.p99,
         "logprob_difference/max": update.mismatch.max,

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from megagrpo.batching import rank_batches
 from megagrpo.batching.rank_batches import RankBatch
@@ -31,6 +33,7 @@ from tests.distributed.step_ranks import (
     make_batches,
     of_all_tokens,
     on_ranks,
+    states_of,
     the_one,
     trained_of,
     update,
@@ -276,15 +279,74 @@ def refused_updates(rank: TrainRank, batch: RankBatch, advantages: np.ndarray) -
     with pytest.raises(RankError, match="compute_reference_logprobs was not called"):
         update(rank, advantages)
     rank.compute_reference_logprobs()
-    with pytest.raises(RankError, match="the gradient is not finite"):
+    with pytest.raises(RankError, match="the gradient is not finite, 3 optimizer steps in a row"):
         update(rank, advantages * np.nan)
 
 
 @pytest.mark.parametrize("clip_grad", [0.5, 0.0], ids=["clipped", "not clipped"])
 def test_updates_without_the_passes_that_they_need_or_with_gradients_that_are_not_finite_are_refused(clip_grad, case):
     """The recipe has several optimizer steps, which need old logprobs, and a KL term, which needs the reference's."""
-    optimizer = {"optimizer": {"lr": LR, "clip_grad": clip_grad}}
+    optimizer = {"optimizer": {"lr": LR, "clip_grad": clip_grad, "skipped_steps_max": 2}}
     on_ranks(refused_updates, make_recipe(ALONE, algorithm=SEVERAL, train=optimizer), case)
+
+
+def updates_around_broken_ones(
+    rank: TrainRank, batch: RankBatch, advantages: np.ndarray, broken_rank: int | None
+) -> tuple[Any, dict[str, Any]]:
+    """Two updates. Between them, if there is a broken rank, one with a NaN in its gradient, and one whose loss is
+    infinite and its gradient is not."""
+
+    def whole_update() -> Any:
+        load_and_pass(rank, batch)
+        return update(rank, advantages)
+
+    whole_update()
+    skipped = None
+    if broken_rank is not None:
+        before = states_of(rank.policy)
+        if dist.get_rank() == broken_rank:
+            parameter = next(p for p in rank.policy.chunks[-1].parameters() if p.requires_grad)
+            hook = parameter.register_hook(lambda gradient: gradient * np.nan)
+        skipped = whole_update()
+        if dist.get_rank() == broken_rank:
+            hook.remove()
+        only = np.inf if rank.where.data == 0 else 0.0
+        load_and_pass(rank, batch)
+        minibatch = rank.batch.minibatches[0]
+        rank.policy.compute_gradients(
+            minibatch.packed,
+            lambda i, output: rank.logprobs(output, minibatch.responses[i], entropy=False)[0].sum() * 1e-3 + only,
+        )
+        assert np.isnan(rank.policy.optimizer_step(LR))
+        after = states_of(rank.policy)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+    whole_update()
+    return skipped, states_of(rank.policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "broken_rank", "overlap"),
+    [
+        ("tensor, data", "qwen3", 3, []),
+        ("unequal, data", "qwen3", 0, ["gradients", "parameters"]),
+        pytest.param("expert, data", "qwen3_moe", 1, [], marks=pytest.mark.long),
+    ],
+)
+def test_an_optimizer_step_with_a_nan_on_one_rank_is_skipped_on_all_and_leaves_nothing_behind(
+    name: str, family: str, broken_rank: int, overlap: list[str], case_of: CaseOf
+) -> None:
+    row, of_family = ROWS[name], case_of(family)
+    train = {"overlap": overlap, "distributed_optimizer": row.distributed_optimizer}
+    recipe = make_recipe(
+        row.of(family), algorithm={"minibatches": 2}, train=train, model={"path": "unused", "dtype": row.dtype}
+    )
+    broken, whole = (on_ranks(updates_around_broken_ones, recipe, of_family, which) for which in (broken_rank, None))
+    metrics = the_one(skipped for skipped, _ in broken)
+    assert metrics.skipped_steps == 2
+    assert np.isnan(metrics.grad_norm)
+    for (_, found), (_, wanted) in zip(broken, whole, strict=True):
+        assert any(name.startswith("exp_avg") and value.abs().sum() > 0 for name, value in wanted.items())
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def logprobs_of_broken_references(rank: TrainRank, batch: RankBatch, advantages: np.ndarray) -> None:

@@ -70,8 +70,8 @@ print([name for name in (*actors_only, *engines) if name in sys.modules])
 """
 MISMATCH = Mismatch(*(0.0,) * len(Mismatch.__dataclass_fields__))
 ANSWERS = (
-    StepMetrics(0.5, 0.5, None, 1.0, 0.0, 0.0, 1.0, MISMATCH, None, 1.0),
-    CriticMetrics(0.5, 0.0, 0.0, 0.0, 0.0, 1.0),
+    StepMetrics(0.5, 0.5, None, 1.0, 0.0, 0.0, 1.0, MISMATCH, None, 1.0, 0),
+    CriticMetrics(0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 0),
     SftUpdate(TokenLoss(1.0, 2), 1.0),
 )
 
