@@ -1,0 +1,199 @@
+"""Groups come back from their file exactly as they were, or the file is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from megagrpo.checkpoint import groups as groups_file
+from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.errors import CheckpointError, UnusableCheckpointError
+from megagrpo.types import Group, Prompt, Sample, Score
+from tests.small_disk import small_disk
+from tests.unit.test_fuzz import damaged, mutated
+
+fuzz = settings(max_examples=150, suppress_health_check=list(HealthCheck), deadline=None)
+
+OF_PARQUET = {
+    "bytes": b"\x00\xff",
+    "decimal": Decimal("1.20"),
+    "date": date(2024, 2, 29),
+    "time": time(1, 2, 3, 4),
+    "naive": datetime(2024, 1, 1, 1, 2, 3, 4),
+    "zoned": datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=ZoneInfo("Europe/Berlin")),
+    "offset": datetime(2024, 1, 1, tzinfo=timezone(timedelta(hours=2))),
+    "utc": datetime(2024, 1, 1, tzinfo=UTC),
+    "duration": timedelta(-1, 2, 3),
+    "map": [("a", 1), ("b", None)],
+}
+OF_JSON = {
+    "index": 2**70,
+    "nested": [{"a": [1.5, -math.inf, True, None]}, [], {}],
+    "half of a pair": "\ud800",
+    "escaped": "\x00\u2028é",
+}
+
+
+def sample(prompt: str, index: int, tokens: int, finish: Any = "stop") -> Sample:
+    numbers = np.arange(tokens)
+    return Sample(
+        prompt,
+        index,
+        (numbers + 100 * index).astype(np.int32),
+        np.where(numbers % 3 == 2, -np.inf, -numbers / 7).astype(np.float32),
+        (numbers // 4).astype(np.int32),
+        finish,
+        f"text \x00 of {index} é",
+    )
+
+
+GROUPS = [
+    Group(
+        Prompt("train:1", (5, 6, 7), "gsm8k", "42", "math", OF_PARQUET | OF_JSON),
+        (sample("train:1", 0, 9), sample("train:1", 1, 3, "length"), sample("train:1", 2, 0, "abort")),
+        (
+            Score(0.1 + 0.2, {"math": 1.0, "é": -0.0}, counted=(1.0, -3.5), solved=True),
+            Score(None, error="ValueError: \ud800", masked=""),
+            Score(-math.inf, masked="cut off", counted=()),
+        ),
+    ),
+    Group(Prompt("train:2", (), "gsm8k", ""), ()),
+    Group(Prompt("train:3", (1,), "gsm8k", "x"), (sample("train:3", 3, 4, "abort"),)),
+]
+
+
+def comparable(groups: list[Group]) -> list[Any]:
+    return [
+        (
+            repr(group.prompt),
+            group.scores,
+            [
+                *((s.prompt_id, s.index, s.finish, s.text) for s in group.samples),
+                *((a.dtype, a.tobytes()) for s in group.samples for a in (s.tokens, s.logprobs, s.versions)),
+            ],
+        )
+        for group in groups
+    ]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("groups") / "written.safetensors"
+    write_groups(path, GROUPS, {"numbers": [3, 4, 5]})
+    return path
+
+
+@pytest.mark.parametrize("groups", [GROUPS, [], GROUPS[1:2]], ids=["all", "none", "without samples"])
+def test_groups_come_back_exactly_as_they_were(tmp_path: Path, groups: list[Group]) -> None:
+    path = tmp_path / "new" / "groups.safetensors"
+    write_groups(path, groups, {"numbers": [3]})
+    found, notes = read_groups(path)
+    assert comparable(found) == comparable(groups)
+    assert notes == {"numbers": [3]}
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (np.float64(1), "extra_info of prompt a.list[1].x"),
+        ({1: 2}, "extra_info of prompt a.list[1].x"),
+        ({"\0type": ["date", "2024-01-01"]}, "extra_info of prompt a.list[1].x"),
+    ],
+)
+def test_values_that_would_come_back_as_others_are_refused_by_name(tmp_path: Path, value: Any, named: str) -> None:
+    group = Group(Prompt("a", (1,), "", "", "", {"list": [0, {"x": value}]}), ())
+    with pytest.raises(CheckpointError, match="needed") as refused:
+        write_groups(tmp_path / "x", [group])
+    assert refused.value.problems[0].where == named
+    assert not list(tmp_path.iterdir())
+
+
+def test_values_that_are_too_deep_are_refused(tmp_path: Path) -> None:
+    deep: Any = 0
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(CheckpointError, match="deep"):
+        write_groups(tmp_path / "x", [Group(Prompt("a", (1,), "", "", "", {"x": deep}), ())])
+
+
+def test_a_full_disk_leaves_the_file_before_as_it_was(tmp_path: Path, written: Path) -> None:
+    path = tmp_path / "groups"
+    path.write_bytes(written.read_bytes())
+    with small_disk(1000), pytest.raises(CheckpointError, match="cannot be written"):
+        write_groups(path, GROUPS)
+    assert path.read_bytes() == written.read_bytes()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["absent", "", "/dev/zero", "empty"])
+def test_what_is_no_file_of_groups_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").touch()
+    with pytest.raises(UnusableCheckpointError, match="needed"):
+        read_groups(tmp_path / name)
+
+
+@fuzz
+@given(data=st.data())
+def test_damaged_bytes_are_refused(written: Path, data: st.DataObject) -> None:
+    path = written.with_name("damaged.safetensors")
+    path.write_bytes(data.draw(damaged(written.read_bytes())))
+    reads_the_same_or_refuses(path)
+
+
+def reads_the_same_or_refuses(path: Path) -> None:
+    try:
+        found, _ = read_groups(path)
+    except UnusableCheckpointError as error:
+        assert error.problems[0].given  # noqa: PT017
+        assert error.problems[0].needed  # noqa: PT017
+        return
+    assert comparable(found) == comparable(GROUPS)
+
+
+@fuzz
+@given(data=st.data())
+def test_foreign_json_behind_a_right_checksum_is_refused_without_a_traceback(
+    written: Path, data: st.DataObject
+) -> None:
+    arrays = load_file(written)
+    content = json.dumps(data.draw(mutated(json.loads(bytes(arrays["json"])))))
+    read_changed(written, arrays | {"json": np.frombuffer(content.encode(), np.uint8)})
+
+
+@fuzz
+@given(data=st.data(), name=st.sampled_from(["offsets", "prompt_offsets", "tokens", "versions", "logprobs"]))
+def test_foreign_arrays_behind_a_right_checksum_are_refused_without_a_traceback(
+    written: Path, data: st.DataObject, name: str
+) -> None:
+    arrays = load_file(written)
+    numbers = arrays[name].tolist()
+    at = data.draw(st.integers(0, len(numbers) - 1))
+    numbers[at : at + data.draw(st.integers(0, 2))] = data.draw(st.lists(st.integers(-3, 2**30), max_size=2))
+    dtype = data.draw(st.sampled_from([arrays[name].dtype] * 5 + [np.dtype(np.float16), np.dtype(np.float64)]))
+    with np.errstate(all="ignore"):
+        changed = np.array(numbers).astype(dtype)
+    read_changed(written, arrays | {name: changed})
+
+
+def read_changed(written: Path, arrays: dict[str, np.ndarray]) -> None:
+    path = written.with_name("changed.safetensors")
+    save_file(arrays, path, metadata={"format": groups_file.FORMAT, "blake2b": groups_file._checksum(arrays)})
+    try:
+        found, _ = read_groups(path)
+    except UnusableCheckpointError:
+        return
+    for group in found:
+        assert len(group.scores) in (0, len(group.samples))
+        assert all(len(s.tokens) == len(s.logprobs) == len(s.versions) for s in group.samples)
