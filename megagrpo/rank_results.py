@@ -20,7 +20,7 @@ class StepMetrics:
     loss: float  # what was minimised, mean over optimizer steps
     policy_loss: float  # its policy term, importance weights included
     kl: float | None  # estimate against the reference; None without a reference
-    entropy: float
+    entropy: float | None  # None: not computed
     clip_low_fraction: float  # tokens whose gradient the lower bound cut
     clip_high_fraction: float  # tokens whose gradient the upper bound cut
     ratio_mean: float  # ratio of the policy's probability to the old one

@@ -27,7 +27,7 @@ class ObjectiveInputs(PolicyInputs):
     """The same with what the other terms need, each [tokens]. `weights` come from aggregation.py."""
 
     weights: Tensor
-    entropy: Tensor
+    entropy: Tensor | None  # None: no entropy bonus, not reported
     reference_logprobs: Tensor | None  # None: no KL term, no estimate
     importance: Tensor | None = None  # of the policy's loss, from correction.py; None: 1
 
@@ -46,7 +46,7 @@ def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Obje
     """Sum over tokens of weight x (importance x policy loss + kl_coefficient x KL - entropy_coefficient x entropy).
 
     GRPO, arXiv:2402.03300, eq. 3, negated. KL is estimated whenever reference logprobs are there, so that it can be
-    reported. Raises ValueError if kl_coefficient needs them and they are not.
+    reported. Raises ValueError if kl_coefficient needs them and they are not, or an entropy bonus has no entropies.
     """
     if settings.kl_coefficient and inputs.reference_logprobs is None:
         raise ValueError("a KL term without reference logprobs")
@@ -65,6 +65,8 @@ def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Obje
         if settings.kl_coefficient:
             per_token = per_token + settings.kl_coefficient * kl
     if settings.entropy_coefficient:
+        if inputs.entropy is None:
+            raise ValueError("an entropy bonus without entropies")
         per_token = per_token - settings.entropy_coefficient * inputs.entropy
     loss = torch.where(used, inputs.weights * per_token, 0.0).sum()
     return Objective(loss, policy, policy_term, None if kl is None else kl.detach())

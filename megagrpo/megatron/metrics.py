@@ -29,21 +29,22 @@ from megagrpo.rank_results import StepMetrics
 class MetricSums:
     """Sums over this rank's tokens, kept on its device so that no microbatch waits for them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, entropy: bool) -> None:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._tokens = torch.zeros(7, dtype=torch.float64, device=device)
         self._correction: Tensor | None = None
-        self._has_kl = False
+        self._has_kl, self._has_entropy = False, entropy
 
     def add(self, objective: Objective, inputs: ObjectiveInputs) -> None:
         """Adds one microbatch."""
         policy = objective.policy
         self._has_kl |= objective.kl is not None
+        none = torch.zeros_like(policy.ratio)
         per_token = torch.stack(
             [
                 objective.policy_term,
-                objective.kl if objective.kl is not None else torch.zeros_like(policy.ratio),
-                inputs.entropy.detach(),
+                objective.kl if objective.kl is not None else none,
+                inputs.entropy.detach() if inputs.entropy is not None else none,
                 policy.clipped_low.float(),
                 policy.clipped_high.float(),
                 policy.ratio,
@@ -71,7 +72,7 @@ class MetricSums:
             loss=loss / steps,
             policy_loss=policy_loss / steps,
             kl=kl / count if self._has_kl else None,
-            entropy=entropy / count,
+            entropy=entropy / count if self._has_entropy else None,
             clip_low_fraction=low / count,
             clip_high_fraction=high / count,
             ratio_mean=ratio / count,

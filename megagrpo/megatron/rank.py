@@ -142,7 +142,7 @@ class TrainRank(ModelRank):
             entropy_coefficient=algorithm.entropy_coefficient,
         )
         of_token = self.of_tokens(advantages)
-        metrics = MetricSums(self.device)
+        metrics = MetricSums(self.device, entropy=algorithm.computes_entropy)
         weighed = []
         for minibatch in minibatches:
             old = None if passes.old_logprobs is None else minibatch.own(passes.old_logprobs)
@@ -153,10 +153,11 @@ class TrainRank(ModelRank):
 
     def compute_gradients(self, minibatch: Minibatch, weights: TokenWeights, update: Update) -> None:
         """Gradients of one minibatch's loss in the chunks' buffers, summed over all ranks and not clipped."""
+        computes_entropy = self.recipe.algorithm.computes_entropy
 
         def loss(index: int, output: Tensor) -> Tensor:
             response, of_batch = minibatch.responses[index], minibatch.first + index
-            logprobs, entropy = self.logprobs(output, response, entropy=True)
+            logprobs, entropy = self.logprobs(output, response, entropy=computes_entropy)
             update.before_update.setdefault(of_batch, logprobs.detach())
             old, reference = self.passes.old_logprobs, self.passes.reference_logprobs
             inputs = ObjectiveInputs(
@@ -165,7 +166,7 @@ class TrainRank(ModelRank):
                 old_logprobs=logprobs.detach() if old is None else old[of_batch],
                 advantages=update.advantages[of_batch],
                 weights=weights.weights[index],
-                entropy=entropy,
+                entropy=entropy if computes_entropy else None,
                 reference_logprobs=None if reference is None else reference[of_batch],
                 sequences=response.sequences,
                 importance=None if weights.importance is None else weights.importance[index],

@@ -274,7 +274,8 @@ def _with_gradients(recipe: AnyRecipe, work: Pass, stage: Stage, index: int, seq
     kept = stage_bytes(work, stage, index, -(-sequences // max(1, capacity // work.longest)))
     layer, logits = working_bytes(work, stage), 0
     if stage.head:
-        logits = logits_bytes(work, work.tokens, gradients=True, entropy=isinstance(recipe, Recipe))
+        entropy = isinstance(recipe, Recipe) and recipe.algorithm.computes_entropy
+        logits = logits_bytes(work, work.tokens, gradients=True, entropy=entropy)
     microbatch = ("train.tokens_per_microbatch",) if capacity > work.longest else ()
     split = (*microbatch, "train.layout.context", "train.layout.tensor")
     largest = Part("logits", logits, split) if logits > layer else Part("one layer's backward pass", layer, split)

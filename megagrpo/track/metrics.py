@@ -46,7 +46,7 @@ METRICS = (
     Metric("loss/tokens", "nats/token", "Supervised fine-tuning: mean -log p of the assistant's tokens."),
     Metric("kl/mean", "nats/token", "Estimated divergence from the reference policy, if there is one."),
     Metric("kl/coefficient", "", "Weight of its penalty in the step."),
-    Metric("entropy", "nats/token", "Entropy of the policy at the sampling temperature."),
+    Metric("entropy", "nats/token", "Entropy of the policy at the sampling temperature, unless entropy_metric: false."),
     Metric("ratio/mean", "", "Mean of p / old p over tokens. With rollout_logprobs_as_old the old p is the engine's."),
     Metric("clip/low", "share of tokens", "Tokens whose gradient the lower clip bound cut (cispo: changed)."),
     Metric("clip/high", "share of tokens", "Tokens whose gradient the upper bound or the dual clip cut."),

@@ -124,7 +124,6 @@ def update_metrics(update: StepMetrics) -> dict[str, float]:
         "clip/low": update.clip_low_fraction,
         "clip/high": update.clip_high_fraction,
         "ratio/mean": update.ratio_mean,
-        "entropy": update.entropy,
         "grad_norm": update.grad_norm,
         "skipped_steps": float(update.skipped_steps),
         "logprob_difference/mean": update.mismatch.mean,
@@ -142,6 +141,8 @@ def update_metrics(update: StepMetrics) -> dict[str, float]:
     }
     if update.kl is not None:
         metrics["kl/mean"] = update.kl
+    if update.entropy is not None:
+        metrics["entropy"] = update.entropy
     if update.correction is not None:
         metrics |= {f"correction/{name}": value for name, value in vars(update.correction).items()}
     return metrics

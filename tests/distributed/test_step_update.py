@@ -177,6 +177,11 @@ def first_metrics(rank: TrainRank, batch: RankBatch, advantages: np.ndarray, old
 def test_one_update_needs_no_pass_for_old_logprobs(case):
     recipe = make_recipe(ALONE, algorithm=NO_KL)
     (own,), (stored,) = (on_ranks(first_metrics, recipe, case, old) for old in (False, True))
+    without = NO_KL | {"entropy_coefficient": 0.0}
+    (silent,), (reported,) = (
+        on_ranks(first_metrics, make_recipe(ALONE, algorithm=without | {"entropy_metric": metric}), case)
+        for metric in (False, True)
+    )
     assert own.ratio_mean == 1.0
     assert own.clip_low_fraction == own.clip_high_fraction == 0.0
     # Exactly, also by logprobs of a pass of their own: clips of 3e-4, as GSPO's, are as small as rounding.
@@ -184,6 +189,8 @@ def test_one_update_needs_no_pass_for_old_logprobs(case):
     assert own.kl is None
     assert figures(replace(stored, kl=0)) == pytest.approx(figures(replace(own, kl=0)), rel=1e-5)
     assert 0 < own.entropy < np.log(131)
+    assert silent.entropy is None, "it need not be computed"
+    assert figures(replace(silent, entropy=0)) == figures(replace(reported, entropy=0))
 
 
 def passes_of_two_steps(rank: TrainRank, batch: RankBatch, advantages: np.ndarray) -> list[dict[str, Any]]:

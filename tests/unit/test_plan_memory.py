@@ -181,6 +181,16 @@ def test_logits_never_take_much_more_than_a_few_chunks() -> None:
     assert logits_bytes(work, 16384, gradients=False, entropy=False) < held
 
 
+def test_entropy_is_planned_where_it_is_computed() -> None:
+    def update(**algorithm: Any) -> int:
+        recipe = merged(algorithm=algorithm, train={"tokens_per_microbatch": 16384}, cluster={"device": "cpu"})
+        kinds = memory(Case(recipe, replace(LLAMA, hidden=16, ffn=16, heads=1, query_groups=1), A_CPU))
+        return max(phase.bytes for kind in kinds for phase in kind.phases if phase.phase == "update")
+
+    assert update(entropy_metric=False) < update()
+    assert update(entropy_metric=False, entropy_coefficient=0.01) == update()
+
+
 # --- engines ---------------------------------------------------------------------------------------------------------
 
 

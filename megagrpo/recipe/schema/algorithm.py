@@ -35,6 +35,9 @@ class AlgorithmConfig(Section):
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
 
+    entropy_metric: bool = True
+    """Report the policy's entropy. false: it is computed for an entropy bonus only."""
+
     aggregation: AggregationConfig = TokenMeanConfig()
     """How losses per token become one number. token_mean: mean over the minibatch's tokens. seq_mean_...: mean over
     responses of each one's sum, mean, or sum / divisor (Dr.GRPO). token_sum: sum over the minibatch's tokens."""
@@ -59,6 +62,11 @@ class AlgorithmConfig(Section):
     groups either way."""
 
     # --- which passes over a step's batch this asks for, besides the update -------------------------------------------
+
+    @property
+    def computes_entropy(self) -> bool:
+        """In the update."""
+        return self.entropy_metric or self.entropy_coefficient > 0
 
     @property
     def kl_in_reward(self) -> bool:
