@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,7 +28,7 @@ from megagrpo.weights.transport.rendezvous import Rendezvous
 from megagrpo.weights.views import torch_dtype
 
 GATHER = "gather everything"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Sync:
 
 
 class TrainingRank:
-    """One process's part."""
+    """One process's part, in the memory of `device`."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._sender: Any = None
 
@@ -56,7 +56,7 @@ class TrainingRank:
         """The tensors of this rank's manifest, with the values of the model in `directory`."""
         manifest = plan.sources[self._rank]
         self._tensors = {
-            storage.name: torch.empty(storage.shape, dtype=torch_dtype(storage.dtype))
+            storage.name: torch.empty(storage.shape, dtype=torch_dtype(storage.dtype), device=self._device)
             for storage in manifest.storages.values()
         }
         load_files(directory, manifest, self._tensors)
@@ -77,6 +77,8 @@ class TrainingRank:
         """Changes every element, in the same way on every rank that holds it."""
         for tensor in self._tensors.values():
             tensor.neg_()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
 
     def send(self, version: int) -> None:
         self._sender.send(version, self._tensors)
@@ -97,16 +99,18 @@ class TrainingRank:
 
 
 class TrainingRanks:
-    """All of them, as processes joined by gloo. Ended by `close`, or when this process ends."""
+    """All of them, as processes joined by gloo, on one of these devices each. Ended by `close`, or when this process
+    ends."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         os.environ.update(ENVIRONMENT)
+        ranks = len(devices)
         address = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
         spawn = multiprocessing.get_context("spawn")
         pipes = [spawn.Pipe() for _ in range(ranks)]
         self._connections = [ours for ours, _ in pipes]
         self._processes = [
-            spawn.Process(target=serve, args=(rank, ranks, address, theirs), daemon=True)
+            spawn.Process(target=serve, args=(rank, ranks, devices[rank], address, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process, (_, theirs) in zip(self._processes, pipes, strict=True):
@@ -137,11 +141,13 @@ class TrainingRanks:
             process.kill()
 
 
-def serve(rank: int, ranks: int, address: str, connection: Connection) -> None:
+def serve(rank: int, ranks: int, device: torch.device, address: str, connection: Connection) -> None:
     """Runs in each process until the connection closes."""
     torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
-    owner = TrainingRank(rank)
+    owner = TrainingRank(rank, device)
     while True:
         try:
             method, arguments = connection.recv()

@@ -2,8 +2,10 @@
 
     make benchmark-sync                             # installs SGLang for CPUs, runs this
     python benchmarks/weight_sync.py --small        # a quick look, with a model that is too small to say anything
+    python benchmarks/weight_sync.py --device cuda  # one GPU or more, with SGLang for them: beside a copy on a GPU
 
-A random dense Qwen2 in bfloat16; two training ranks are processes with what Megatron ranks hold. Every sync is verified
+A random dense Qwen2 in bfloat16; two training ranks, or one on a single GPU, are processes with what Megatron ranks
+hold. Each has a GPU, and so has each engine rank where there are enough; else they share. Every sync is verified
 by digests of every tensor, also those of the practice that is compared with; each brings other values than the one
 before. The phases of a sync follow one another here so that each can be timed; in a training run the digests of the
 training ranks and of the engine are taken at the same time.
@@ -50,6 +52,7 @@ DTYPE = "bfloat16"
 TIMEOUT_SECONDS = 120.0
 START_SECONDS = 300.0
 LAYOUTS = (ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(data=2))
+RANKS = 2
 EXACT = (TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP)
 CONFIG = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 12, "hidden_size": 1024,
@@ -57,6 +60,7 @@ CONFIG = {
     "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
     "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": DTYPE,
 }  # fmt: skip
+GPU_SIZES = {"num_hidden_layers": 28, "hidden_size": 2048, "intermediate_size": 8192}
 SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048}
 
 
@@ -98,24 +102,69 @@ class Phases:
         return self.begin + self.move + self.rank_digests + self.engine_digests + self.end
 
 
+@dataclass(frozen=True)
+class Devices:
+    """Where training ranks and the engine's ranks are: the GPUs of each, by place in `names`, or none on CPUs."""
+
+    kind: str
+    names: Sequence[str]
+    """Of all GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    ranks: tuple[int, ...]
+    engine: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kind: str, names: Sequence[str], tensor: int) -> Devices:
+        """Raises ValueError if there are not enough GPUs."""
+        if kind == "cpu":
+            return cls(kind, (), (), ())
+        if len(names) < tensor:
+            raise ValueError(f"{len(names)} GPUs for an engine of {tensor}")
+        ranks = min(RANKS, len(names))
+        first = ranks if len(names) >= ranks + tensor else 0
+        return cls(kind, names, tuple(range(ranks)), tuple(range(first, first + tensor)))
+
+    @property
+    def transports(self) -> tuple[TransportName, ...]:
+        """Those of exact shards that can be had: NCCL wants a GPU for each process."""
+        shared = bool(set(self.ranks) & set(self.engine))
+        return (TransportName.SHARED_MEMORY,) if shared else EXACT
+
+    @property
+    def torch_ranks(self) -> list[torch.device]:
+        return [torch.device(self.kind, gpu) for gpu in self.ranks] or [torch.device("cpu")] * RANKS
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the server: its own GPUs first, and those that send to it."""
+        seen = dict.fromkeys((*self.engine, *self.ranks))
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.names[gpu] for gpu in seen)} if seen else {}
+
+    def topology(self, ranks: int, tensor: int) -> Topology:
+        places = ([Place("this machine", gpu) for gpu in gpus] for gpus in (self.ranks[:ranks], self.engine))
+        here = Place("this machine")
+        sources, destinations = (tuple(of) for of in places)
+        return Topology(sources or (here,) * ranks, destinations or (here,) * tensor)
+
+
 class Engine:
     """One server, and what is known of it. One for all measurements with its tensor size."""
 
-    def __init__(self, directory: Path, tensor: int) -> None:
+    def __init__(self, directory: Path, tensor: int, devices: Devices) -> None:
+        self.devices, kind = devices, devices.kind
         self.layout = EngineLayoutConfig(tensor=tensor)
         arch = read_architecture(directory)
-        self.manifests = [sglang.manifest(arch, self.layout, rank, DTYPE, "cpu") for rank in range(tensor)]
+        self.manifests = [sglang.manifest(arch, self.layout, rank, DTYPE, kind) for rank in range(tensor)]
         arguments = server_arguments(
             model_directory=str(directory),
             layout=self.layout,
             dtype=DTYPE,
-            device="cpu",
+            device=kind,
             requests_at_once=4,
             tokens_per_request=64,
             longest_pause_seconds=TIMEOUT_SECONDS,
-            options={},
+            options={} if kind == "cpu" else {"mem_fraction_static": 0.4, "disable_cuda_graph": True},
         )
-        environment = server_environment("cpu", tensor, threads=os.cpu_count() or 1)
+        environment = server_environment(kind, tensor, threads=os.cpu_count() or 1) | devices.environment
         self._server = Server(arguments, name="engine 0", log=CACHE / "server.log", environment=environment)
         try:
             self._server.wait_until_ready(START_SECONDS)
@@ -135,17 +184,23 @@ class Engine:
 
 
 class Copy:
-    """A plain copy of so many bytes from memory to memory, into pages that are there."""
+    """A plain copy of so many bytes within the memory of a device, into pages that are there."""
 
-    def __init__(self, size: int) -> None:
-        self._source = torch.ones(size, dtype=torch.uint8)
-        self._target = torch.ones(size, dtype=torch.uint8)
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._source = torch.ones(size, dtype=torch.uint8, device=device)
+        self._target = torch.ones(size, dtype=torch.uint8, device=device)
 
     def seconds(self, cores: int) -> float:
         torch.set_num_threads(cores)
+        self._finish()
         began = time.monotonic()
         self._target.copy_(self._source)
+        self._finish()
         return time.monotonic() - began
+
+    def _finish(self) -> None:
+        if self._source.is_cuda:
+            torch.cuda.synchronize(self._source.device)
 
 
 def needed_bytes(plan: WeightPlan) -> int:
@@ -181,16 +236,16 @@ class Bench:
         self._layout, self._ranks, self._engine, self._bucket_bytes = layout, ranks, engine, bucket_bytes
         arch = read_architecture(directory)
         sources = [LOCAL_SPEC.manifest(arch, layout, where, DTYPE) for where in rank_grid(layout)]
-        here = Place("this machine")
-        self.plan = make_plan(
-            sources, engine.manifests, Topology((here,) * len(sources), (here,) * len(engine.manifests))
-        )
+        devices, tensor = engine.devices, len(engine.manifests)
+        self.plan = make_plan(sources, engine.manifests, devices.topology(len(sources), tensor))
         self._host = RendezvousHost("127.0.0.1", TIMEOUT_SECONDS)
         self._files = DiskFiles(CACHE / "versions", directory, DTYPE)
         shutil.rmtree(self._files.directory, ignore_errors=True)
         self._destinations = range(len(engine.manifests))
         self._version = 0
-        self._copy = Copy(needed_bytes(self.plan))
+        # GPUs copy at the same time what their engine ranks hold.
+        whole = needed_bytes(self.plan)
+        self._copy = Copy(whole // tensor if devices.engine else whole, torch.device(devices.kind))
         ranks.call("hold", self.plan, directory)
 
     def measure(self, transport: str, repetitions: int) -> list[Phases]:
@@ -266,11 +321,12 @@ class Bench:
 
 
 def rows(engine: Engine, ranks: TrainingRanks, directory: Path, chosen: argparse.Namespace) -> Iterator[list[str]]:
-    tensor = engine.layout.tensor
-    for layout in LAYOUTS:
+    tensor, devices = engine.layout.tensor, engine.devices
+    gather = [GATHER] if devices.kind == "cpu" else []
+    for layout in LAYOUTS if len(devices.torch_ranks) == RANKS else (ParallelLayout(),):
         bench = Bench(layout, ranks, engine, directory, chosen.bucket_bytes)
         bound = needed_bytes(bench.plan)
-        for transport in chosen.transports or [GATHER, *EXACT, *([TransportName.DISK] if tensor == 1 else [])]:
+        for transport in chosen.transports or [*gather, *devices.transports, *[TransportName.DISK][: tensor == 1]]:
             found = bench.measure(transport, chosen.repetitions)
             middle = {name: statistics.median(getattr(phases, name) for phases in found) for name in vars(found[0])}
             least = {name: min(getattr(phases, name) for phases in found) for name in vars(found[0])}
@@ -283,6 +339,8 @@ def rows(engine: Engine, ranks: TrainingRanks, directory: Path, chosen: argparse
                 f"{least['copy']:.3f}",
                 f"{least['one_core_copy']:.3f}",
                 f"{least['move'] / least['copy']:.1f}",
+                f"{bound / least['move'] / 1e9:.1f}",
+                f"{bound / least['copy'] / 1e9:.1f}",
                 f"{middle['moved_bytes'] / 1e6:.0f}",
                 f"{middle['moved_bytes'] / bound:.2f}",
                 f"{middle['rank_digests']:.3f}",
@@ -294,12 +352,13 @@ def rows(engine: Engine, ranks: TrainingRanks, directory: Path, chosen: argparse
 
 HEADER = [
     "training", "engine tensor", "transport", "moving s", "least", "least copy s", "by one core", "least / copy",
-    "MB moved", "x needed", "digests: ranks s", "engine s", "begin and end s", "all phases s",
+    "GB/s", "copy GB/s", "MB moved", "x needed", "digests: ranks s", "engine s", "begin and end s", "all phases s",
 ]  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--small", action="store_true", help="a tiny model and one repetition: does it run?")
     parser.add_argument("--repetitions", type=int, default=5, help="measured syncs of each kind, after one that is not")
     parser.add_argument("--engines", type=int, nargs="+", default=[1], metavar="TENSOR", help="an engine of each size")
@@ -311,20 +370,28 @@ def main() -> None:
     )
     parser.add_argument("--bucket-bytes", type=int, default=64 << 20, help="largest bucket, of every way")
     chosen = parser.parse_args()
-    directory = CACHE / ("small" if chosen.small else "model")
+    gpus = torch.cuda.device_count() if chosen.device == "cuda" else 0
+    if chosen.device == "cuda" and not gpus:
+        parser.error("--device cuda: torch sees no GPU")
+    names = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")[:gpus]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+    machines = {tensor: Devices.of(chosen.device, names, tensor) for tensor in chosen.engines}
+    name, config = ("gpu-model", CONFIG | GPU_SIZES) if gpus else ("model", CONFIG)
+    directory = CACHE / ("small" if chosen.small else name)
     if chosen.small:
         chosen.repetitions, chosen.bucket_bytes = 1, 1 << 18
-    make_model(directory, CONFIG | SMALL if chosen.small else CONFIG)
+    make_model(directory, CONFIG | SMALL if chosen.small else config)
+    cards = f"{gpus} x {torch.cuda.get_device_name()}, " if gpus else ""
     size = sum(prod(tensor.shape) for tensor in tensors_of(read_architecture(directory))) * ITEM_BYTES[DTYPE]
     print(
         f"{size / 1e6:.0f} MB in {DTYPE}, buckets of {chosen.bucket_bytes / (1 << 20):g} MiB, {os.cpu_count()} cores, "
-        f"load average {os.getloadavg()[0]:.1f} before. Medians of {chosen.repetitions} syncs, each verified.\n"
+        f"{cards}load average {os.getloadavg()[0]:.1f} before. Medians of {chosen.repetitions} syncs, each verified.\n"
     )
     print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER))
-    ranks = TrainingRanks(2)
+    ranks = TrainingRanks(machines[chosen.engines[0]].torch_ranks)
     try:
-        for tensor in chosen.engines:
-            engine = Engine(directory, tensor)
+        for tensor, devices in machines.items():
+            engine = Engine(directory, tensor, devices)
             try:
                 for row in rows(engine, ranks, directory, chosen):
                     print("| " + " | ".join(row) + " |", flush=True)
