@@ -184,12 +184,15 @@ class RankActor(RankProcess):
 
         held = self.rank.manifest()
         self.quantizer = Quantizer(held, preparation, source) if preparation else None
+        if self.quantizer:
+            self.fetching = channel.rendezvous.join(plan.sources[source].holder)
         require_own(plan.sources[source], self.quantizer.manifest if self.quantizer else held)
         directory, dtype = sync_directory(self.recipe).absolute(), dtype_name(self.recipe, self.rank.device.type)
         self.sender = open_sender(channel, plan, source, DiskFiles(directory, Path(self.model_directory), dtype))
 
     def send_weights(self, version: int, destinations: Sequence[int]) -> Mapping[int, Mapping[str, int]]:
         """Sends this rank's part of the open sync. Returns its part of the digests expected at each destination."""
+        self.version = version
         tensors = self._sent_tensors()
         self.sender.send(version, tensors)
         return self.sender.digests(tensors, destinations)
@@ -200,7 +203,7 @@ class RankActor(RankProcess):
     def _sent_tensors(self) -> Mapping[str, torch.Tensor]:
         """Collective if blocks are quantised that are cut between ranks."""
         held = self.rank.tensors()
-        return self.quantizer.tensors(held) if self.quantizer else held
+        return self.quantizer.tensors(held, self.fetching, self.version) if self.quantizer else held
 
     def disconnect(self) -> None:
         self.sender.close()

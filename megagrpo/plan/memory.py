@@ -23,6 +23,7 @@ from megagrpo.plan.parameters import (
     RankParameters,
     Stage,
     adapter_parameters,
+    fetched_elements,
     rank_parameters,
     stages,
 )
@@ -309,6 +310,10 @@ def _sync_parts(case: Case, index: int, parameters: int) -> Iterator[Part]:
         held = rank_parameters(case.architecture, case.layout, index, case.fused_layers)
         blocks = int((held.dense + held.experts) * BLOCK_ELEMENT_BYTES)
         yield Part("quantised weights", blocks, ("train.layout.tensor", "train.layout.pipeline"))
+        # As they arrive, and where they lie until they are quantised.
+        rows = 2 * fetched_elements(case.architecture, case.layout, index, case.fused_layers) * case.item_bytes
+        if rows:
+            yield Part("rows of cut blocks", rows, ("train.layout.tensor",))
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk
 from megagrpo.plan.units import spans
 from megagrpo.recipe.schema import EngineLayoutConfig, LoraConfig
-from megagrpo.weights.blocks import BLOCK
+from megagrpo.weights.blocks import BLOCK, lacking_manifest
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
@@ -239,6 +239,25 @@ def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, devic
             held += outside["lm_head.weight"]
         found.append(held)
     return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def fetched_elements(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> int:
+    """Elements of blocks that are cut between ranks: the most that a rank of a stage fetches to quantise its own."""
+    sample, side = _sample(arch, experts=layout.expert), TE_SPEC if fused else LOCAL_SPEC
+    one = ParallelLayout(tensor=layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor)
+    shapes, counts = sglang.quantized_shapes(sample), layer_counts(arch, stages(arch.layers, layout)[stage].layers)
+    found = []
+    for tensor in range(layout.tensor):
+        where = RankCoordinates(tensor, tensor, 0, 0, 0, 0, tensor % layout.expert_tensor, 0)
+        lacking = lacking_manifest(side.manifest(sample, one, where, "bfloat16"), shapes)
+        elements = 0
+        for name, storage in lacking.storages.items():
+            dense = bool(counts[0]) and ".layers.0." in name
+            copies = arch.experts.count // layout.expert if arch.experts and ".experts." in name else 1
+            elements += prod(storage.shape) * counts[not dense] * copies
+        found.append(elements)
+    return max(found)
 
 
 def _shard(

@@ -9,7 +9,8 @@ between ranks, it fetches from the others before. Both follow from manifests alo
 
     served = in_blocks(manifest, shapes)              # an engine rank
     sources, preparation = prepare(held, served)      # driver, before the plan from `sources` to `served`
-    Quantizer(own, preparation, rank).tensors(its)    # each training rank, at the same time: the storages of its source
+    # Each training rank, at the same time: the storages of its source.
+    Quantizer(own, preparation, rank).tensors(its, member, version)
 """
 
 from __future__ import annotations

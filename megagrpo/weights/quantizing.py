@@ -6,12 +6,14 @@ to float8 loses anything, every machine gets the same bits, and quantising what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch.nn.functional import pad
 
-from megagrpo.errors import DIVERGED_FIX, ModelError, Problem
+from megagrpo.errors import DIVERGED_FIX, ModelError, Problem, RankError, WeightSyncError
 from megagrpo.weights.blocks import (
     BLOCK,
     Preparation,
@@ -24,9 +26,13 @@ from megagrpo.weights.blocks import (
     values_of,
 )
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.plan import require_own
+from megagrpo.weights.coverage import few
+from megagrpo.weights.plan import WeightPlan, require_own
+from megagrpo.weights.transport.rendezvous import Member
 from megagrpo.weights.views import box_view, torch_dtype
 
+LAST_SECONDS = 10.0
+"""For an exchange that has begun to end by itself, after the sync was given up."""
 SMALLEST = 1e-4
 """Blocks of smaller values have the scale of this one, which keeps a scale of zeros away from 0."""
 
@@ -64,19 +70,30 @@ class Quantizer:
 
     def __init__(self, held: Manifest, preparation: Preparation, rank: int) -> None:
         """Raises WeightSyncError if the fetches are planned for other manifests."""
-        self._rank, self._fetches = rank, preparation.fetches
+        self._rank, self._fetches, self._begun = rank, preparation.fetches, 0
         if self._fetches is not None:
             require_own(self._fetches.sources[rank], held)
             require_own(self._fetches.destinations[rank], lacking_manifest(held, preparation.shapes))
         self.manifest = sending_manifest(held, preparation.shapes)
         self._shares = tuple(shares_of(held, preparation.shapes))
 
-    def tensors(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The storages of `manifest`, from those of the rank's own manifest. Collective if there are fetches.
+    def tensors(self, held: Mapping[str, torch.Tensor], member: Member, version: int) -> dict[str, torch.Tensor]:
+        """The storages of `manifest`, from those of the rank's own manifest. Collective if there are fetches: part of
+        the open sync to `version`.
 
-        Raises ModelError, naming tensors, if a weight is not finite.
+        Raises ModelError, naming tensors, if a weight is not finite; WeightSyncError if the sync is given up before the
+        fetches begin, and RankError, naming a rank, if they do not end.
         """
-        return self.quantized(held, self._fetched(held))
+        if (plan := self._fetches) is None:
+            return self.quantized(held, {})
+        with member.attend(version) as sync:
+            self._begun += 1
+            key = f"fetch/{sync.attempt}/{self._begun}"
+            _begin_together(member, key, plan, self._rank)
+            awaited = [plan.sources[its.source].holder for its in plan.incoming(self._rank)]
+            fetched = _in_bounded_time(member, partial(self._exchanged, plan, held, awaited), awaited)
+            member.delete(f"{key}/{self._rank}")
+        return self.quantized(held, fetched)
 
     def quantized(
         self, held: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]
@@ -95,14 +112,17 @@ class Quantizer:
             raise ModelError(Problem(tensor, given, needed, DIVERGED_FIX) for tensor in sorted(wrong))
         return found
 
-    def _fetched(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What this rank lacks, by storage. Both ends of a transfer see it at the same place in their order."""
-        plan = self._fetches
-        if plan is None:
-            return {}
+    @torch.no_grad()
+    def _exchanged(
+        self, plan: WeightPlan, held: Mapping[str, torch.Tensor], awaited: list[str]
+    ) -> dict[str, torch.Tensor]:
+        """What this rank lacks, by storage. Both ends of a transfer see it at the same place in their order. `awaited`
+        are the senders of what is not there yet."""
         device = next(iter(held.values())).device
-        # NCCL wants all ranks in a group's first operation, and some have nothing to send or to fetch.
-        torch.distributed.all_reduce(torch.zeros(1, device=device))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a new thread begins on the first
+            # NCCL wants all ranks in a group's first operation, and some have nothing to send or to fetch.
+            torch.distributed.all_reduce(torch.zeros(1, device=device))
         found = {
             name: torch.empty(its.shape, dtype=torch_dtype(its.dtype), device=device)
             for name, its in plan.destinations[self._rank].storages.items()
@@ -120,11 +140,66 @@ class Quantizer:
             view = box_view(held[transfer.source_placement.storage], transfer.source_placement)
             work.append(torch.distributed.P2POp(torch.distributed.isend, view.contiguous(), transfer.destination))
         for request in torch.distributed.batch_isend_irecv(work) if work else ():
-            request.wait()
+            request.wait()  # of NCCL all at once, and only the stream waits
+            del awaited[: device.type == "cpu"]
         for transfer, part in zip(incoming, parts, strict=True):
             placement = transfer.destination_placement
             box_view(found[placement.storage], placement).copy_(part)
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
         return found
+
+
+def _begin_together(member: Member, key: str, plan: WeightPlan, rank: int) -> None:
+    """Waits until all ranks are there. Either all of them begin, or none: an exchange that some have begun cannot be
+    given up, because the next one of the group would take its place."""
+    member.write(f"{key}/{rank}", True)
+    if member.add(f"{key}/there") == len(plan.sources):
+        member.decide(key, "go")
+
+    def missing() -> Problem:
+        there = (member.read(f"{key}/{index}", bool) for index in range(len(plan.sources)))
+        absent = [its.holder for its, came in zip(plan.sources, there, strict=True) if not came]
+        return member.late(f"{member.name}: rows of cut blocks", f"{few(absent)} did not begin to exchange them")
+
+    try:
+        member.wait(lambda: member.read(key, str) == "go" or None, missing)
+    except WeightSyncError:
+        if member.decide(key, "stop") == "stop":
+            raise
+
+
+def _in_bounded_time(
+    member: Member, exchange: Callable[[], dict[str, torch.Tensor]], awaited: list[str]
+) -> dict[str, torch.Tensor]:
+    """What an exchange returns, made in a thread: torch waits for its peers, aborted or not. Afterwards the group of
+    the training ranks is good for nothing if it did not end: RankError."""
+    where = f"{member.name}: rows of cut blocks"
+    found: list[dict[str, torch.Tensor]] = []
+    failed: list[str] = []
+
+    def run() -> None:
+        try:
+            found.append(exchange())
+        except (RuntimeError, OSError) as error:
+            failed.append(str(error).partition("\n")[0])
+
+    def missing() -> Problem:
+        return member.late(where, f"{few(sorted(set(awaited)))} did not send them")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        member.wait(lambda: None if thread.is_alive() else True, missing)
+    except WeightSyncError as error:
+        thread.join(min(LAST_SECONDS, member.seconds_left()))
+        if thread.is_alive():
+            raise RankError(error.problems) from error
+        raise
+    if failed:
+        given = f"{failed[0]}, while {few(sorted(set(awaited))) or 'others'} should have sent them"
+        raise RankError(Problem(where, given, "all training ranks alive and connected"))
+    return found[0]
 
 
 def _assembled(share: Share, held: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]) -> torch.Tensor:

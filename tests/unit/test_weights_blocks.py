@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 import pytest
 import torch
 
 from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.plan.parameters import fetched_elements
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.blocks import BLOCK, Preparation, prepare
 from megagrpo.weights.boxes import Manifest
@@ -116,6 +118,17 @@ def test_engines_get_the_blocks_of_whole_tensors(name: str) -> None:
         assert_served(rank, tensors, arch, tensor, expert, checkpoint)
     found = [digests(its, manifest.placements) for its, manifest in zip(sent.arrived, served, strict=True)]
     assert not unlike_sent(sent.plan, sent.ready, found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_planner_knows_what_a_rank_fetches(name: str) -> None:
+    arch, layout, tensor, expert = CASES[name]
+    held = manifests(arch, layout, "bfloat16")
+    _, preparation = prepare(held, engines(arch, tensor, expert))
+    lacking = preparation.fetches.destinations if preparation and preparation.fetches else ()
+    sizes = [sum(prod(storage.shape) for storage in its.storages.values()) for its in lacking]
+    planned = [fetched_elements(arch, layout, stage, False) for stage in range(layout.pipeline)]
+    assert max(planned) == max(sizes, default=0)
 
 
 def cut_by_four() -> Sent:

@@ -170,6 +170,12 @@ class Member:
             found = self._store.get(f"value/{key}") if self._store.check([f"value/{key}"]) else None
         return None if found is None else self._checked(f"value/{key}", found, kind)
 
+    def decide(self, key: str, value: str) -> str:
+        """Writes a value unless another member has: the first one's, which all members read."""
+        with self._reaching():
+            found = self._store.compare_set(f"value/{key}", "", json.dumps(value))
+        return str(self._checked(f"value/{key}", found, str))
+
     def delete(self, key: str) -> None:
         with self._reaching():
             self._store.delete_key(f"value/{key}")
