@@ -18,6 +18,7 @@ from megagrpo import cli
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang import server as server_module
+from megagrpo.rollout.sglang.engine import check_server
 from megagrpo.rollout.sglang.server import (
     SHARED_MEMORY,
     Server,
@@ -27,9 +28,10 @@ from megagrpo.rollout.sglang.server import (
     shared_files,
 )
 from megagrpo.types import SamplingParams
+from megagrpo.weights.families import read_architecture
 from tests.loop.small_run import wait_until
 from tests.rollout_engines import model_directory, request
-from tests.sglang.servers import START_SECONDS, WAIT_SECONDS, Served, serve_directory
+from tests.sglang.servers import START_SECONDS, WAIT_SECONDS, Served, client_of, serve_directory, settings
 from tests.sglang.test_weights import check_holds, check_logprobs
 
 GONE_SECONDS = 120.0
@@ -44,6 +46,35 @@ def status(server: Server, path: str, key: str | None) -> int:
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code
+
+
+@pytest.mark.parametrize(
+    ("changed", "given", "fix"),
+    [
+        ({"attn_dp_size": 2}, "attn_dp_size 2", "change rollout.layout.attention_data, or start"),
+        ({"pp_size": 2, "dtype": "float16"}, "dtype float16, pp_size 2", "rollout.layout.pipeline, or start"),
+        ({"ep_num_redundant_experts": 4}, "ep_num_redundant_experts 4", "start the server so"),
+    ],
+)
+def test_the_first_contact_names_every_argument_that_differs_from_the_recipe(
+    tied_server: Served, changed: dict[str, object], given: str, fix: str
+) -> None:
+    with client_of(tied_server.server) as client:
+        info = client.get("/server_info")
+    known = settings(tied_server.directory, tied_server.layout)
+    checked = "engine 0", tied_server.layout, known["dtype"], read_architecture(tied_server.directory)
+    check_server(info, *checked)
+    with pytest.raises(EngineError) as caught:
+        check_server(info | changed, *checked)
+    (problem,) = caught.value.problems
+    assert problem.given == given
+    assert fix in problem.fix
+
+
+def test_an_engine_over_a_server_of_another_layout_is_refused(tied_server: Served) -> None:
+    other = EngineLayoutConfig(pipeline=2)
+    with pytest.raises(EngineError, match="pp_size 1"), tied_server.borrowed(layout=other):
+        pass
 
 
 def test_a_server_answers_on_loopback_alone_and_only_with_its_key_which_others_cannot_read(tied_server: Served) -> None:

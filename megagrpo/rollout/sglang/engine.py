@@ -12,6 +12,7 @@ import numpy as np
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.engine import MemoryTag, UpdateProtocol, check_prompts
+from megagrpo.rollout.sglang.arguments import OWNED
 from megagrpo.rollout.sglang.client import (
     BrokenConnection,
     Endpoint,
@@ -26,6 +27,7 @@ from megagrpo.tokenizer import load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import sglang as sglang_side
 from megagrpo.weights.transport.choice import Channel
@@ -33,6 +35,34 @@ from megagrpo.weights.transport.sglang import ServerWeights
 
 Pause = Literal["retract", "in_place"]
 NOTHING_OPEN = "no weight-update session is open"  # how SGLang refuses /end_weight_update
+
+
+AS_STARTED = {
+    "attn_cp_size": 1, "moe_dp_size": 1, "dcp_size": 1, "moe_dense_tp_size": None, "enable_eplb": False,
+    "ep_num_redundant_experts": 0, "speculative_algorithm": None,
+}  # fmt: skip
+"""Arguments that change what a server's ranks hold: values of servers that megagrpo starts."""
+
+
+def check_server(
+    info: Mapping[str, Any], name: str, layout: EngineLayoutConfig, dtype: str, architecture: Architecture
+) -> None:
+    """Raises EngineError, naming all arguments that differ, unless the ranks of the server of this /server_info hold
+    what the plan of a sync takes them to hold."""
+    wanted: dict[str, object] = AS_STARTED | {"dp_size": 1, "dtype": dtype}
+    wanted |= {"tp_size": layout.tensor, "ep_size": layout.expert, "pp_size": layout.pipeline}
+    wanted |= {"attn_dp_size": layout.attention_data}
+    if layout.attention_data > 1:
+        wanted |= {"enable_dp_lm_head": True}
+    if architecture.experts is not None and architecture.experts.shared_ffn:
+        wanted |= {"disable_shared_experts_fusion": True}
+    wrong = {argument: info.get(argument) for argument, value in wanted.items() if info.get(argument) != value}
+    if wrong:
+        given = ", ".join(f"{argument} {value}" for argument, value in wrong.items())
+        needed = ", ".join(f"{argument} {wanted[argument]}" for argument in wrong)
+        keys = sorted({owner for argument in wrong if (owner := OWNED[argument]).startswith(("rollout.", "model."))})
+        fix = f"change {', '.join(keys)}, or start the server so" if keys else "start the server so"
+        raise EngineError(Problem(f"{name}: the server is not what the recipe says", given, needed, fix))
 
 
 class SglangEngine:
@@ -85,7 +115,7 @@ class SglangEngine:
         self._released: set[MemoryTag] = set()
         try:
             self._info = self._client.get("/server_info")
-            self._check_server(layout, dtype)
+            check_server(self._info, name, layout, dtype, architecture)
             if self._server is None:
                 # SGLang begins no update while one is open, which an earlier run may have left. A server that is paused
                 # stays so until the first commit, because its weights may be a mixture of two versions.
@@ -259,25 +289,6 @@ class SglangEngine:
         self._client.close()
         if self._server is not None:
             self._server.close()
-
-    def _check_server(self, layout: EngineLayoutConfig, dtype: str) -> None:
-        wanted: dict[str, object] = {
-            "tp_size": layout.tensor,
-            "ep_size": layout.expert,
-            "pp_size": layout.pipeline,
-            "dp_size": 1,
-        }
-        wanted |= {"attn_dp_size": layout.attention_data, "dtype": dtype}
-        if layout.attention_data > 1:
-            wanted |= {"enable_dp_lm_head": True}
-        wrong = {name: self._info.get(name) for name, value in wanted.items() if self._info.get(name) != value}
-        if wrong:
-            given = ", ".join(f"{name} {value}" for name, value in wrong.items())
-            needed = ", ".join(f"{name} {wanted[name]}" for name in wrong)
-            fix = "change rollout.layout or model.dtype, or start the server so"
-            raise EngineError(
-                Problem(f"{self._protocol.name}: the server is not what the recipe says", given, needed, fix)
-            )
 
     def _failure(self, asked: str, given: str) -> Problem:
         """The problem of a request that failed, with the end of the server's log if megagrpo started it."""
