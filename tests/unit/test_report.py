@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
@@ -18,7 +19,8 @@ from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR
 from megagrpo.recipe import schema
 from megagrpo.recipe.schema import Recipe
-from megagrpo.report import read_mismatch
+from megagrpo.recipe.yaml12 import to_text
+from megagrpo.report import read_mismatch, report
 from megagrpo.track.jsonl import MISMATCH_FILE, MismatchRecord, StepLines, WorstToken
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.step_metrics import excess_mismatch, mismatch_record, report_mismatch
@@ -107,6 +109,21 @@ def test_a_token_is_shown_in_one_line_and_one_that_is_not_a_number_comes_first(
     assert "not finite" in worst
     assert r"\x1b[2J\n" in worst
     assert worst.endswith(r"a\nb【\x1b[31m】\t")
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_the_report_says_what_rounding_in_engines_alone_has_made(tmp_path: Path, quantization: str | None) -> None:
+    recipe = tracked_recipe(tmp_path)
+    rollout = recipe.rollout.model_copy(update={"quantization": quantization})
+    recipe = recipe.model_copy(update={"rollout": rollout})
+    (tmp_path / "recipe.yaml").write_text(to_text(recipe.model_dump(mode="json")))
+    write(tmp_path, RECORD)
+    found = re.search(r"mean\s+(\S+),\s+p99 (\S+), k3 (\S+) ", report(tmp_path, 5))
+    assert (found is None) == (quantization is None)
+    if found:
+        page = (Path(__file__).parents[2] / "docs" / "mismatch.md").read_text()
+        mean, p99, k3 = found.groups()
+        assert re.search(rf"inputs of products \| {mean} \| {p99} \| \S+ \| {k3} ", page)
 
 
 def test_what_is_not_a_run_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
