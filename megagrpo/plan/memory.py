@@ -27,6 +27,7 @@ from megagrpo.plan.parameters import (
     rank_parameters,
     stages,
 )
+from megagrpo.recipe.defaults import maps_gpu_memory
 from megagrpo.recipe.schema import AnyRecipe, Recipe, TrainConfig
 from megagrpo.weights.families.architecture import Architecture, critic_of
 
@@ -107,6 +108,9 @@ def memory(case: Case) -> Iterator[DeviceMemory]:
             names.append("engine" if count == 1 else f"{count} engines")
             for phase in parts:
                 parts[phase] += _engine_parts(case, engine, phase, count, stage is not None)
+        if case.device == "cuda" and (others := mapping_processes(case, count)):
+            for phase in parts:
+                parts[phase].append(Part("contexts of engines on other GPUs", others * CONTEXT_BYTES))
         if names:
             phases = (PhaseMemory(phase, tuple(held)) for phase, held in parts.items())
             yield DeviceMemory(", ".join(names), devices, tuple(phases))
@@ -314,6 +318,24 @@ def _sync_parts(case: Case, index: int, parameters: int) -> Iterator[Part]:
         rows = 2 * fetched_elements(case.architecture, case.layout, index, case.fused_layers) * case.item_bytes
         if rows:
             yield Part("rows of cut blocks", rows, ("train.layout.tensor",))
+
+
+def mapping_processes(case: Case, own: int) -> int:
+    """The most engine processes on other GPUs of a node that map memory of a GPU on which `own` engines are: a process
+    has a context on every GPU whose memory it maps, from its first sync on.
+
+    A real plan takes seconds. Engine ranks receive from training ranks and pass on to one another, at most from as many
+    GPUs as the model is split over.
+    """
+    if not isinstance(case.recipe, Recipe) or not maps_gpu_memory(case.recipe):
+        return 0
+    layout, recipe, planned = case.layout, case.recipe, case.device_plan
+    processes = sum(map(len, planned.bundles_of_engine))
+    others = min(processes, max(1, own) * min(planned.bundles, recipe.cluster.gpus_per_node)) - own
+    if recipe.cluster.placement == "colocated" and layout.pipeline == layout.expert == 1:
+        same = recipe.rollout.engine == "sglang" and recipe.rollout.layout.tensor == layout.tensor
+        others = min(others, 0 if same else (layout.tensor - 1) * max(1, own))
+    return others
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.layout.parallel import ParallelLayout
+from benchmarks.weight_traffic import topology_of
+from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.plan.activations import Pass, layer_bytes, logits_bytes, stage_bytes, working_bytes
 from megagrpo.plan.advice import checkpoint_bytes
 from megagrpo.plan.case import A_CPU, GPUS, Case
 from megagrpo.plan.engine import GraphSizes, cache_bytes_per_token, default_fraction, engine_memory
-from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes, memory, model_parts
+from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes, mapping_processes, memory, model_parts
 from megagrpo.plan.parameters import (
     active_parameters,
     engine_rank_parameters,
@@ -33,7 +35,9 @@ from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.train import Recomputed
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture, critic_of
+from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import sglang
+from megagrpo.weights.sides.megatron_rank import TE_SPEC
 from tests import plans
 from tests.plans import H100, QWEN_8B, QWEN_HALF_B, known_model, merged, sft_recipe
 from tests.tiny_models import TINY_FAMILIES, make_model
@@ -189,6 +193,54 @@ def test_entropy_is_planned_where_it_is_computed() -> None:
 
     assert update(entropy_metric=False) < update()
     assert update(entropy_metric=False, entropy_coefficient=0.01) == update()
+
+
+# --- contexts of processes that map memory ---------------------------------------------------------------------------
+
+
+def mapping(layout: ParallelLayout, engine: int, gpus: int) -> tuple[int, int]:
+    """Engine processes that map memory of one GPU beside their own: the most in a real plan, and as planned."""
+    engines, arch = gpus // engine, replace(LLAMA, layers=8)
+    sizes = EngineLayoutConfig(tensor=engine)
+    of_engine = [sglang.manifest(arch, sizes, rank, "bfloat16", "cuda") for rank in range(engine)]
+    served = [replace(each, holder=f"engine {index} {each.holder}") for index in range(engines) for each in of_engine]
+    held = [TE_SPEC.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
+    topology = replace(topology_of(range(gpus), range(gpus), 8), two_hops=gpus > 8)
+    straight, passed_on = make_plan(held, served, topology).transfers.pairs()  # type: ignore[union-attr]
+    places, mapped = topology.destinations, Counter[Any]()
+    for sender, to in {*straight, *passed_on}:  # rank and engine rank of a number are on the same GPU
+        mapped[places[sender]] += sender != to and places[sender].node == places[to].node
+    train = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
+    recipe = plans.recipe(
+        {"train.layout": train, "rollout.engines": engines, "rollout.layout": {"tensor": engine}, "cluster.gpu": "H100"}
+    )
+    return max(mapped.values()), mapping_processes(Case(recipe, arch, H100), own=1)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 8), (2, 2), (4, 2)])
+def test_contexts_on_other_gpus_are_at_least_those_of_processes_that_map_their_memory(
+    tensor: int, pipeline: int
+) -> None:
+    layout = ParallelLayout(tensor=tensor, pipeline=pipeline, data=8 // tensor // pipeline)
+    for engine in (1, 2, 4, 8):
+        real, expected = mapping(layout, engine, gpus=8)
+        assert real <= expected <= 7
+        assert expected == 0 if tensor == engine and pipeline == 1 else True
+    real, expected = mapping(replace(layout, data=2 * layout.data), 8, gpus=16)
+    assert real <= expected <= 7
+
+
+def test_contexts_on_other_gpus_are_planned_where_memory_is_mapped() -> None:
+    def contexts(**values: Any) -> int:
+        recipe = plans.recipe({key.replace("__", "."): value for key, value in values.items()})
+        found = phases(next(memory(Case(recipe, LLAMA, H100))))
+        of_phases = {parts.get("contexts of engines on other GPUs", 0) for parts in found.values()}
+        assert len(of_phases) == 1, "they stay until the engine ends"
+        return of_phases.pop()
+
+    assert contexts() == 7 * 2**29, "two nodes hold each a half of the model, and pass it on"
+    assert contexts(train__layout={"tensor": 8, "data": 16}) == 0, "an engine rank needs what lies on its GPU"
+    assert contexts(cluster__placement="disaggregated") == contexts(weights__transfer="disk") == 0
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
