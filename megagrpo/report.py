@@ -18,8 +18,8 @@ WORST_SHOWN = 10
 FLOAT8 = re.compile(r"^ +quantization: ['\"]?fp8\b", re.MULTILINE)
 QUANTIZED = (
     "rollout.quantization is fp8: part of every figure is rounding in the engines. On a small model that alone made\n"
-    "mean 0.00038, p99 0.0022, k3 6e-05 (emulated on CPUs, docs/mismatch.md#float8). How much it is of your model, a run\n"
-    "with quantization: null shows."
+    "mean 0.00038, p99 0.0022, k3 6e-05 (emulated on CPUs, docs/mismatch.md#float8). How much it is of your model, a\n"
+    "run with quantization: null shows."
 )
 """As benchmarks/quantization.py has measured it."""
 CHARACTERS_BEFORE = 30
