@@ -88,10 +88,21 @@ def train(asked: argparse.Namespace) -> int:
     from megagrpo.preflight.preflight import preflight
     from megagrpo.recipe.load import load
 
-    ready = preflight(load(asked.recipe, asked.overrides))
-    from megagrpo.trainer.train import train as run  # imports ray: only once the recipe is known to be good
+    ready = preflight(load(asked.recipe, asked.overrides), engines_too=asked.train_only is None)
+    from megagrpo.trainer import one_half, train  # import ray: only once the recipe is known to be good
 
-    return run(ready)
+    if asked.rollout_only:
+        return one_half.rollout_only(ready)
+    return train.train(ready) if asked.train_only is None else one_half.train_only(ready, asked.train_only)
+
+
+def replay(asked: argparse.Namespace) -> int:
+    from megagrpo.preflight.preflight import preflight
+    from megagrpo.trainer.replay import load_replay
+    from megagrpo.trainer.replay import replay as replay_step
+
+    ready = preflight(load_replay(asked.directory, asked.step, asked.overrides), engines_too=False)
+    return 0 if replay_step(ready, asked.directory, asked.step, print) else EXIT_DIFFERENT
 
 
 def sft(asked: argparse.Namespace) -> int:
@@ -292,11 +303,27 @@ def _parser() -> argparse.ArgumentParser:
     ):
         added = _add(commands, name, text, command)
         added.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file, see docs/recipes.md")
-        added.add_argument(
-            "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="such as train.layout.tensor=4"
-        )
+        _add_overrides(added)
+        if command is train:
+            half = added.add_mutually_exclusive_group()
+            text = "sample and score all steps with the starting weights, and save the batches; see docs/debugging.md"
+            half.add_argument("--rollout-only", action="store_true", help=text)
+            text = "train on the batches that another run has saved, without engines"
+            half.add_argument("--train-only", type=Path, metavar="RUN_DIRECTORY", help=text)
         if command is plan:
             _add_plan(added)
+
+    text = "train a step of a run again from its saved batch, and compare its metrics; exits with 1 if they differ"
+    added = _add(commands, "replay", text, replay)
+    added.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
+    added.add_argument(
+        "--step",
+        type=_whole(1, 10**9),
+        required=True,
+        metavar="K",
+        help="one of those that checkpoint.keep_batches kept",
+    )
+    _add_overrides(added)
 
     text = "print how far a run's training and rollout logprobs differ, and in which tokens"
     added = _add(commands, "report", text, report)
@@ -311,6 +338,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_prepare(commands)
     _add_convert(commands)
     return parser
+
+
+def _add_overrides(added: argparse.ArgumentParser) -> None:
+    added.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="such as train.layout.tensor=4")
 
 
 def _add_plan(planner: argparse.ArgumentParser) -> None:

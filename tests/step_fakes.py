@@ -154,16 +154,16 @@ def make_run(
     settings = recipe_with(*overrides)
     data = [Prompt(f"p{i}", (i + 1, i + 2), "sums", "2") for i in range(prompts)]
     return Run(
-        settings,
-        10,
-        Cursor(data, seed=0, shuffle=shuffle),
-        FakeRollouts(settings.rollout.samples_per_prompt),  # type: ignore[arg-type]
-        FakeScorer(scores, greedy, counted),  # type: ignore[arg-type]
-        FakePolicy(),  # type: ignore[arg-type]
-        FakeWeights(),  # type: ignore[arg-type]
-        PhaseClock(),
-        TOKENS,
-        Stopping(),
+        recipe=settings,
+        total_steps=10,
+        cursor=Cursor(data, seed=0, shuffle=shuffle),
+        rollouts=FakeRollouts(settings.rollout.samples_per_prompt),  # type: ignore[arg-type]
+        scorer=FakeScorer(scores, greedy, counted),  # type: ignore[arg-type]
+        policy=FakePolicy(),  # type: ignore[arg-type]
+        weights=FakeWeights(),  # type: ignore[arg-type]
+        clock=PhaseClock(),
+        work=TOKENS,
+        stopping=Stopping(),
     )
 
 

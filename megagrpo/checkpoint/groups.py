@@ -108,7 +108,10 @@ def write_groups(path: Path, groups: Sequence[Group], notes: Mapping[str, Any] |
     attempt = path.with_name(f".saving_{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        attempt.touch()
+        mode = attempt.stat().st_mode  # the user's own: the library's is for the owner alone
         save_file(arrays, attempt, metadata={"format": FORMAT, "blake2b": _checksum(arrays)})
+        attempt.chmod(mode)
         with attempt.open("rb") as file:
             os.fsync(file.fileno())
         attempt.replace(path)

@@ -130,12 +130,13 @@ class CheckpointStore:
         """Remove what an attempt to save `step` has written, after a rank failed."""
         shutil.rmtree(self._saving(step), ignore_errors=True)
 
-    def latest_complete(self) -> Checkpoint | None:
-        """The newest checkpoint whose files are all as they were written; None if there is no checkpoint at all.
+    def latest_complete(self, before: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint (of a step before this one) whose files are all as they were written; None if there is
+        no such checkpoint at all.
 
         Damaged ones are passed over with a warning. If all are damaged: CheckpointError with a problem for each.
         """
-        found = self._steps()
+        found = [step for step in self._steps() if before is None or step < before]
         problems: list[Problem] = []
         for step in reversed(found):
             path = self._final(step)

@@ -84,8 +84,9 @@ class Runtime:
         return tuple(self.places[bundle] for bundle in self.devices.bundles_of_engine[engine])
 
 
-def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None) -> Runtime:
-    """Joins `cluster.address` (or RAY_ADDRESS), or starts Ray on this machine, and reserves the run's devices.
+def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None, *, engines_too: bool = True) -> Runtime:
+    """Joins `cluster.address` (or RAY_ADDRESS), or starts Ray on this machine, and reserves the run's devices: with
+    `engines_too` also those of engines.
 
     `check_stop` is called a few times a second in every wait for actors; what it raises ends the wait. If anything is
     raised here, Ray is left again, or ended if it was started here.
@@ -98,7 +99,10 @@ def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None) -> R
         if address == "local":
             device = device_here(recipe)
             # As many CPUs as the run reserves: Ray starts a worker for each before any is asked for.
-            own: dict[str, Any] = {"num_cpus": plan_devices(recipe, device).bundles, "include_dashboard": False}
+            own: dict[str, Any] = {
+                "num_cpus": plan_devices(recipe, device, engines_too=engines_too).bundles,
+                "include_dashboard": False,
+            }
             own["_system_config"] = {"worker_oom_score_adjustment": OOM_SCORE}
             pulse = _connect(address, patience, own)
         else:
@@ -107,7 +111,7 @@ def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None) -> R
             if device == "auto":  # the driver's machine may have no GPU
                 device = "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
         undoing.callback(pulse.shut_down)
-        devices = plan_devices(recipe, device)
+        devices = plan_devices(recipe, device, engines_too=engines_too)
         names = node_names()
         group, nodes = _reserve(devices, recipe, names, NodeWatch({}, check_stop))
         watch = NodeWatch({node: names[node] for node in nodes}, check_stop)

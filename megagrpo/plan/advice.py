@@ -19,7 +19,7 @@ from megagrpo.plan.memory import DeviceMemory
 from megagrpo.plan.parameters import adapter_parameters, total_parameters
 from megagrpo.plan.time import StepTime
 from megagrpo.plan.units import byte_text, second_text
-from megagrpo.recipe.defaults import checkpoint_directory, plan_devices
+from megagrpo.recipe.defaults import checkpoint_directory, plan_devices, run_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture, critic_of
 
@@ -35,6 +35,8 @@ LOST_SECONDS_MAX = 6 * 3600
 NVLINK_BYTES_PER_SECOND_MIN = 100e9
 SEQUENCES_MIN = 2
 STATE_BYTES = 12  # float32: the main weight and Adam's two moments (megatron/state.py)
+SAMPLED_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 16, 4
+"""In the file of a batch: token, logprob and version of 4 bytes each, and about as much text."""
 TIMEOUT_SHARE_MAX = 0.8
 
 # --- impossible ------------------------------------------------------------------------------------------------------
@@ -281,7 +283,7 @@ def disk_problems(
     recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None
 ) -> Iterator[Problem]:
     """Not even one checkpoint fits where they go, on this machine."""
-    each, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(recipe)
+    each, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(checkpoint_directory(recipe))
     if each > free:
         given = f"{byte_text(free)} free in {checkpoint_directory(recipe)}"
         needed = f"{byte_text(each)} for one checkpoint"
@@ -289,11 +291,11 @@ def disk_problems(
 
 
 def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> Iterator[Problem]:
-    """Not all of the checkpoints that are kept fit; the new one is written before the oldest is deleted."""
+    """Not all of the checkpoints or batches that are kept fit; a new one is written before the oldest is deleted."""
     if not runs_here(recipe) and not Path(recipe.checkpoint.directory or "no such directory").is_dir():
         return
     keep, best = recipe.checkpoint.keep_last, recipe.checkpoint.keep_best is not None
-    each, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(recipe)
+    each, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(checkpoint_directory(recipe))
     directory = checkpoint_directory(recipe)
     saved = len(list(directory.glob("step_*"))) if directory.is_dir() else 0
     needed = max(1, keep + best + 1 - saved) * each
@@ -305,9 +307,24 @@ def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architect
             f"{byte_text(needed)} more for {kept}, {byte_text(each)} each",
             "a directory on a larger file system, or a lower keep_last",
         )
+    free, directory = _free_bytes(run_directory(recipe)), run_directory(recipe)
+    if isinstance(recipe, Recipe) and (batches := batch_bytes(recipe)) * recipe.checkpoint.keep_batches > free:
+        yield Problem(
+            "checkpoint.keep_batches",
+            f"{byte_text(free)} free in {directory}, on this machine",
+            f"up to {byte_text(batches)} for each of {recipe.checkpoint.keep_batches} batches",
+            "lower it, or set track.directory to a place on a larger file system",
+        )
 
 
-def _free_bytes(recipe: AnyRecipe) -> int:
-    """Free space of the file system that checkpoints go to."""
-    directory = checkpoint_directory(recipe).absolute()
+def batch_bytes(recipe: Recipe) -> int:
+    """One step's batch, if all responses are as long as they may be."""
+    rollout = recipe.rollout
+    responses = rollout.samples_per_prompt * rollout.response_tokens_max * SAMPLED_TOKEN_BYTES
+    return rollout.prompts_per_step * (responses + recipe.data.prompt_tokens_max * PROMPT_TOKEN_BYTES)
+
+
+def _free_bytes(directory: Path) -> int:
+    """Free space of the file system that the directory is on, or will be."""
+    directory = directory.absolute()
     return shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free

@@ -114,7 +114,7 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         yield Problem("rollout.layout.expert", f"{rollout.layout.expert} on CPUs", needed, fix="expert: 1")
 
 
-def device_problems(recipe: AnyRecipe) -> Iterator[Problem]:
+def device_problems(recipe: AnyRecipe, *, engines_too: bool = True) -> Iterator[Problem]:
     """Settings of torch's allocator that forbid how weights travel, and, for a run that joins no cluster, too few GPUs
     on this machine."""
     if (problem := allocator_problem(recipe, os.environ)) and device_here(recipe) == "cuda":
@@ -123,11 +123,11 @@ def device_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         return
     import torch  # takes a second; most other checks do without it
 
-    devices, needed = torch.cuda.device_count(), plan_devices(recipe, "cuda").bundles
+    devices, needed = torch.cuda.device_count(), plan_devices(recipe, "cuda", engines_too=engines_too).bundles
     if devices < needed:
         smaller = "a smaller train.layout" if devices else "cluster.device: cpu"
         engines = ""
-        if isinstance(recipe, Recipe):
+        if isinstance(recipe, Recipe) and engines_too:
             engines = f" and rollout.engines with placement: {recipe.cluster.placement}"
         given = f"cuda, on a machine with {devices or 'no'} CUDA device{'' if devices == 1 else 's'}"
         fix = f"{smaller}, or a Ray cluster that has them: cluster.address or RAY_ADDRESS"

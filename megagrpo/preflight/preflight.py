@@ -49,12 +49,13 @@ class Preflight(Generic[Kind]):
     epoch_rows: int | None = None  # rows of data.train, with over-long ones; None unless a plan counts them
 
 
-def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflight[Kind]:
+def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_too: bool = True) -> Preflight[Kind]:
     """Checks the recipe's rules, model, data files, rewards, disk, devices, packages, engines and directories.
 
     `plan_only` does without the safetensors files of a hub model and this machine's GPUs, because the run may start on
     another machine. Data files and a known model's tokenizer that are not here are then unchecked, not wrong. Files
-    that are here are always checked (safetensors: their headers). Raises PreflightError with every problem found.
+    that are here are always checked (safetensors: their headers). Without `engines_too` the run starts no engines, and
+    what they need is not checked. Raises PreflightError with every problem found.
     """
     recipe = loaded.recipe
     problems: list[Problem] = [*broken_rules(recipe)]
@@ -88,9 +89,9 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False) -> Preflig
     if architecture and (not plan_only or runs_here(recipe)):
         problems += disk_problems(recipe, architecture, read_architecture(critic) if critic else None)
     if not plan_only:
-        problems += machine.device_problems(recipe)
+        problems += machine.device_problems(recipe, engines_too=engines_too)
     problems += machine.package_problems(recipe)
-    if isinstance(recipe, Recipe):
+    if isinstance(recipe, Recipe) and engines_too:
         problems += machine.engine_problems(recipe, architecture, plan_only)
     problems += machine.address_problems(recipe, plan_only)
     problems += machine.directory_problems(recipe)

@@ -123,12 +123,13 @@ class DevicePlan:
         return tuple(own[first : first + each] for first in range(0, len(own), each)) if own else ()
 
 
-def plan_devices(recipe: AnyRecipe, device: str) -> DevicePlan:
-    """Ranks on the first devices in rank order; engines beside them (colocated) or on devices of their own."""
+def plan_devices(recipe: AnyRecipe, device: str, *, engines_too: bool = True) -> DevicePlan:
+    """Ranks on the first devices in rank order; engines, if they run, beside them (colocated) or on devices of their
+    own."""
     ranks = recipe.train.layout.parallel().ranks
     resource = "GPU" if device == "cuda" else "CPU"
     (of_rank,) = _blocks(1, 1, ranks, first=0)
-    if isinstance(recipe, SftRecipe):
+    if isinstance(recipe, SftRecipe) or not engines_too:
         return DevicePlan(resource, ranks, of_rank, (), 1.0, 0.0)
     engines, each = recipe.rollout.engines, recipe.rollout.devices_of_engine
     if each == 0:

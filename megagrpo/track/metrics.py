@@ -93,6 +93,7 @@ METRICS = (
     Metric("weights/version", "", "Version of the weights that the engines hold after the step."),
     Metric("seconds/rollout", "s", "Generating the responses."),
     Metric("seconds/reward", "s", "Scoring the responses."),
+    Metric("seconds/save_batch", "s", "Writing the batch, with checkpoint.keep_batches."),
     Metric("seconds/logprobs", "s", "Sending the batch to the ranks; old and reference logprobs where needed."),
     Metric("seconds/update", "s", "Forward and backward passes and optimizer steps."),
     Metric("seconds/weight_sync", "s", "Bringing the new weights to the engines and comparing digests."),

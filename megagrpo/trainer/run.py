@@ -40,16 +40,22 @@ class PhaseClock:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run of GRPO or PPO whose processes have started. Stages get it whole; it holds no result of a stage."""
+class TrainRun:
+    """The training half of a run, whose ranks have started: what it takes to train on samples that are there."""
 
     recipe: Recipe
     total_steps: int
+    policy: Policy
+    clock: PhaseClock
+    work: Work  # the policy's; data ranks get equal parts of it
+
+
+@dataclass(frozen=True)
+class Run(TrainRun):
+    """A run of GRPO or PPO whose processes have started. Stages get it whole; it holds no result of a stage."""
+
     cursor: Cursor[Prompt]
     rollouts: Rollouts
     scorer: Scorer
-    policy: Policy
     weights: WeightSync
-    clock: PhaseClock
-    work: Work  # the policy's; data ranks get equal parts of it
     stopping: Stopping

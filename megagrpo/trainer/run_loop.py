@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -98,6 +98,9 @@ class Training(Protocol):
         """Ends what a stop has interrupted, so that the ranks can be saved."""
 
 
+AnyTraining = TypeVar("AnyTraining", bound=Training)
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far a run is: what its next checkpoint will say. A step that is given up leaves it as it was."""
@@ -114,13 +117,17 @@ class Progress:
 def run_to_end(
     checked: Preflight[Kind],
     read: Callable[[Sequence[DataFileConfig], PreTrainedTokenizerBase, Any, int], Mixture[AnyItem]],
-    start: Callable[[Setup[Kind, AnyItem], Runtime, ExitStack], Training],
+    start: Callable[[Setup[Kind, AnyItem], Runtime, ExitStack], AnyTraining],
+    take_steps: Callable[[Setup[Kind, AnyItem], AnyTraining, Progress], Progress] | None = None,
+    *,
+    engines_too: bool = True,
 ) -> int:
     """Runs the recipe to its end, from its newest checkpoint if it has one; 0.
 
     `read` reads data.train, then eval.files, as the recipe's data section and seed say. `start` starts the processes on
-    the reserved devices and leaves their ends to the stack. Raises MegagrpoError; RunStopped if the process was sent
-    SIGTERM or SIGUSR1, once everything is saved.
+    the reserved devices and leaves their ends to the stack. `take_steps`, by default `run_steps`, takes all steps.
+    The run has devices for engines if `engines_too`. Raises MegagrpoError; RunStopped if the process was sent SIGTERM
+    or SIGUSR1, once everything is saved.
     """
     recipe = checked.recipe
     directory = checkpoint_directory(recipe).absolute()  # ranks may have other working directories
@@ -162,10 +169,10 @@ def run_to_end(
         with stopping.giving_up():
             tracker.say(f"starting {'Ray' if recipe.cluster.address is None else 'on the cluster'}, then the processes")
             with stopping.while_ray_starts():
-                ray = runtime.start(recipe, stopping.check)
+                ray = runtime.start(recipe, stopping.check, engines_too=engines_too)
             closing.callback(runtime.stop, ray)
             training = start(setup, ray, closing)
-        progress = run_steps(setup, training, progress)
+        progress = (take_steps or run_steps)(setup, training, progress)
         if recipe.checkpoint.export_hugging_face:
             with stopping.giving_up(), training.exporting():
                 dtype = dtype_name(recipe, ray.device)
@@ -183,11 +190,9 @@ def first_progress(recipe: AnyRecipe, cursor: Cursor[Any], state: TrainerState |
     """
     coefficient, early = None, None
     if isinstance(recipe, Recipe):
-        coefficient = recipe.algorithm.kl.coefficient
+        coefficient = first_kl_coefficient(recipe, state)
         rule = recipe.eval.early_stopping
         early = EarlyStopping(rule) if rule else None
-        if state and recipe.algorithm.kl.target is not None and state.kl_coefficient is not None:
-            coefficient = state.kl_coefficient
         saved = state.recipe.get("eval") if state else None
         before = saved.get("early_stopping") if isinstance(saved, dict) else None
         if state and rule and isinstance(before, dict) and before.get("metric") == rule.metric:
@@ -197,6 +202,13 @@ def first_progress(recipe: AnyRecipe, cursor: Cursor[Any], state: TrainerState |
     evaluation = dict(state.evaluation) if state.evaluation else None
     unlogged = dict(state.unlogged) if state.unlogged else None
     return Progress(coefficient, cursor.state(), state.step, state.episodes, evaluation, unlogged, early)
+
+
+def first_kl_coefficient(recipe: Recipe, state: TrainerState | None) -> float:
+    """Weight of the KL penalty in the first step after a checkpoint's state, or of all."""
+    if state and recipe.algorithm.kl.target is not None and state.kl_coefficient is not None:
+        return state.kl_coefficient
+    return recipe.algorithm.kl.coefficient
 
 
 def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) -> Progress:

@@ -22,7 +22,8 @@ from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_b
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.recipe.schema import DynamicSamplingConfig, Recipe
-from megagrpo.trainer.run import Run
+from megagrpo.trainer.batches import Sampled, save_batch
+from megagrpo.trainer.run import Run, TrainRun
 from megagrpo.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -32,18 +33,6 @@ ATTEMPTS = 3
 """Times that engines are asked for a step's responses while they give up on every one."""
 
 # --- sample and score -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """A step's groups with their scores."""
-
-    groups: list[Group]  # those that the step may train on, in the order of their prompts
-    all: list[Group]  # everything that was sampled, `groups` included
-    rounds: int = 1  # how often prompts were sampled
-    left_over: int = 0  # groups with signal that the last round brought beyond those wanted
-    # float64 [groups], for remax: score of the greedy response to each prompt of `groups`, NaN where its reward failed
-    baselines: np.ndarray | None = None
 
 
 def sample(run: Run, step: int) -> Sampled:
@@ -145,11 +134,14 @@ class Loaded:
     batches: Sequence[RankBatch]  # one for each data rank; empty if no row can be trained on
 
 
-def load(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -> Loaded:
+def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> Loaded:
     """Makes advantages, and loads the rows that teach something. Where advantages are made from the KL or the values
-    that ranks compute, all rows are loaded first.
+    that ranks compute, all rows are loaded first. What was sampled is saved before that, if the recipe keeps batches.
     """
     recipe, algorithm = run.recipe, run.recipe.algorithm
+    if recipe.checkpoint.keep_batches:
+        with run.clock.phase("save_batch"):
+            save_batch(recipe, step, sampled, run.total_steps, recipe.checkpoint.keep_batches)
     inputs = advantage_inputs(recipe, sampled.groups, sampled.baselines)
     rows = trainable_rows(inputs)
     if algorithm.reads_batch:
@@ -164,7 +156,7 @@ def load(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -> Loaded
         return Loaded(rows, advantages, load_batch(run, sampled.groups, rows, step))
 
 
-def load_batch(run: Run, groups: Sequence[Group], rows: np.ndarray, step: int) -> list[RankBatch]:
+def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: int) -> list[RankBatch]:
     """Sends the chosen rows (bool [rows]) to the training ranks, which compute the logprobs that the recipe needs.
 
     Returns what was sent, one batch per data rank; nothing if no row was chosen.
@@ -238,7 +230,9 @@ def _counted_scores(groups: Sequence[Group], functions: int) -> np.ndarray:
     return np.array(rows, dtype=np.float64).reshape(len(rows), functions)
 
 
-def _with_kl_and_values(run: Run, inputs: AdvantageInputs, kl_coefficient: float, *, loaded: bool) -> AdvantageInputs:
+def _with_kl_and_values(
+    run: TrainRun, inputs: AdvantageInputs, kl_coefficient: float, *, loaded: bool
+) -> AdvantageInputs:
     """Adds the KL and values that the ranks compute for every response token; zeros if no batch is loaded."""
     algorithm, policy = run.recipe.algorithm, run.policy
     nothing = ragged_zeros(inputs.tokens)
@@ -279,7 +273,7 @@ class Trained:
     critic_lr: float = 0.0
 
 
-def train(run: Run, loaded: Loaded, step: int, kl_coefficient: float) -> Trained:
+def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Trained:
     """Updates critic and policy on the loaded batch, if there is one, and the reference where it is due."""
     trained = Trained(kl_coefficient)
     with run.policy.updating(step):
@@ -314,7 +308,7 @@ def critic_learning_rate(recipe: Recipe, step: int, total_steps: int) -> float:
     return learning_rate(step, total_steps, optimizer) * recipe.algorithm.critic.lr / optimizer.lr
 
 
-def _update_critic(run: Run, trained: Trained, loaded: Loaded, step: int) -> Trained:
+def _update_critic(run: TrainRun, trained: Trained, loaded: Loaded, step: int) -> Trained:
     returns = loaded.advantages.returns
     if returns is None:
         return trained
@@ -322,7 +316,7 @@ def _update_critic(run: Run, trained: Trained, loaded: Loaded, step: int) -> Tra
     return replace(trained, critic=run.policy.update_critic(returns, lr), critic_lr=lr)
 
 
-def _update_policy(run: Run, trained: Trained, loaded: Loaded, step: int) -> Trained:
+def _update_policy(run: TrainRun, trained: Trained, loaded: Loaded, step: int) -> Trained:
     recipe, algorithm, coefficient = run.recipe, run.recipe.algorithm, trained.kl_coefficient
     if not algorithm.policy_learns(step):
         return trained

@@ -10,14 +10,14 @@ import numpy as np
 
 from megagrpo.algorithm.mismatch import Mismatch, TokenMismatch
 from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficiency, padding_share
-from megagrpo.data.cursor import Cursor
 from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import MismatchConfig, Recipe
 from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken
 from megagrpo.track.tracker import Tracker
-from megagrpo.trainer.run import Run
-from megagrpo.trainer.step import Loaded, Sampled, Trained, flat_scores, with_signal
+from megagrpo.trainer.batches import Sampled
+from megagrpo.trainer.run import Run, TrainRun
+from megagrpo.trainer.step import Loaded, Trained, flat_scores, with_signal
 from megagrpo.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -28,10 +28,12 @@ TOKENS_AFTER = 4
 
 
 def step_metrics(
-    run: Run, sampled: Sampled, loaded: Loaded, trained: Trained, step: int, kl_coefficient: float
+    run: TrainRun, sampled: Sampled, loaded: Loaded, trained: Trained, step: int, kl_coefficient: float
 ) -> dict[str, float]:
     """All metrics of a step but its seconds. kl_coefficient: that of this step."""
-    metrics = rollout_metrics(sampled.all) | sampling_metrics(run.recipe, sampled, run.cursor)
+    metrics = rollout_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
+    if isinstance(run, Run) and run.recipe.data.no_resampling_pass_rate is not None:
+        metrics["prompts/set_aside"] = float(run.cursor.set_aside_count)
     if loaded.batches:
         metrics |= batch_metrics(run.recipe, loaded.advantages.of_rows, loaded.batches, run.policy.device_type)
     if trained.critic is not None:
@@ -69,7 +71,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return metrics
 
 
-def sampling_metrics(recipe: Recipe, sampled: Sampled, cursor: Cursor[Prompt]) -> dict[str, float]:
+def sampling_metrics(recipe: Recipe, sampled: Sampled) -> dict[str, float]:
     """How many groups teach anything, and what happened to the others."""
     metrics = {}
     if recipe.algorithm.critic is None:  # with a critic every response teaches
@@ -83,8 +85,6 @@ def sampling_metrics(recipe: Recipe, sampled: Sampled, cursor: Cursor[Prompt]) -
             "groups/left_over": float(sampled.left_over),
             "groups/missing": float(recipe.rollout.prompts_per_step - len(sampled.groups)),
         }
-    if recipe.data.no_resampling_pass_rate is not None:
-        metrics["prompts/set_aside"] = float(cursor.set_aside_count)
     return metrics
 
 

@@ -114,6 +114,9 @@ def test_checkpoints_need_room_where_they_go(tmp_path: Path, monkeypatch: pytest
     assert "2 checkpoints and the next" in problem.needed
     (tmp_path / "step_000010").mkdir()  # takes its room already
     assert not list(disk_advice(of, model))
+    kept = of.model_copy(update={"checkpoint": of.checkpoint.model_copy(update={"keep_batches": 10**6})})
+    (problem,) = disk_advice(kept, model)
+    assert problem.where == "checkpoint.keep_batches"
 
 
 def test_a_run_that_could_not_save_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

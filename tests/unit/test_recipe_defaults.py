@@ -52,6 +52,13 @@ def test_ray_can_start_all_ranks_and_engines_at_once_on_the_devices_that_are_res
     assert {*devices.bundle_of_rank, *chain(*devices.bundles_of_engine)} == set(range(devices.bundles))
 
 
+def test_a_run_without_its_engines_reserves_the_devices_of_its_ranks_alone():
+    values = recipe(Path("tiny")) | {"cluster": SEPARATE}
+    values["rollout"] |= {"engines": 3}
+    alone = plan_devices(Recipe.model_validate(values), "cuda", engines_too=False)
+    assert (alone.bundles, alone.bundle_of_rank, alone.bundles_of_engine, alone.rank_share) == (1, (0,), (), 1.0)
+
+
 @given(device_plans())
 def test_engines_are_spread_evenly_over_blocks_of_neighbouring_devices(devices):
     crowds = Counter(devices.bundles_of_engine).values()

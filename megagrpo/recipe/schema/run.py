@@ -76,6 +76,11 @@ class CheckpointConfig(Section):
     """Evaluation metric whose best checkpoint is kept as well, such as mean@1. A step between two checkpoints whose
     evaluation is a new best is saved too."""
 
+    keep_batches: NonNegativeInt = 0
+    """Newest steps whose prompts, responses and scores are kept in batches/ in the run's directory, for
+    `megagrpo replay` and `megagrpo train --train-only` (docs/debugging.md); a replay begins at a checkpoint, so keep at
+    least every_steps."""
+
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest complete checkpoint of this run. never: refuse to start if there is one."""
 

@@ -105,6 +105,9 @@ class SftRecipe(Section):
             yield Problem("cluster.placement", given=self.cluster.placement, needed=NO_ENGINES, fix="remove it")
         if (devices := self.cluster.engine_devices) is not None:
             yield Problem("cluster.engine_devices", given=f"{devices}", needed=NO_ENGINES, fix="remove it")
+        if self.checkpoint.keep_batches:
+            given = f"{self.checkpoint.keep_batches}"
+            yield Problem("checkpoint.keep_batches", given, "nothing: no responses are sampled", fix="remove it")
         if self.checkpoint.keep_best is not None:
             needed = "nothing: it keeps the checkpoint with the largest metric, and a held-out loss should be small"
             fix = "remove it, and set checkpoint.keep_last to as many as you want to choose from"

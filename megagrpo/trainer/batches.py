@@ -1,0 +1,120 @@
+"""What was sampled for each step, kept in the run's directory (checkpoint.keep_batches):
+
+batches/step_000007.safetensors    groups with scores, and what else the step needs of them (checkpoint/groups.py)
+
+It is written before the step trains, so that a step that fails can be looked at, too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pydantic
+
+from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.errors import Problem, UnusableCheckpointError, first_line
+from megagrpo.recipe.defaults import run_directory
+from megagrpo.recipe.schema import Recipe
+from megagrpo.types import Group
+
+BATCHES = "batches"
+NAME = re.compile(r"step_(\d{6,})\.safetensors")
+Count = Annotated[int, pydantic.Field(ge=0, le=10**9)]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A step's groups with their scores."""
+
+    groups: list[Group]  # those that the step may train on, in the order of their prompts
+    all: list[Group]  # everything that was sampled, `groups` included
+    rounds: int = 1  # how often prompts were sampled
+    left_over: int = 0  # groups with signal that the last round brought beyond those wanted
+    # float64 [groups], for remax: score of the greedy response to each prompt of `groups`, NaN where its reward failed
+    baselines: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class _Notes:
+    """What the file of a batch has beside everything that was sampled."""
+
+    total_steps: Annotated[int, pydantic.Field(ge=1, le=10**9)]
+    start: Count  # the run's recipe was then recipe.START.yaml
+    groups: tuple[Count, ...]  # indices of Sampled.groups
+    rounds: Count
+    left_over: Count
+    baselines: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A saved batch. `recipe` names the file with the recipe that the step was trained with."""
+
+    sampled: Sampled
+    total_steps: int
+    recipe: str
+
+
+def save_batch(recipe: Recipe, step: int, sampled: Sampled, total_steps: int, keep: int) -> None:
+    """Writes the batch of `step`, and removes all but those of the newest `keep` steps. Raises CheckpointError."""
+    directory = run_directory(recipe)
+    place = {id(group): index for index, group in enumerate(sampled.all)}
+    notes = _Notes(
+        total_steps=total_steps,
+        start=len(list(directory.glob("recipe.*.yaml"))),
+        groups=tuple(place[id(group)] for group in sampled.groups),
+        rounds=sampled.rounds,
+        left_over=sampled.left_over,
+        baselines=None if sampled.baselines is None else tuple(sampled.baselines.tolist()),
+    )
+    write_groups(_path(directory, step), sampled.all, asdict(notes))
+    for old in saved_steps(directory):
+        if old <= step - keep:
+            _path(directory, old).unlink(missing_ok=True)
+
+
+def read_batch(directory: Path, step: int) -> Batch:
+    """The batch of `step` of the run in `directory`. Raises UnusableCheckpointError."""
+    path = _path(directory, step)
+    if not path.exists():
+        given = f"saved are {ranges(saved_steps(directory))}"
+        raise _unusable(f"{directory}: no batch of step {step}", given)
+    found, values = read_groups(path)
+    try:
+        notes = pydantic.TypeAdapter(_Notes).validate_python(values)
+        groups = [found[index] for index in notes.groups]
+    except (pydantic.ValidationError, IndexError) as error:
+        raise _unusable(str(path), first_line(error)) from error
+    baselines = None if notes.baselines is None else np.array(notes.baselines, np.float64)
+    unscored = any(not group.scores or not group.samples for group in found)
+    if not groups or unscored or (baselines is not None and len(baselines) != len(groups)):
+        raise _unusable(str(path), "groups without samples, scores or baselines")
+    sampled = Sampled(groups, found, notes.rounds, notes.left_over, baselines)
+    return Batch(sampled, notes.total_steps, f"recipe.{notes.start}.yaml")
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """The steps whose batches the run in `directory` has kept, in order."""
+    names = [NAME.fullmatch(path.name) for path in (directory / BATCHES).glob("step_*")]
+    return sorted(int(name[1]) for name in names if name)
+
+
+def ranges(steps: list[int]) -> str:
+    """Such as `steps 1 to 4, 7`."""
+    first = [step for step in steps if step - 1 not in steps]
+    last = [step for step in steps if step + 1 not in steps]
+    parts = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(first, last, strict=True)]
+    return f"steps {', '.join(parts)}" if parts else "none"
+
+
+def _path(directory: Path, step: int) -> Path:
+    return directory / BATCHES / f"step_{step:06d}.safetensors"
+
+
+def _unusable(where: str, given: str) -> UnusableCheckpointError:
+    fix = "train with checkpoint.keep_batches, which keeps the batches of so many steps"
+    return UnusableCheckpointError(Problem(where, given, "a step's batch that was saved whole", fix))

@@ -1,0 +1,149 @@
+"""One half of a run with the other's saved output: samples without training, or training on saved samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megagrpo.batching.work import work_of
+from megagrpo.cluster.runtime import Runtime, check_files
+from megagrpo.cluster.train_ranks import Policy
+from megagrpo.data.prompts import load_prompts
+from megagrpo.errors import MismatchError, Problem, UnusableCheckpointError
+from megagrpo.preflight.preflight import Preflight
+from megagrpo.recipe.defaults import run_directory, with_absolute_directories
+from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.eval import EvalConfig
+from megagrpo.trainer.batches import Sampled, ranges, read_batch, save_batch, saved_steps
+from megagrpo.trainer.run import PhaseClock, TrainRun
+from megagrpo.trainer.run_loop import Progress, Setup, StepDone, run_to_end
+from megagrpo.trainer.step import Trained, load, sample, solved_prompts, train
+from megagrpo.trainer.step_metrics import report_mismatch, rollout_metrics, sampling_metrics, step_metrics
+from megagrpo.trainer.train import GrpoTraining, start_training
+from megagrpo.types import Prompt
+
+# --- samples without training -----------------------------------------------------------------------------------------
+
+
+def rollout_only(checked: Preflight[Recipe]) -> int:
+    """Samples and scores the prompts of all steps with the weights that the run starts from, and saves the batches.
+
+    Training ranks start as in a whole run: engines get their weights from them. Raises as `run_to_end` does.
+    """
+    kept = {"resume": "never", "export_hugging_face": False, "keep_best": None}
+    return run_to_end(_changed(checked, kept), load_prompts, start_training, _sample_all)
+
+
+def _sample_all(setup: Setup[Recipe, Prompt], training: GrpoTraining, progress: Progress) -> Progress:
+    run, clock = training.run, setup.clock
+    rate = run.recipe.data.no_resampling_pass_rate
+    for step in range(1, setup.total_steps + 1):
+        if run.cursor.exhausted:
+            setup.tracker.say(f"stopped after step {progress.step}: every prompt is set aside")
+            break
+        with setup.stopping.giving_up():
+            with clock.phase("step"):
+                sampled = sample(run, step)
+            with clock.phase("save_batch"):
+                save_batch(run.recipe, step, sampled, setup.total_steps, keep=setup.total_steps)
+        if rate is not None:
+            run.cursor.set_aside(solved_prompts(sampled.all, rate))
+        setup.tracker.rollouts(step, sampled.groups)
+        metrics = rollout_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
+        setup.tracker.log(step, metrics | clock.take())
+        progress = replace(progress, step=step)
+    return progress
+
+
+# --- training on saved samples ----------------------------------------------------------------------------------------
+
+
+def train_only(checked: Preflight[Recipe], source: Path) -> int:
+    """Trains on the batches that the run in `source` has saved, step by step; starts no engines, so that nothing is
+    evaluated. Raises as `run_to_end` does; UnusableCheckpointError if a step has no batch.
+    """
+    if run_directory(checked.recipe).absolute() == source.absolute():
+        fix = "give this run a name of its own, such as name=train_only"
+        raise UnusableCheckpointError(
+            Problem(f"--train-only {source}", "the run's own directory", "another run's", fix)
+        )
+
+    def start(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack) -> TrainOnly:
+        saved = saved_steps(source)
+        if absent := sorted(set(range(1, setup.total_steps + 1)) - set(saved)):
+            given, needed = f"batches of {ranges(saved)}", f"a batch for each of {setup.total_steps} steps"
+            fix = "train fewer steps (train.total_steps), or sample again with a larger checkpoint.keep_batches"
+            raise UnusableCheckpointError(Problem(f"{source}: no batch of {ranges(absent)}", given, needed, fix))
+        setup.tracker.say(f"starting {setup.recipe.train.layout.parallel().ranks} training ranks, and no engines")
+        resumed = setup.resumed.rank_directory if setup.resumed else None
+        run = start_train_run(setup.checked, setup.total_steps, ray, closing, resumed, setup.clock)
+        return TrainOnly(run, source, setup)
+
+    return run_to_end(_changed(checked, {"keep_best": None}), load_prompts, start, engines_too=False)
+
+
+def start_train_run(
+    checked: Preflight[Recipe], steps: int, ray: Runtime, closing: ExitStack, saved: Path | None, clock: PhaseClock
+) -> TrainRun:
+    """Starts training ranks alone, from a checkpoint's rank directory if there is one. steps: of the whole run."""
+    model = checked.model_directory.absolute()
+    critic = checked.critic_directory.absolute() if checked.critic_directory else model
+    check_files(ray, checked.recipe, read=(model, critic))
+    policy = Policy(ray, with_absolute_directories(checked.recipe), model, critic)
+    closing.callback(policy.close)
+    policy.begin(model, saved)
+    return TrainRun(checked.recipe, steps, policy, clock, work_of(checked.architecture))
+
+
+def train_on(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> tuple[dict[str, float], Trained]:
+    """Step `step` on samples that are there: its metrics without seconds, and what the ranks answered."""
+    loaded = load(run, sampled, step, kl_coefficient)
+    trained = train(run, loaded, step, kl_coefficient)
+    return step_metrics(run, sampled, loaded, trained, step, kl_coefficient), trained
+
+
+@dataclass(frozen=True)
+class TrainOnly:
+    """What the run loop asks of training on saved batches."""
+
+    run: TrainRun
+    source: Path
+    setup: Setup[Recipe, Prompt]
+
+    @property
+    def ranks(self) -> Policy:
+        return self.run.policy
+
+    def step(self, step: int, kl_coefficient: float | None) -> StepDone:
+        recipe, tracker = self.run.recipe, self.setup.tracker
+        sampled = read_batch(self.source, step).sampled
+        with self.run.clock.phase("step"):
+            metrics, trained = train_on(self.run, sampled, step, kl_coefficient or 0.0)
+        mismatch = trained.policy.mismatch if trained.policy else None
+        excess = report_mismatch(recipe, step, mismatch, sampled.groups, tracker, self.setup.tokenizer.decode)
+        tokens = [len(group.prompt.tokens) + len(sample.tokens) for group in sampled.all for sample in group.samples]
+        failure = MismatchError(excess) if excess else None
+        return StepDone(metrics, sum(tokens), kl_coefficient=trained.kl_coefficient, failure=failure)
+
+    def evaluate(self) -> dict[str, float]:
+        raise NotImplementedError("no engines: the recipe of such a run has no eval.files")
+
+    @contextmanager
+    def saving(self, step: int, *, goes_on: bool) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def exporting(self) -> Iterator[None]:
+        yield
+
+    def give_up(self) -> None:
+        """A stop interrupts nothing here that could keep the ranks from saving."""
+
+
+def _changed(checked: Preflight[Recipe], kept: dict[str, object]) -> Preflight[Recipe]:
+    """The same without evaluations, and with these settings of `checkpoint`."""
+    recipe = checked.recipe
+    checkpoint = recipe.checkpoint.model_copy(update=kept)
+    return replace(checked, recipe=recipe.model_copy(update={"eval": EvalConfig(), "checkpoint": checkpoint}))

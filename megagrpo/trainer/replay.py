@@ -1,0 +1,135 @@
+"""`megagrpo replay`: a step of a run is trained again from its saved batch, by training ranks alone, and compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megagrpo.checkpoint.store import CheckpointStore
+from megagrpo.cluster import runtime
+from megagrpo.errors import Problem, UnusableCheckpointError
+from megagrpo.preflight.preflight import Preflight
+from megagrpo.recipe.defaults import checkpoint_directory
+from megagrpo.recipe.load import LoadedRecipe, load
+from megagrpo.recipe.schema import Recipe
+from megagrpo.trainer.batches import ranges, read_batch, saved_steps
+from megagrpo.trainer.one_half import start_train_run, train_on
+from megagrpo.trainer.run import PhaseClock
+from megagrpo.trainer.run_loop import first_kl_coefficient
+
+NOT_COMPARED = ("seconds/", "tokens_per_second", "time", "eval/")
+"""What measures the machine, or was made by engines after the step."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Metrics of a step as logged and as trained again, both without NOT_COMPARED."""
+
+    logged: Mapping[str, float]
+    again: Mapping[str, float]
+
+    @property
+    def different(self) -> list[str]:
+        return [name for name in self.again if name in self.logged and not _same(self.logged[name], self.again[name])]
+
+    def lines(self) -> list[str]:
+        """A table of all metrics that both have; those that differ have a difference."""
+        both = sorted(self.logged.keys() & self.again.keys())
+        wide = max(map(len, both), default=0)
+        lines = [f"{'metric':{wide}}  {'logged':>14}  {'trained again':>14}  difference"]
+        for name in both:
+            before, after = self.logged[name], self.again[name]
+            difference = f"{after - before:+.3g}" if name in self.different else ""
+            lines.append(f"{name:{wide}}  {before:14.8g}  {after:14.8g}  {difference}".rstrip())
+        differ = f"{len(self.different)} of {len(both)} metrics differ"
+        lines.append(differ if self.different else f"all {len(both)} metrics are equal, bit for bit")
+        left = sorted(self.logged.keys() ^ self.again.keys())
+        lines.append("not compared: seconds, tokens_per_second, evaluations" + "".join(f", {name}" for name in left))
+        return lines
+
+
+def load_replay(directory: Path, step: int, overrides: Sequence[str]) -> LoadedRecipe[Recipe]:
+    """The recipe that this step of the run in `directory` was trained with, and overrides; of a run at that place that
+    tracks nothing. Raises RecipeError or UnusableCheckpointError."""
+    loaded = load(directory / read_batch(directory, step).recipe, overrides)
+    recipe, place = loaded.recipe, directory.absolute()
+    track = recipe.track.model_copy(
+        update={"directory": str(place.parent), "mlflow": None, "wandb": None, "tensorboard": False}
+    )
+    checkpoint = recipe.checkpoint.model_copy(update={"keep_batches": 0})
+    return replace(
+        loaded, recipe=recipe.model_copy(update={"name": place.name, "track": track, "checkpoint": checkpoint})
+    )
+
+
+def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable[[str], None]) -> bool:
+    """Trains `step` of the run in `directory` again, and the steps between the newest checkpoint before it and it.
+
+    Says what it does, and its metrics beside those that the run has logged. Writes nothing into the run's directory.
+    True if none differs. Raises MegagrpoError.
+    """
+    recipe = checked.recipe
+    found = CheckpointStore(checkpoint_directory(recipe).absolute(), keep_last=1).latest_complete(before=step)
+    state = found.state if found else None
+    steps = range(state.step + 1 if state else 1, step + 1)
+    if absent := sorted(set(steps) - set(saved_steps(directory))):
+        given = f"the newest checkpoint before it is {f'of step {state.step}' if state else 'none'}"
+        fix = "train with a checkpoint.keep_batches of at least checkpoint.every_steps, or replay another step"
+        where = f"{directory}: step {step} cannot be replayed"
+        raise UnusableCheckpointError(Problem(where, given, f"the batches of {ranges(absent)}, too", fix))
+    logged = logged_metrics(directory, step)
+    say(f"step {step} of {directory}, from {found.path if found else checked.model_directory}")
+    for line in found.warnings if found else ():
+        say(line)
+    with ExitStack() as closing:
+        ray = runtime.start(recipe, engines_too=False)
+        closing.callback(runtime.stop, ray)
+        last = read_batch(directory, step)
+        total = recipe.train.total_steps or last.total_steps
+        run = start_train_run(checked, total, ray, closing, found.rank_directory if found else None, PhaseClock())
+        coefficient = first_kl_coefficient(recipe, state)
+        for number in steps:
+            batch = last if number == step else read_batch(directory, number)
+            if batch.recipe != last.recipe:
+                say(f"step {number} was trained with {batch.recipe}, and is now trained with {last.recipe}")
+            metrics, trained = train_on(run, batch.sampled, number, coefficient)
+            coefficient = trained.kl_coefficient
+            if number < step:
+                say(f"trained step {number}")
+    if logged is None:
+        say(f"the run has logged no step {step}: it may have ended in it")
+        logged = {}
+    compared = Comparison(logged, metrics)
+    for line in compared.lines() if logged else [f"{name}: {value:.8g}" for name, value in sorted(metrics.items())]:
+        say(line)
+    return not compared.different
+
+
+def logged_metrics(directory: Path, step: int) -> dict[str, float] | None:
+    """The line of this step in metrics.jsonl, without NOT_COMPARED; NaN for what was not finite. None: no such line."""
+    path = directory / "metrics.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        needed = "the directory of a run, such as runs/NAME"
+        raise UnusableCheckpointError(Problem(str(path), error.strerror or str(error), needed)) from error
+    for line in reversed(lines):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):  # cut off by the end of the run
+            continue
+        if isinstance(entry, dict) and entry.get("step") == step:
+            return {
+                name: math.nan if value is None else float(value)
+                for name, value in entry.items()
+                if name != "step" and not name.startswith(NOT_COMPARED) and isinstance(value, int | float | None)
+            }
+    return None
+
+
+def _same(logged: float, again: float) -> bool:
+    return logged == again or (math.isnan(logged) and not math.isfinite(again))

@@ -1,0 +1,149 @@
+"""Batches of steps are kept, thinned out and read again whole; a replay says what it lacks and what differs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.errors import PreflightError, UnusableCheckpointError
+from megagrpo.preflight.preflight import preflight
+from megagrpo.recipe.load import load
+from megagrpo.trainer.batches import ranges, read_batch, saved_steps
+from megagrpo.trainer.one_half import train_only
+from megagrpo.trainer.replay import Comparison, logged_metrics, replay
+from megagrpo.trainer.schedule import grpo_step
+from megagrpo.types import Group
+from tests.step_fakes import make_run, number
+from tests.tiny_run import make_run as make_recipe
+from tests.tiny_run import recipe_with
+from tests.unit.test_checkpoint_groups import comparable
+
+
+def tracked(tmp_path: Path, keep: int = 2) -> tuple[str, ...]:
+    return f"track.directory={tmp_path}", "name=kept", f"checkpoint.keep_batches={keep}"
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """The directory of a run of four steps that keeps the batches of two."""
+    run = make_run(*tracked(tmp_path), scores=lambda prompt: (0.0, 0.0, 1.0, None))
+    for step in range(1, 5):
+        grpo_step(run, step, 0.0)
+    return tmp_path / "kept"
+
+
+def test_the_newest_batches_are_kept_whole(tmp_path: Path) -> None:
+    run = make_run(*tracked(tmp_path), scores=lambda prompt: (0.0, 0.0, 1.0, None))
+    steps = [grpo_step(run, step, 0.0) for step in range(1, 5)]
+    directory = tmp_path / "kept"
+    assert saved_steps(directory) == [3, 4]
+    for step in (3, 4):
+        batch = read_batch(directory, step)
+        assert comparable(batch.sampled.all) == comparable(list(steps[step - 1].sampled))
+        assert comparable(batch.sampled.groups) == comparable(list(steps[step - 1].groups))
+        assert (batch.total_steps, batch.recipe) == (10, "recipe.0.yaml")
+
+
+def test_a_batch_says_which_of_its_groups_are_trained_and_how_they_were_found(tmp_path: Path) -> None:
+    dynamic = "rollout.dynamic_sampling={rounds_max: 3}"
+    scores = lambda prompt: (0.0, 0.0, 1.0, 1.0 if prompt % 3 else 0.0)  # noqa: E731
+    equal = lambda prompt: (0.0,) * 4 if prompt % 2 else scores(prompt)  # noqa: E731
+    grpo_step(make_run(*tracked(tmp_path), dynamic, scores=equal), 1, 0.0)
+    sampled = read_batch(tmp_path / "kept", 1).sampled
+    assert len(sampled.groups) == 4 < len(sampled.all)
+    assert sampled.rounds > 1
+    assert all(number(group.prompt) % 2 == 0 for group in sampled.groups)
+    assert all(group in sampled.all for group in sampled.groups)
+
+
+def test_a_batch_has_the_baselines_of_remax(tmp_path: Path) -> None:
+    greedy = lambda prompt: None if prompt % 2 else prompt / 8  # noqa: E731
+    run = make_run(
+        *tracked(tmp_path), "algorithm.advantage.name=remax", scores=lambda p: (0.0,) * 4, greedy=greedy, shuffle=False
+    )
+    grpo_step(run, 1, 0.0)
+    np.testing.assert_array_equal(read_batch(tmp_path / "kept", 1).sampled.baselines, [0.0, np.nan, 0.25, np.nan])
+
+
+def test_a_run_keeps_no_batches_unless_it_is_asked_to(tmp_path: Path) -> None:
+    grpo_step(make_run(*tracked(tmp_path, 0), scores=lambda prompt: (0.0, 0.0, 1.0, 1.0)), 1, 0.0)
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    "change", [{"groups": [9]}, {"groups": []}, {"groups": "x"}, {"total_steps": 0}, {"baselines": [1.0]}, {"x": 1}]
+)
+def test_a_file_of_groups_that_is_no_batch_is_refused(kept: Path, change: dict[str, Any]) -> None:
+    path = kept / "batches" / "step_000004.safetensors"
+    groups, notes = read_groups(path)
+    write_groups(path, groups, notes | change if "x" not in change else change)
+    with pytest.raises(UnusableCheckpointError, match="needed"):
+        read_batch(kept, 4)
+    write_groups(path, [Group(group.prompt, group.samples) for group in groups], notes)
+    with pytest.raises(UnusableCheckpointError, match="scores"):
+        read_batch(kept, 4)
+
+
+def test_a_batch_that_was_not_kept_is_named_with_those_that_were(kept: Path) -> None:
+    with pytest.raises(UnusableCheckpointError, match=r"no batch of step 2\n.*saved are steps 3 to 4"):
+        read_batch(kept, 2)
+
+
+@pytest.mark.parametrize(("steps", "text"), [([], "none"), ([1, 2, 4, 6, 7], "steps 1 to 2, 4, 6 to 7")])
+def test_steps_are_named_in_ranges(steps: list[int], text: str) -> None:
+    assert ranges(steps) == text
+
+
+def test_a_replay_names_the_batches_that_lie_between_the_checkpoint_and_the_step(kept: Path) -> None:
+    recipe = recipe_with(*tracked(kept.parent))
+    with pytest.raises(UnusableCheckpointError, match="before it is none") as refused:
+        replay(SimpleNamespace(recipe=recipe), kept, 4, print)  # type: ignore[arg-type]
+    assert refused.value.problems[0].needed == "the batches of steps 1 to 2, too"
+
+
+def test_training_alone_does_not_write_over_the_run_that_it_reads(kept: Path) -> None:
+    recipe = recipe_with(*tracked(kept.parent))
+    with pytest.raises(UnusableCheckpointError, match="name=train_only"):
+        train_only(SimpleNamespace(recipe=recipe), kept)  # type: ignore[arg-type]
+
+
+def test_what_only_engines_need_is_not_asked_of_a_run_without_them(tmp_path: Path) -> None:
+    servers = (
+        "rollout.engine=external",
+        "rollout.urls=['http://localhost:1']",
+        "rollout.api_key_variable=NOT_SET_HERE",
+    )
+    loaded = load(make_recipe(tmp_path), servers)
+    with pytest.raises(PreflightError, match="NOT_SET_HERE"):
+        preflight(loaded)
+    preflight(loaded, engines_too=False)
+
+
+def test_logged_metrics_are_the_last_whole_line_of_the_step_without_what_measures_the_machine(tmp_path: Path) -> None:
+    entry = {"step": 2, "time": 5.0, "seconds/update": 1.0, "tokens_per_second": 3.0, "eval/mean@1": 1.0}
+    lines = [entry | {"lr": 1.0}, entry | {"lr": 0.1, "grad_norm": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 3, "l')
+    found = logged_metrics(tmp_path, 2)
+    assert found is not None
+    assert found.pop("lr") == 0.1
+    assert math.isnan(found.pop("grad_norm"))
+    assert not found
+    assert logged_metrics(tmp_path, 3) is None
+
+
+def test_a_comparison_shows_the_last_bit_and_what_is_on_one_side_only() -> None:
+    again = {"lr": 0.1, "loss/total": math.nextafter(0.5, 1), "kl/mean": math.inf, "entropy": 1.0}
+    compared = Comparison({"lr": 0.1, "loss/total": 0.5, "kl/mean": math.nan, "prompts/set_aside": 2.0}, again)
+    assert compared.different == ["loss/total"]
+    *_, loss, lr, differ, left = compared.lines()
+    assert loss.split() == ["loss/total", "0.5", "0.5", "+1.11e-16"]
+    assert lr.split() == ["lr", "0.1", "0.1"]
+    assert differ == "1 of 3 metrics differ"
+    assert left.endswith("evaluations, entropy, prompts/set_aside")
