@@ -107,7 +107,7 @@ def write_groups(path: Path, groups: Sequence[Group], notes: Mapping[str, Any] |
     }
     attempt = path.with_name(f".saving_{path.name}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # not those above it: of a run that was renamed, nothing is made anew
         attempt.touch()
         mode = attempt.stat().st_mode  # the user's own: the library's is for the owner alone
         save_file(arrays, attempt, metadata={"format": FORMAT, "blake2b": _checksum(arrays)})
@@ -117,7 +117,8 @@ def write_groups(path: Path, groups: Sequence[Group], notes: Mapping[str, Any] |
         attempt.replace(path)
         sync_directories([path.parent])
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(Problem(f"{path} cannot be written", given=first_line(error))) from error
+        given, needed = first_line(error), "room for it in its directory"
+        raise CheckpointError(Problem(f"{path} cannot be written", given, needed)) from error
     finally:
         with contextlib.suppress(OSError):
             attempt.unlink()

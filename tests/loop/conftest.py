@@ -41,10 +41,11 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Tracked by MLflow, on a Ray of its own."""
+    """Tracked by MLflow, on a Ray of its own. It keeps all batches."""
     output = tmp_path_factory.mktemp("finished")
     values = small_run.recipe(inputs, output)
     values["track"]["mlflow"] = {}
+    values["checkpoint"]["keep_batches"] = small_run.STEPS
     process = small_run.start(small_run.write(values, output))
     return watched(process, output / values["name"])
 

@@ -78,7 +78,7 @@ def recipe(inputs: Path, output: Path, name: str = "small") -> dict[str, Any]:
             "optimizer": {"lr": 1e-3},
         },
         "eval": {"files": [{"path": str(inputs / "test.parquet")}], "every_steps": 2},
-        "checkpoint": {"every_steps": 2, "keep_batches": STEPS},
+        "checkpoint": {"every_steps": 2},
         "track": {"directory": str(output), "console": "lines", "mlflow": None},
         "cluster": {"device": "cpu"},
     }

@@ -99,7 +99,7 @@ def recipe(inputs: Path, output: Path, name: str) -> dict[str, Any]:
     values["rollout"] |= {"prompts_per_step": 8, "samples_per_prompt": 8}
     values["train"] |= {"total_steps": STEPS, "tokens_per_microbatch": 512, "optimizer": {"lr": 1e-2}}
     values["eval"]["every_steps"] = STEPS
-    values["checkpoint"]["every_steps"] = SAVED
+    values["checkpoint"] |= {"every_steps": SAVED, "keep_batches": STEPS - SAVED}
     for section, settings in METHODS[name].items():
         values[section] |= settings
     return values
@@ -127,6 +127,20 @@ def trained(inputs: Path, tmp_path_factory: pytest.TempPathFactory, ray: Mapping
     lanes = (("lora_rloo_dapo", "remax"), ("ppo", "reinforce_plus_plus"))
     first, second = small_run.side_by_side(*(partial(train, inputs, output, ray, names) for names in lanes))
     return first | second
+
+
+def test_steps_of_every_method_have_the_same_numbers_when_they_are_replayed(
+    trained: dict[str, Trained], ray: Mapping[str, str]
+) -> None:
+    def replayed(name: str) -> str:
+        arguments = (trained[name].directory, "--step", str(STEPS))
+        return small_run.train(*arguments, command="replay", environment=ray)
+
+    names = list(METHODS)
+    for pair in (names[:2], names[2:]):
+        for printed in small_run.side_by_side(*(partial(replayed, name) for name in pair)):
+            assert f"step_{SAVED:06}\n" in printed
+            assert "metrics are equal, bit for bit" in printed
 
 
 @pytest.mark.parametrize("name", METHODS)

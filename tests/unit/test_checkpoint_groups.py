@@ -137,6 +137,12 @@ def test_a_full_disk_leaves_the_file_before_as_it_was(tmp_path: Path, written: P
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_directory_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_groups(tmp_path / "renamed" / "batches" / "x", GROUPS)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["absent", "", "/dev/zero", "empty"])
 def test_what_is_no_file_of_groups_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").touch()
