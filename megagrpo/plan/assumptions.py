@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.recipe.schema import AnyRecipe, SftRecipe
 
 VALUE_MAX = 1e15
 """The largest number of bytes, tokens, rows, seconds, or a factor."""
+SPREAD_MAX = 3.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Assumptions:
     response_tokens: float | None = None
     response_share: float = 0.4
     longest_response_tokens: float | None = None
+    response_spread: float = 1.0  # deviation of the logarithm of a response's tokens
     example_share: float = 0.5
     epoch_rows: float | None = None  # None: unknown
     signal_share: float = 0.7  # of sampled groups
@@ -95,23 +102,45 @@ def minibatch_sequences(recipe: AnyRecipe) -> int:
 class Lengths:
     """Tokens of a step's sequences: the mean prompt, the mean response and the longest response.
 
-    How long responses are follows `alive`. Supervised fine-tuning has examples in their place, and no prompts.
+    Lengths of responses are log-normal, cut off at the longest; `spread` is the deviation of their logarithm.
+    Supervised fine-tuning has examples in their place, and no prompts.
     """
 
     prompt: float
     response: float
     longest: float
+    spread: float = Assumptions.response_spread
 
-    @property
-    def _steepness(self) -> float:
-        return self.longest / self.response - 1
+    @cached_property
+    def _middle(self) -> float:
+        """Mean of the logarithm, before the cut, with which the mean after it is `response`; infinite if all responses
+        are longest."""
+        if self.response > 0.999 * self.longest:
+            return math.inf
+        low, high = math.log(self.response) - self.spread**2 / 2 - 1, math.log(self.longest) + 4 * self.spread
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._moment(1, middle) < self.response else (low, middle)
+        return (low + high) / 2
+
+    def _moment(self, power: int, middle: float) -> float:
+        """Mean of that power of a response's length."""
+        cut, spread = (math.log(self.longest) - middle) / self.spread, self.spread
+        whole = math.exp(power * middle + (power * spread) ** 2 / 2)
+        return whole * _normal(cut - power * spread) + self.longest**power * _normal(-cut)
 
     def alive(self, tokens: float) -> float:
-        """Share of the responses that are longer than `tokens`: (1 - tokens / longest)^(longest / mean - 1).
+        """Share of the responses that are longer than `tokens`."""
+        if not 0 < tokens < self.longest:
+            return float(tokens < self.longest)
+        return _normal((self._middle - math.log(tokens)) / self.spread)
 
-        Among curves of this form it is the one with the right mean; 1 up to the end if all are equally long.
-        """
-        return (1 - tokens / self.longest) ** self._steepness if tokens < self.longest else 0.0
+    def drawn(self, count: int, seed: int) -> NDArray[np.float64]:
+        """Tokens of `count` responses, the same for the same seed. [count]"""
+        if self._middle == math.inf:
+            return np.full(count, self.longest)
+        drawn = np.random.default_rng(seed).lognormal(self._middle, self.spread, count)
+        return drawn.clip(min(1.0, self.longest), self.longest)
 
     @property
     def sequence(self) -> float:
@@ -121,7 +150,7 @@ class Lengths:
     @property
     def response_square(self) -> float:
         """Mean of a response's squared length."""
-        return 2 * self.longest**2 / ((self._steepness + 1) * (self._steepness + 2))
+        return self.longest**2 if self._middle == math.inf else self._moment(2, self._middle)
 
     @property
     def sequence_square(self) -> float:
@@ -138,7 +167,13 @@ def lengths_of(recipe: AnyRecipe, assumptions: Assumptions) -> Lengths:
         most_prompt = float(recipe.data.prompt_tokens_max)
         prompt = min(most_prompt, assumptions.prompt_tokens or assumptions.prompt_share * most_prompt)
     mean = min(most, assumptions.response_tokens or share * most)
-    return Lengths(prompt, mean, min(most, max(mean, assumptions.longest_response_tokens or most)))
+    longest = min(most, max(mean, assumptions.longest_response_tokens or most))
+    return Lengths(prompt, mean, longest, assumptions.response_spread)
+
+
+def _normal(deviations: float) -> float:
+    """Share of a normal distribution that is below so many deviations."""
+    return math.erfc(-deviations / math.sqrt(2)) / 2
 
 
 def assumptions_from(given: Iterable[str]) -> Assumptions:
@@ -170,7 +205,7 @@ def _problem(name: str, written: str) -> Problem | None:
         return Problem(where, written or "nothing", f"a number, as in {name}=0.5")
     share = name in ("packing", "overlap") or name.endswith(("_share", "_efficiency"))
     least = "at least 0" if name == "overlap" or "seconds" in name.split("_per_")[0] else "more than 0"
-    most = 1 if share else VALUE_MAX
+    most = 1 if share else SPREAD_MAX if name == "response_spread" else VALUE_MAX
     if not 0 <= value <= most or (value == 0 and least == "more than 0"):
         return Problem(where, written, f"{least} and at most {most:g}")
     return None

@@ -17,6 +17,7 @@ from megagrpo.plan.case import Case, machines_of
 from megagrpo.plan.device_map import MappedDevice, device_map
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import Stage, active_parameters, stages, total_parameters
+from megagrpo.plan.schedules import ScheduleTime, schedule_times
 from megagrpo.plan.time import StepTime, step_time
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory, total_steps
@@ -29,6 +30,7 @@ UNITS = {
     "bytes_per_second": "bytes/s",
     "seconds": "s",
     "seconds_per_response": "s",
+    "spread": "log",
     "share": "share",
     "efficiency": "share",
     "packing": "share",
@@ -113,6 +115,13 @@ class Plan(Case):
         if not self.card_bytes and not (self.device == "cpu" and self.calibrated):
             return None
         return Estimate(self.memory, step_time(self), lacking_bytes(self.memory, self.card_bytes))
+
+    @cached_property
+    def schedules(self) -> tuple[ScheduleTime, ...]:
+        """What its steps would take under each schedule that its placement can have; sync is the first."""
+        if self.estimate is None or not isinstance(self.recipe, Recipe):
+            return ()
+        return schedule_times(self, self.estimate.time)
 
     @property
     def assumed(self) -> tuple[Assumed, ...]:

@@ -106,23 +106,39 @@ def prompts_of_rounds(recipe: Recipe, signal_share: float) -> Iterator[int]:
         sampled += prompts
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """What a step's prompts are sampled with: engines that are alike, all of which work at once."""
+
+    engine: EngineSpeed
+    engines: int
+    at_once: float
+    """Responses that an engine decodes at once."""
+
+    samples: int
+    """Of each prompt."""
+
+    @classmethod
+    def of(cls, case: Case) -> Sampling:
+        """Engines that share a device take turns, so they count as one."""
+        recipe, rollout = case.grpo, case.grpo.rollout
+        devices = case.device_plan.bundles_of_engine
+        given = case.architecture, rollout.layout, case.speeds, case.assumptions, case.item_bytes
+        engine = EngineSpeed(*given, quantized=rollout.quantization is not None)
+        blocks = len(set(devices)) if devices[0] else rollout.engines
+        greedy = 1 if recipe.algorithm.advantage.name == "remax" else 0
+        at_once = float(rollout.requests_at_once * math.ceil(rollout.engines / blocks))
+        if rollout.engine == "sglang" and case.device == "cuda":
+            # Responses whose keys and values fit. They end before they are longest: at their mean length.
+            at_once = min(at_once, max(1.0, engine_memory(case).cache_tokens / case.lengths.sequence))
+        return cls(engine, blocks, at_once, rollout.samples_per_prompt + greedy)
+
+
 def _rollout(case: Case, rounds: list[int]) -> Seconds:
-    """Rounds of so many prompts, on the devices that have most to do. Engines that share a device take turns, so they
-    count as one."""
-    recipe, rollout, lengths = case.grpo, case.grpo.rollout, case.lengths
-    devices = case.device_plan.bundles_of_engine
-    given = case.architecture, rollout.layout, case.speeds, case.assumptions, case.item_bytes
-    engine = EngineSpeed(*given, quantized=rollout.quantization is not None)
-    blocks = len(set(devices)) if devices[0] else rollout.engines
-    greedy = 1 if recipe.algorithm.advantage.name == "remax" else 0
-    at_once = float(rollout.requests_at_once * math.ceil(rollout.engines / blocks))
-    if rollout.engine == "sglang" and case.device == "cuda":
-        # Responses whose keys and values fit. They end before they are longest: at their mean length.
-        at_once = min(at_once, max(1.0, engine_memory(case).cache_tokens / lengths.sequence))
-    own = (math.ceil(prompts / blocks) for prompts in rounds)  # all samples of a prompt are on one engine
-    return added(
-        *(rollout_seconds(engine, lengths, each, rollout.samples_per_prompt + greedy, at_once) for each in own)
-    )
+    """Rounds of so many prompts, on the engine that has most to do."""
+    by = Sampling.of(case)
+    own = (math.ceil(prompts / by.engines) for prompts in rounds)  # all samples of a prompt are on one engine
+    return added(*(rollout_seconds(by.engine, case.lengths, each, by.samples, by.at_once) for each in own))
 
 
 # --- the other phases ------------------------------------------------------------------------------------------------

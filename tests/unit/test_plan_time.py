@@ -299,7 +299,7 @@ def test_a_step_on_cpus_is_planned_in_float32():
             machines=A_CPU,
             model={"dtype": dtype},
             train={"layout": {"data": 2}},
-            rollout={"engine": "transformers", "engines": 2},
+            rollout={"engine": "transformers", "engines": 2, "prompts_per_step": 2},
         )
         for dtype in ("auto", "bfloat16")
     )

@@ -11,8 +11,10 @@ from megagrpo.plan.device_map import MappedDevice, axes
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory
 from megagrpo.plan.parameters import Stage, total_parameters
 from megagrpo.plan.plan import Plan
+from megagrpo.plan.schedules import ScheduleTime
 from megagrpo.plan.search import Choice, Search
 from megagrpo.plan.time import PhaseTime, StepTime
+from megagrpo.section import Section
 
 FORMAT = 1
 DERIVED: dict[type, tuple[str, ...]] = {
@@ -20,6 +22,7 @@ DERIVED: dict[type, tuple[str, ...]] = {
     PhaseTime: ("seconds",),
     LinkUse: ("ratio",),
     StepTime: ("seconds", "tokens_per_second_per_gpu", "days"),
+    ScheduleTime: ("name",),
 }
 """Properties that are told beside the fields."""
 
@@ -42,6 +45,7 @@ def plan_json(plan: Plan, search: Search | None = None) -> str:
         "fits": judged.fits if judged else None,
         "lacking_bytes": judged.lacking_bytes if judged else None,
         "time": plan.estimate.time if plan.estimate else None,
+        "schedules": plan.schedules,
         "assumptions": plan.assumed,
         "problems": plan.problems,
         "unwise": plan.unwise,
@@ -60,6 +64,8 @@ def _keys(value: Any) -> Any:
             return [value.start, value.stop]
         case Stage():
             return {"layers": value.chunks, "embedding": value.embedding, "head": value.head}
+        case Section():
+            return value.model_dump(mode="json")
         case Choice():
             return {"overrides": value.overrides, "reason": value.reason, **_keys(value.estimate)}
     found = {field.name: getattr(value, field.name) for field in fields(value)}

@@ -13,6 +13,7 @@ from megagrpo.plan.memory import PhaseMemory
 from megagrpo.plan.parameters import Stage
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.search import Search
+from megagrpo.plan.show import schedules
 from megagrpo.plan.time import StepTime
 from megagrpo.plan.units import byte_text, second_text, spans
 from megagrpo.recipe.load import dump
@@ -67,6 +68,8 @@ def _sections(plan: Plan, search: Search | None) -> Iterator[str]:
         yield _section(f"Memory of each {plan.noun}", _memory(plan))
     if plan.estimate:
         yield _section(f"A step: {second_text(plan.estimate.time.seconds)}", _time(plan.estimate.time))
+    if plan.schedules:
+        yield _section("Schedules, simulated", _schedules(plan))
     if search:
         yield _section(f"Fastest of {search.legal} legal layouts for {search.gpus} GPUs", _search(search))
     if plan.estimate:
@@ -159,6 +162,13 @@ def _time(time: StepTime) -> str:
         lines.append((square, seconds, f"{phase.seconds / time.seconds:.0%}", spent))
     bar = _svg(36, _stacked(parts, 4, WIDTH / time.seconds, left=0, height=28), "seconds of a step by phase")
     return bar + _table(("phase", "seconds", "share", "of which"), lines, numbers=(1, 2), names=(0,))
+
+
+def _schedules(plan: Plan) -> str:
+    lines = [(time.name, *schedules.figures(time, plan.schedules[0])) for time in plan.schedules]
+    table = _table(("", *schedules.HEADS), lines, numbers=range(1, len(schedules.HEADS) + 1), names=(0,))
+    told = schedules.judgement(plan.schedules, colocated=plan.recipe.cluster.placement == "colocated")
+    return f"{table}<p>{escape(told)}</p>"
 
 
 def _search(search: Search) -> str:

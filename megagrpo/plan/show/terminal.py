@@ -15,6 +15,7 @@ from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes
 from megagrpo.plan.parameters import Stage
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.search import SPARE, Choice, Search
+from megagrpo.plan.show import schedules
 from megagrpo.plan.time import PhaseTime
 from megagrpo.plan.units import byte_text, second_text, spans
 
@@ -31,7 +32,7 @@ def draw(plan: Plan, search: Search | None, console: Console) -> None:
     marks = _Marks(console)
     told = (*plan.summary.items(), *(("not checked", text) for text in plan.unchecked))
     _sentences(console, [Text(f"{name:<12} {text}") for name, text in told])
-    for section in (_layout(plan), _memory(plan, marks), _time(plan, marks), _assumptions(plan)):
+    for section in (_layout(plan), _memory(plan, marks), _time(plan, marks), _schedules(plan), _assumptions(plan)):
         if section is not None:
             console.print()
             console.print(section)
@@ -235,6 +236,19 @@ def _sync(links: Sequence[LinkUse]) -> RenderableType:
         ratio = f"{use.ratio:.1f}" if use.ratio else "-"
         table.add_row(f"  {LINK_NAMES[use.link]}", byte_text(int(use.bytes)), second_text(use.seconds), *least, ratio)
     return table
+
+
+def _schedules(plan: Plan) -> RenderableType | None:
+    if not plan.schedules:
+        return None
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column(no_wrap=True)
+    for head in schedules.HEADS:
+        table.add_column(head if len(head) < 8 else head.replace(" ", "\n"), justify="right", no_wrap=True)
+    for time in plan.schedules:
+        table.add_row(time.name, *schedules.figures(time, plan.schedules[0]))
+    told = schedules.judgement(plan.schedules, colocated=plan.recipe.cluster.placement == "colocated")
+    return Group(_title("schedules, simulated"), table, Text(told))
 
 
 def _assumptions(plan: Plan) -> RenderableType | None:

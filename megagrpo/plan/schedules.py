@@ -1,0 +1,416 @@
+"""How long a step takes under each schedule, and who waits meanwhile: a run is simulated, response by response.
+
+Engines decode what is in their slots, token by token; requests wait in one queue, and a slot that is free takes the
+next one. `algorithm/admission.py` says which groups begin and which are trained. Lengths are drawn independently of
+one another, also within a group, and are the same for all schedules.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush, heapreplace
+
+import numpy as np
+
+from megagrpo.algorithm.admission import Admission, Admitted
+from megagrpo.plan.assumptions import Lengths
+from megagrpo.plan.case import Case
+from megagrpo.plan.engine import EngineSpeed
+from megagrpo.plan.time import Sampling, StepTime, prompts_of_rounds
+from megagrpo.recipe.schema.schedule import AsyncConfig, OneStepOffConfig, ScheduleConfig, SyncConfig
+
+STEPS = 12
+"""Steps that are looked at, after those in which a run fills up."""
+
+RESPONSES_MAX = 512
+"""Of a step of a plan's simulation. A larger run is simulated in part: fewer engines and prompts, in proportion."""
+
+BATCHES = 24
+"""Sizes of batches for which the seconds of a token are computed."""
+
+ABOUT_AS_FAST = 1.05
+"""The best schedule is the least stale of those that take at most so many times as long as the fastest."""
+
+TokenSeconds = Callable[[float, float], float]
+"""Of a token of each of so many responses that an engine decodes, with so many tokens before it in the mean."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each step of a run has to do, and with what."""
+
+    engines: int
+    slots: int
+    """Responses that an engine decodes at once."""
+
+    prompts: int
+    samples: int
+    lengths: Lengths
+    token_seconds: TokenSeconds
+    train_seconds: float
+    """From the groups of a step until its weights are there: rewards, logprobs, update, driver."""
+
+    sync_seconds: float
+
+    @classmethod
+    def of(cls, case: Case, time: StepTime) -> Work:
+        """Of a GRPO recipe whose phases take that long when one follows the other. Prompts of all rounds of dynamic
+        sampling begin at once."""
+        by, seconds = Sampling.of(case), {phase.phase: phase.seconds for phase in time.phases}
+        slots = max(1, int(by.at_once))
+        return cls(
+            engines=by.engines,
+            slots=slots,
+            prompts=sum(prompts_of_rounds(case.grpo, case.assumptions.signal_share)),
+            samples=by.samples,
+            lengths=case.lengths,
+            token_seconds=token_seconds(by.engine, case.lengths, by.samples, slots, case.assumptions.rollout_factor),
+            train_seconds=sum(seconds[phase] for phase in ("reward", "logprobs", "update", "driver")),
+            sync_seconds=seconds["weight_sync"],
+        )
+
+    def part(self, responses_max: int) -> Work:
+        """A part with so many responses in a step at most: fewer prompts and engines in the same proportion, the last
+        bit of it by smaller engines, each of whose responses counts for several."""
+        prompts = min(self.prompts, max(1, responses_max // self.samples))
+        share = prompts / self.prompts
+        engines = max(1, round(self.engines * share))
+        size = self.engines * share / engines
+        slots = max(1, round(self.slots * size))
+        return replace(
+            self,
+            engines=engines,
+            slots=slots,
+            prompts=prompts,
+            token_seconds=lambda running, context: self.token_seconds(min(running / size, self.slots), context),
+        )
+
+
+def token_seconds(engine: EngineSpeed, lengths: Lengths, samples: int, slots: int, factor: float) -> TokenSeconds:
+    """Interpolated between some numbers of responses. Reading a prompt, once for all samples, is spread over the tokens
+    of its responses."""
+    prompt = engine.prefill_seconds(lengths.prompt, lengths.prompt**2, 1) / samples / lengths.response
+    points = np.unique(np.geomspace(1, max(2, slots), BATCHES).round())
+    most = lengths.prompt + lengths.longest
+    first, last = (
+        np.array([engine.decode_seconds(batch, context) + batch * prompt for batch in points])
+        for context in (0.0, most)
+    )
+    every = np.arange(slots + 1)
+    begin, more = ((factor * np.interp(every, points, seconds)).tolist() for seconds in (first, (last - first) / most))
+    return lambda running, context: begin[int(running)] + more[int(running)] * context
+
+
+@dataclass(frozen=True)
+class ScheduleTime:
+    """What a schedule comes to. Shares are of the time of all steps."""
+
+    schedule: ScheduleConfig
+    seconds: float
+    """Of a step."""
+
+    trainer_waits: float
+    """Share in which the trainer waits for responses."""
+
+    engines_idle: float
+    """Share in which an engine decodes nothing."""
+
+    slots_empty: float
+    """Share in which a slot of an engine decodes nothing."""
+
+    staleness: float
+    """Versions, mean of groups: the version that is trained minus the newest when the group began."""
+
+    staleness_max: int
+    old_tokens: float
+    """Share of the tokens that are trained on whose weights are more than one version older."""
+
+    @property
+    def name(self) -> str:
+        match self.schedule:
+            case AsyncConfig(max_staleness=bound):
+                return f"async, max_staleness {bound}"
+            case SyncConfig(carry_over=prompts) if prompts:
+                return f"sync, carry_over {prompts}"
+        return self.schedule.kind
+
+
+def compared(prompts: int, *, colocated: bool) -> list[ScheduleConfig]:
+    """The schedules to compare for so many prompts in a step. Only engines on devices of their own can sample while the
+    trainer trains."""
+    found: list[ScheduleConfig] = [SyncConfig(kind="sync")]
+    found.append(SyncConfig(kind="sync", carry_over=max(1, prompts // 2), max_staleness=2))
+    if not colocated:
+        found.append(OneStepOffConfig(kind="one_step_off"))
+        found += [AsyncConfig(kind="async", max_staleness=bound) for bound in (1, 2, 4)]
+    return found
+
+
+def schedule_times(case: Case, time: StepTime) -> tuple[ScheduleTime, ...]:
+    """Of those that a GRPO recipe's placement can have; sync is the first."""
+    work = Work.of(case, time)
+    kinds = compared(work.prompts, colocated=case.recipe.cluster.placement == "colocated")
+    return tuple(schedule_time(work, kind) for kind in kinds)
+
+
+def best(times: Iterable[ScheduleTime]) -> ScheduleTime:
+    """The least stale of those that are about as fast as the fastest."""
+    times = list(times)
+    fastest = min(time.seconds for time in times)
+    fast = [time for time in times if time.seconds <= ABOUT_AS_FAST * fastest]
+    return min(fast, key=lambda time: (time.staleness, time.seconds))
+
+
+def schedule_time(
+    work: Work, schedule: ScheduleConfig, *, steps: int = STEPS, responses_max: int = RESPONSES_MAX, seed: int = 0
+) -> ScheduleTime:
+    """Means over so many steps of a simulated run, without those in which it fills up; the run is simulated by a part
+    of it with at most so many responses in a step."""
+    part, filling = work.part(responses_max), schedule.max_staleness + 2
+    run = SimulatedRun(part, _of_part(schedule, part.prompts / work.prompts), filling + steps, seed)
+    before, end = run.steps[filling - 1], run.steps[-1]
+    seen = run.steps[filling:]
+    seconds, slots = end.end - before.end, part.engines * part.slots
+    stale = [staleness for step in seen for staleness in step.staleness]
+    return ScheduleTime(
+        schedule=schedule,
+        seconds=seconds / steps,
+        trainer_waits=sum(step.waited for step in seen) / seconds,
+        engines_idle=1 - (end.busy_seconds - before.busy_seconds) / seconds / part.engines,
+        slots_empty=1 - (end.slot_seconds - before.slot_seconds) / seconds / slots,
+        staleness=sum(stale) / len(stale),
+        staleness_max=max(stale),
+        old_tokens=run.old_tokens(seen),
+    )
+
+
+def _of_part(schedule: ScheduleConfig, share: float) -> ScheduleConfig:
+    """With so many prompts as a part of the run has."""
+    match schedule:
+        case SyncConfig(carry_over=prompts) if prompts:
+            return schedule.model_copy(update={"carry_over": max(1, round(share * prompts))})
+        case AsyncConfig(prompts_at_once=prompts) if prompts:
+            return schedule.model_copy(update={"prompts_at_once": max(1, round(share * prompts))})
+    return schedule
+
+
+# --- simulation ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Engine:
+    """An engine counts the tokens that each of its responses decodes: they all decode together. A response that begins
+    at a count ends at that count plus its length."""
+
+    index: int
+    count: float = 0.0
+    at: float = 0.0
+    """The time of that count."""
+
+    rate: float = 1.0
+    """Seconds of a token, as long as nothing begins or ends."""
+
+    ends: list[tuple[float, int]] = field(default_factory=list)
+    """Heap of what runs: the count at which it ends, and its number."""
+
+    begun: float = 0.0
+    """Sum of the counts at which what runs began."""
+
+    event: int = 0
+    """Earlier events of this engine do not hold any more."""
+
+    busy_seconds: float = 0.0
+    slot_seconds: float = 0.0
+    versions: list[float] = field(default_factory=list)
+    """Counts at which the engine got version 1, 2, ..."""
+
+    def settle(self, now: float) -> None:
+        """Decodes until now."""
+        if running := len(self.ends):
+            spent = now - self.at
+            self.count += spent / self.rate
+            self.busy_seconds += spent
+            self.slot_seconds += spent * running
+        self.at = now
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A step of a run. Seconds of engines are sums over all of them, from the run's begin to the end of the step."""
+
+    step: int
+    groups: tuple[int, ...]
+    staleness: tuple[int, ...]
+    waited: float
+    """Seconds in which the trainer waited for responses."""
+
+    end: float
+    busy_seconds: float
+    slot_seconds: float
+
+
+class SimulatedRun:
+    """So many steps of a run without an end, on a simulated clock that begins at 0."""
+
+    def __init__(self, work: Work, schedule: ScheduleConfig, steps: int, seed: int = 0) -> None:
+        self.work, self.schedule, prompts = work, schedule, work.prompts
+        if isinstance(schedule, AsyncConfig):
+            at_once = schedule.prompts_at_once or prompts * (1 + schedule.max_staleness)
+        else:
+            at_once = prompts + (schedule.carry_over if isinstance(schedule, SyncConfig) else 0)
+        bound = schedule.max_staleness
+        self.admission = Admission(
+            per_step=prompts, max_staleness=bound, at_once=max(at_once, prompts), steps=steps + bound + 1
+        )
+        groups = prompts * (steps + bound + 1)
+        self.tokens = work.lengths.drawn(groups * work.samples, seed).tolist()
+        self.left = [work.samples] * groups
+        self.engine_of = [0] * len(self.tokens)
+        self.began = [0.0] * len(self.tokens)
+        """By response: the engine, and its count when the response began."""
+
+        self.now = 0.0
+        self.complete: list[int] = []
+        """Groups that no step has taken, oldest first."""
+
+        self.refused_after = -1
+        """The newest group of those that a step could not take: it may take others if an older one is complete."""
+
+        self.queue: deque[int] = deque()
+        self.engines = [_Engine(index) for index in range(work.engines)]
+        self.events: list[tuple[float, int, int]] = []
+        self.steps: list[SimulatedStep] = []
+        self._begin()
+        for step in range(1, steps + 1):
+            self.steps.append(self._step(step))
+
+    def _step(self, step: int) -> SimulatedStep:
+        """The only thing in which schedules differ."""
+        sync, one_step_off = (isinstance(self.schedule, kind) for kind in (SyncConfig, OneStepOffConfig))
+        begin = self.now
+        while (taken := self._take()) is None:
+            self._next()
+        waited = self.now - begin
+        if sync:
+            self._pause()
+            self.now += self.work.train_seconds
+        else:
+            self._begin()
+            trained = self.now + self.work.train_seconds
+            while self.events and self.events[0][0] <= trained:
+                self._next()
+            self.now = trained
+            while one_step_off and self.events:
+                self._next()
+            waited += self.now - trained
+            self._pause()
+        self.now += self.work.sync_seconds
+        self.admission.advance(step)
+        busy, slots = (
+            sum(getattr(engine, name) for engine in self.engines) for name in ("busy_seconds", "slot_seconds")
+        )
+        self._resume()
+        self._begin()
+        stale = tuple(step - 1 - admitted.version for admitted in taken)
+        return SimulatedStep(step, tuple(each.number for each in taken), stale, waited, self.now, busy, slots)
+
+    def _take(self) -> list[Admitted] | None:
+        prompts = self.work.prompts
+        if len(self.complete) < prompts or self.complete[prompts - 1] == self.refused_after:
+            return None
+        taken = self.admission.take()
+        self.refused_after = -1 if taken else self.complete[prompts - 1]
+        if taken:
+            del self.complete[:prompts]
+        return taken
+
+    # Engines. Invariant: while a request waits, every slot is taken.
+
+    def _begin(self) -> None:
+        """Groups for which there is room join the queue, and free slots take what waits, the emptiest engine first."""
+        samples, slots = self.work.samples, self.work.slots
+        for _ in range(self.admission.room):
+            first = self.admission.admit().number * samples
+            self.queue.extend(range(first, first + samples))
+        if not self.queue:
+            return
+        emptiest = [(len(engine.ends), engine.index) for engine in self.engines]
+        heapify(emptiest)
+        changed = set()
+        while self.queue and emptiest[0][0] < slots:
+            running, index = emptiest[0]
+            engine = self.engines[index]
+            if index not in changed:
+                engine.settle(self.now)
+                changed.add(index)
+            self._start(engine)
+            heapreplace(emptiest, (running + 1, index))
+        for index in sorted(changed):
+            self._plan(self.engines[index])
+
+    def _start(self, engine: _Engine) -> None:
+        response = self.queue.popleft()
+        self.engine_of[response], self.began[response] = engine.index, engine.count
+        engine.begun += engine.count
+        heappush(engine.ends, (engine.count + self.tokens[response], response))
+
+    def _plan(self, engine: _Engine) -> None:
+        """When its next response ends, if nothing else begins on it."""
+        engine.event += 1
+        if running := len(engine.ends):
+            ahead = engine.ends[0][0] - engine.count
+            context = engine.count - engine.begun / running + ahead / 2
+            engine.rate = self.work.token_seconds(running, self.work.lengths.prompt + context)
+            heappush(self.events, (self.now + ahead * engine.rate, engine.index, engine.event))
+            self._forget()
+
+    def _forget(self) -> None:
+        """Events that do not hold any more leave the head of the heap."""
+        while self.events and self.events[0][2] != self.engines[self.events[0][1]].event:
+            heappop(self.events)
+
+    def _next(self) -> None:
+        """The next response ends; its slot takes what waits."""
+        self.now, index, _ = heappop(self.events)
+        engine = self.engines[index]
+        engine.settle(self.now)
+        engine.count, response = heappop(engine.ends)
+        engine.begun -= self.began[response]
+        number = response // self.work.samples
+        self.left[number] -= 1
+        if self.left[number] == 0:
+            self.admission.complete(number)
+            insort(self.complete, number)
+        if self.queue:
+            self._start(engine)
+        self._plan(engine)
+        self._forget()
+
+    def _pause(self) -> None:
+        for engine in self.engines:
+            engine.settle(self.now)
+            engine.event += 1
+        self.events.clear()
+
+    def _resume(self) -> None:
+        """What ran goes on, with the next version."""
+        for engine in self.engines:
+            engine.at = self.now
+            engine.versions.append(engine.count)
+            self._plan(engine)
+
+    def old_tokens(self, steps: Sequence[SimulatedStep]) -> float:
+        """Share of the tokens of these steps that were sampled more than one version before the one that is trained."""
+        versions = np.array([engine.versions for engine in self.engines])  # [engines, steps]
+        samples, old, whole = np.arange(self.work.samples), 0.0, 0.0
+        tokens, began, engine_of = np.array(self.tokens), np.array(self.began), np.array(self.engine_of)
+        for step in steps:
+            responses = (np.array(step.groups)[:, None] * self.work.samples + samples).ravel()
+            whole += tokens[responses].sum()
+            if step.step > 2:  # it trains version step - 1: what came before version step - 2 is older
+                decoded = versions[engine_of[responses], step.step - 3] - began[responses]
+                old += np.clip(decoded, 0.0, tokens[responses]).sum()
+        return float(old / whole)

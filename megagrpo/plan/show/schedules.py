@@ -1,0 +1,39 @@
+"""Schedules side by side, in words and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megagrpo.plan.schedules import ScheduleTime, best
+from megagrpo.plan.units import second_text
+
+HEADS = ("a step", "speed", "trainer waits", "engines idle", "slots empty", "staleness", "old tokens")
+
+
+def figures(time: ScheduleTime, sync: ScheduleTime) -> tuple[str, ...]:
+    """A cell below each of the heads. Speed is a multiple of that of `sync`; of staleness the mean and the most."""
+    stale = f"{time.staleness:.1f}, {time.staleness_max}" if time.staleness_max else "0"
+    return (
+        second_text(time.seconds),
+        f"{sync.seconds / time.seconds:.2f}x",
+        f"{time.trainer_waits:.0%}",
+        f"{time.engines_idle:.0%}",
+        f"{time.slots_empty:.0%}",
+        stale,
+        f"{time.old_tokens:.0%}",
+    )
+
+
+def judgement(times: Sequence[ScheduleTime], *, colocated: bool) -> str:
+    """Which is best, and what it costs. sync is the first of them."""
+    found, sync = best(times), times[0]
+    if found is sync:
+        text = "best here: sync, whose samples are never stale"
+    else:
+        faster = f"{sync.seconds / found.seconds:.2f} times as fast as sync"
+        late = f"groups are trained {found.staleness:.1f} versions late in the mean, {found.staleness_max} at most"
+        old = f"{found.old_tokens:.0%} of their tokens are more than one version old"
+        text = f"best here: {found.name}, {faster}; its price: {late}, and {old}"
+    if colocated:
+        text += "; engines on devices of their own can sample during training, too: --search compares"
+    return text
