@@ -161,6 +161,8 @@ def _groups(arrays: Mapping[str, np.ndarray], saved: _Saved) -> list[Group]:
     counts = {len(arrays[name]) for name in ("tokens", "logprobs", "versions")}
     if len(counts) > 1:
         raise ValueError(f"tokens, logprobs and versions of {sorted(counts)} values")
+    if any(arrays[name].min(initial=0) < 0 for name in ("tokens", "versions", "prompt_tokens")):
+        raise ValueError("a token or a version below 0")
     samples = sum(len(group.samples) for group in saved.groups)
     tokens, logprobs, versions = (
         iter(_parts(arrays, name, "offsets", samples)) for name in ("tokens", "logprobs", "versions")

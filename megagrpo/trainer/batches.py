@@ -97,6 +97,34 @@ def read_batch(directory: Path, step: int) -> Batch:
     return Batch(sampled, notes.total_steps, f"recipe.{notes.start}.yaml")
 
 
+def require_fitting(sampled: Sampled, recipe: Recipe, vocabulary: int, where: str) -> None:
+    """Raises UnusableCheckpointError if the recipe cannot train on what another has sampled. vocabulary: the model's
+    tokens."""
+    longest = max(len(group.prompt.tokens) + len(sample.tokens) for group in sampled.all for sample in group.samples)
+    largest = max(max(group.prompt.tokens, default=0) for group in sampled.all)
+    largest = max(largest, *(sample.tokens.max(initial=0) for group in sampled.all for sample in group.samples))
+    counted = {len(score.counted) for group in sampled.all for score in group.scores} - {0}
+    functions, tokens_max = len(recipe.reward.functions), recipe.data.prompt_tokens_max
+    tokens_max += recipe.rollout.response_tokens_max
+    lacking = sampled.baselines is None and recipe.algorithm.advantage.name == "remax"
+    problems = [
+        Problem(where, given, needed, "name a run whose recipe has the same model, data, reward and lengths")
+        for wrong, given, needed in (
+            (largest >= vocabulary, f"token {largest}", f"tokens below {vocabulary}, the model's vocabulary"),
+            (longest > tokens_max, f"{longest} tokens in a prompt and its response", f"at most {tokens_max}"),
+            (
+                counted - {functions},
+                f"scores of {max(counted, default=0)} functions",
+                f"{functions} (reward.functions)",
+            ),
+            (lacking, "no scores of greedy responses", "them, for algorithm.advantage.name: remax"),
+        )
+        if wrong
+    ]
+    if problems:
+        raise UnusableCheckpointError(problems)
+
+
 def saved_steps(directory: Path) -> list[int]:
     """The steps whose batches the run in `directory` has kept, in order."""
     names = [NAME.fullmatch(path.name) for path in (directory / BATCHES).glob("step_*")]

@@ -16,7 +16,7 @@ from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import run_directory, with_absolute_directories
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalConfig
-from megagrpo.trainer.batches import Sampled, ranges, read_batch, save_batch, saved_steps
+from megagrpo.trainer.batches import Sampled, ranges, read_batch, require_fitting, save_batch, saved_steps
 from megagrpo.trainer.run import PhaseClock, TrainRun
 from megagrpo.trainer.run_loop import Progress, Setup, StepDone, run_to_end
 from megagrpo.trainer.step import Trained, load, sample, solved_prompts, train
@@ -119,6 +119,8 @@ class TrainOnly:
     def step(self, step: int, kl_coefficient: float | None) -> StepDone:
         recipe, tracker = self.run.recipe, self.setup.tracker
         sampled = read_batch(self.source, step).sampled
+        vocabulary = self.setup.checked.architecture.vocab
+        require_fitting(sampled, recipe, vocabulary, f"step {step} of {self.source}")
         with self.run.clock.phase("step"):
             metrics, trained = train_on(self.run, sampled, step, kl_coefficient or 0.0)
         mismatch = trained.policy.mismatch if trained.policy else None

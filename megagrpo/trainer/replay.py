@@ -16,7 +16,7 @@ from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import checkpoint_directory
 from megagrpo.recipe.load import LoadedRecipe, load
 from megagrpo.recipe.schema import Recipe
-from megagrpo.trainer.batches import ranges, read_batch, saved_steps
+from megagrpo.trainer.batches import ranges, read_batch, require_fitting, saved_steps
 from megagrpo.trainer.one_half import start_train_run, train_on
 from megagrpo.trainer.run import PhaseClock
 from megagrpo.trainer.run_loop import first_kl_coefficient
@@ -94,6 +94,7 @@ def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable
         coefficient = first_kl_coefficient(recipe, state)
         for number in steps:
             batch = last if number == step else read_batch(directory, number)
+            require_fitting(batch.sampled, recipe, checked.architecture.vocab, f"step {number} of {directory}")
             if batch.recipe != last.recipe:
                 say(f"step {number} was trained with {batch.recipe}, and is now trained with {last.recipe}")
             metrics, trained = train_on(run, batch.sampled, number, coefficient)

@@ -15,7 +15,7 @@ from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.errors import PreflightError, UnusableCheckpointError
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
-from megagrpo.trainer.batches import ranges, read_batch, saved_steps
+from megagrpo.trainer.batches import ranges, read_batch, require_fitting, saved_steps
 from megagrpo.trainer.one_half import train_only
 from megagrpo.trainer.replay import Comparison, logged_metrics, replay
 from megagrpo.trainer.schedule import grpo_step
@@ -90,6 +90,27 @@ def test_a_file_of_groups_that_is_no_batch_is_refused(kept: Path, change: dict[s
     write_groups(path, [Group(group.prompt, group.samples) for group in groups], notes)
     with pytest.raises(UnusableCheckpointError, match="scores"):
         read_batch(kept, 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "vocabulary", "named"),
+    [
+        ("name=other", 33, "token 33\n"),
+        ("rollout.response_tokens_max=2", 100, "at most 6"),
+        ("reward.functions=[{function: gsm8k}, {function: math}]", 100, "scores of 1 functions"),
+        ("algorithm.advantage.name=remax", 100, "greedy"),
+    ],
+)
+def test_samples_that_a_recipe_cannot_train_on_are_refused(
+    tmp_path: Path, override: str, vocabulary: int, named: str
+) -> None:
+    run = make_run(*tracked(tmp_path), scores=lambda prompt: (0.0, 0.0, 1.0, 1.0), counted=[(1.0,)] * 4, shuffle=False)
+    for step in range(1, 9):
+        grpo_step(run, step, 0.0)
+    sampled = read_batch(tmp_path / "kept", 8).sampled  # its prompts end with tokens 30 to 33
+    require_fitting(sampled, run.recipe, 100, "here")
+    with pytest.raises(UnusableCheckpointError, match=named):
+        require_fitting(sampled, recipe_with("data.prompt_tokens_max=4", override), vocabulary, "here")
 
 
 def test_a_batch_that_was_not_kept_is_named_with_those_that_were(kept: Path) -> None:
