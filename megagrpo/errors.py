@@ -174,6 +174,10 @@ class RankError(MegagrpoError):
     title = "training rank error"
 
 
+class RankLostError(RankError):
+    """A training rank died, hung or failed by no fault of the recipe: the same work may succeed with new ranks."""
+
+
 class NodeLostError(MegagrpoError):
     """A node of the cluster died. The same command continues on other nodes."""
 

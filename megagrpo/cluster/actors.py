@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
+from megagrpo.cluster import lost_ranks
 from megagrpo.errors import RecipeError
 from megagrpo.recipe.defaults import allocator_problem, dtype_name, maps_gpu_memory, sync_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
@@ -76,6 +77,9 @@ class RankProcess:
     """One training rank in its own process. `start` makes `rank`; the other methods call those of `rank`."""
 
     rank: Any
+
+    def begin_log(self, log: Path) -> lost_ranks.ProcessAt:
+        return lost_ranks.begin_log(log)
 
     def prepare(self, device: str, recipe: AnyRecipe) -> None:
         """Call it before torch is imported. Raises RecipeError if this node's settings forbid how weights travel."""

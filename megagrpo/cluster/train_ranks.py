@@ -17,12 +17,14 @@ import ray
 
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.batching.rank_batches import RankBatch
+from megagrpo.cluster import lost_ranks
 from megagrpo.cluster.actors import RankActor, SftActor
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import wait_for
-from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, ModelError, Problem, RankError
+from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, ModelError, Problem, RankError, RankLostError
 from megagrpo.guarded_store import StoreHost
 from megagrpo.layout.parallel import rank_grid
+from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.boxes import Manifest, Place
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from megagrpo.weights.plan import WeightPlan
 
 
+OF_MACHINES = (RuntimeError, OSError, MemoryError)
+"""What a rank raises by no fault of the code: torch's errors of memory, devices and lost peers are RuntimeErrors."""
 BROKEN_NAMED = 3
 """Tensors that an error names of those that are not finite."""
 
@@ -54,7 +58,10 @@ class TrainRanks:
         self.actors: dict[str, Any] = {
             name: runtime.start_rank(self.actor_class, rank) for rank, name in enumerate(self._data_rank)
         }
-        starting = recipe.cluster.start_timeout_seconds
+        starting, logs = recipe.cluster.start_timeout_seconds, run_directory(recipe).absolute() / "logs"
+        self._processes: dict[str, lost_ranks.ProcessAt] = {}
+        logging = {n: a.begin_log.remote(logs / f"{n.replace(' ', '_')}.log") for n, a in self.actors.items()}
+        self._processes = self._wait(logging, "starting", starting)
         self._store = StoreHost(ray.util.get_node_ip_address())  # in which the ranks find each other
         started = {
             name: actor.start.remote(recipe, rank, self._store.address, str(model_directory), runtime.device)
@@ -71,6 +78,11 @@ class TrainRanks:
         """Kills all ranks: left alone, they would hold their devices' memory for seconds after the run."""
         for actor in self.actors.values():
             ray.kill(actor)
+
+    def end_lost(self) -> None:
+        """Kills all ranks, also those that are stopped or hang where Ray cannot end them."""
+        self.close()
+        lost_ranks.end_all(self._processes)
 
     def wait(self, doing: str, answers: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
         """Answers of all ranks, in the order of `actors`, within cluster.step_timeout_seconds. Raises RankError."""
@@ -122,7 +134,8 @@ class TrainRanks:
         try:
             yield
         except RankError as error:
-            raise RankError(replace(found, where=f"step {step}: {found.where}") for found in error.problems) from error
+            first, *others = error.problems
+            raise type(error)([replace(first, where=f"step {step}: {first.where}"), *others]) from error
         self._require_finite(f"step {step} has diverged", RankError, f"{DIVERGED_FIX} (checkpoints are not affected)")
         self.step = step
 
@@ -174,7 +187,19 @@ class TrainRanks:
             self._away -= set(parts)
 
     def _wait(self, answers: Mapping[str, ray.ObjectRef[Any]], doing: str, timeout_seconds: float) -> dict[str, Any]:
-        return wait_for(answers, doing=doing, timeout_seconds=timeout_seconds, error=RankError, watch=self.watch)
+        try:
+            return wait_for(
+                answers, doing=doing, timeout_seconds=timeout_seconds, error=RankLostError, watch=self.watch
+            )
+        except RankLostError as error:
+            raise self.lost(error) from error
+
+    def lost(self, error: MegagrpoError) -> RankError:
+        """The error to raise for one of a rank that died, did not answer, or raised what is no MegagrpoError."""
+        if error.__cause__ is not None and not isinstance(error.__cause__, OF_MACHINES):
+            return RankError(error.problems)
+        found = lost_ranks.what_became_of(self._processes, self.watch.names)
+        return RankLostError([*error.problems, *found])
 
 
 class Policy(TrainRanks):

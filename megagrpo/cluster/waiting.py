@@ -257,7 +257,9 @@ def _answer(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[Megagrpo
     except RayTaskError as failure:
         if isinstance(failure.cause, MegagrpoError):
             return failure.cause
-        return error(Problem(where=f"{doing}: {name} raised", given=str(failure).strip()))
+        raised = error(Problem(where=f"{doing}: {name} raised", given=str(failure).strip()))
+        raised.__cause__ = failure.cause
+        return raised
     except (RayActorError, WorkerCrashedError, TaskUnschedulableError, NodeDiedError) as failure:
         if watch:
             watch.after_failure(failure)

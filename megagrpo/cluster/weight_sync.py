@@ -108,10 +108,9 @@ class WeightSync:
 
     def check_replicas(self) -> None:
         """Raises WeightSyncError, naming tensors and ranks, if ranks that hold the same box hold different bytes."""
-        answers = self._wait(
-            {name: actor.replica_digests.remote() for name, actor in self._policy.actors.items()}, "comparing replicas"
-        )
-        if problems := replica_problems(answers):
+        asked = [actor.replica_digests.remote() for actor in self._policy.ranks]
+        answers = self._policy.wait("comparing replicas", asked)
+        if problems := replica_problems(dict(zip(self._policy.actors, answers, strict=True))):
             raise WeightSyncError(problems)
 
     def close(self) -> None:
@@ -173,7 +172,7 @@ class WeightSync:
         )
         for name, error in failed.items():
             if name in ranks and not isinstance(error, WeightSyncError):
-                raise RankError(error.problems)
+                raise self._policy.lost(error) if isinstance(error, EngineError) else RankError(error.problems)
         if failed:
             first, reason = next(iter(failed.items()))
             echoes = (reason.problems, tuple(given_up))

@@ -111,10 +111,16 @@ class UpdateProtocol:
     state: EngineState = EngineState.SERVING
     version: int = 0
     incoming: int | None = None
+    oldest: int = 0
+    """No update brings an older version."""
+
+    def connect(self) -> None:
+        """To training ranks that may have gone back to a checkpoint."""
+        self.oldest = 0
 
     def begin(self, version: int) -> None:
         self._require(self.state is not EngineState.CLOSED, "begin_update", "an engine that is not closed")
-        self._require(version >= self.version, f"begin_update({version})", f"version {self.version} or newer")
+        self._require(version >= self.oldest, f"begin_update({version})", f"version {self.oldest} or newer")
         self.state, self.incoming = EngineState.RECEIVING, version
 
     def check_receiving(self) -> None:
@@ -132,7 +138,7 @@ class UpdateProtocol:
 
     def commit(self, version: int) -> None:
         self.check_commit(version)
-        self.state, self.version, self.incoming = EngineState.SERVING, version, None
+        self.state, self.version, self.oldest, self.incoming = EngineState.SERVING, version, version, None
 
     def lose_weights(self) -> None:
         """The engine's weights are not, or no longer, the version that it last committed."""

@@ -60,6 +60,7 @@ class TransformersEngine:
         (destination,) = destinations
         require_own(plan.destinations[destination], self._manifest)
         self._receiver = open_receiver(channel, plan, destination, self._tensors())
+        self._protocol.connect()
 
     def begin_update(self, version: int) -> None:
         self._protocol.begin(version)

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -73,11 +73,20 @@ class Tracker:
         for part in ("", f".{number}"):
             (directory / f"recipe{part}.yaml").write_text(dump(recipe), encoding="utf-8")
             (directory / f"environment{part}.json").write_text(described, encoding="utf-8")
-        run = RunStart(recipe, directory, total_steps, resumed_step, run_ids or {}, unlogged, number, changed)
-        self._rollouts = StepLines(directory / "rollouts.jsonl", resumed_step, self.say)
-        self._mismatches = StepLines(directory / MISMATCH_FILE, resumed_step, self.say)
+        self._start(RunStart(recipe, directory, total_steps, resumed_step, run_ids or {}, unlogged, number, changed))
+
+    def _start(self, run: RunStart) -> None:
+        self._run = run
+        self._rollouts = StepLines(run.directory / "rollouts.jsonl", run.resumed_step, self.say)
+        self._mismatches = StepLines(run.directory / MISMATCH_FILE, run.resumed_step, self.say)
         for sink in self._sinks:
             sink.start(run)
+
+    def rewind(self, step: int, *, unlogged: bool) -> None:
+        """The steps after `step` come again, as they do in a run that continues after it. unlogged: as at the start."""
+        run_ids = self.run_ids
+        self._finish("interrupted")
+        self._start(replace(self._run, resumed_step=step, run_ids=run_ids, unlogged=unlogged, changed=()))
 
     @property
     def run_ids(self) -> dict[str, str]:
@@ -116,14 +125,17 @@ class Tracker:
         status: Status = "finished"
         if kind is not None:
             status = "failed" if issubclass(kind, Exception) else "interrupted"
-        self._rollouts.close()
-        self._mismatches.close()
-        for sink in self._sinks:
-            sink.finish(status)
+        self._finish(status)
         self.say(f"run directory: {run_directory(self._recipe)}")
         self.say("the same command continues it; to train longer, give it a larger train.total_steps or total_epochs")
         if self._recipe.track.mlflow:
             self.say(f"metrics in MLflow: mlflow ui --backend-store-uri {tracking_uri(self._recipe)}")
+
+    def _finish(self, status: Status) -> None:
+        self._rollouts.close()
+        self._mismatches.close()
+        for sink in self._sinks:
+            sink.finish(status)
 
 
 def environment() -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megagrpo.batching.work import work_of
+from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.data.prompts import load_prompts
@@ -77,9 +78,12 @@ def train_only(checked: Preflight[Recipe], source: Path) -> int:
             fix = "train fewer steps (train.total_steps), or sample again with a larger checkpoint.keep_batches"
             raise UnusableCheckpointError(Problem(f"{source}: no batch of {ranges(absent)}", given, needed, fix))
         setup.tracker.say(f"starting {setup.recipe.train.layout.parallel().ranks} training ranks, and no engines")
-        resumed = setup.resumed.rank_directory if setup.resumed else None
-        run = start_train_run(setup.checked, setup.total_steps, ray, closing, resumed, setup.clock)
-        return TrainOnly(run, source, setup)
+
+        def start_run(resumed: Checkpoint | None) -> TrainRun:
+            directory = resumed.rank_directory if resumed else None
+            return start_train_run(setup.checked, setup.total_steps, ray, closing, directory, setup.clock)
+
+        return TrainOnly(start_run(setup.resumed), source, setup, start_run)
 
     return run_to_end(_changed(checked, {"keep_best": None}), load_prompts, start, engines_too=False)
 
@@ -111,6 +115,7 @@ class TrainOnly:
     run: TrainRun
     source: Path
     setup: Setup[Recipe, Prompt]
+    start_run: Callable[[Checkpoint | None], TrainRun]
 
     @property
     def ranks(self) -> Policy:
@@ -139,6 +144,10 @@ class TrainOnly:
     @contextmanager
     def exporting(self) -> Iterator[None]:
         yield
+
+    def with_new_ranks(self, saved: Checkpoint | None) -> TrainOnly:
+        self.ranks.end_lost()
+        return replace(self, run=self.start_run(saved))
 
     def give_up(self) -> None:
         """A stop interrupts nothing here that could keep the ranks from saving."""

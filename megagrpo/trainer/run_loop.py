@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,6 +28,7 @@ from megagrpo.errors import (
     MegagrpoError,
     MismatchError,
     Problem,
+    RankLostError,
     RecipeError,
     RewardError,
     WeightSyncError,
@@ -94,6 +95,9 @@ class Training(Protocol):
     def exporting(self) -> AbstractContextManager[None]:
         """Inside it, the ranks' parameters can be exported; no step follows."""
 
+    def with_new_ranks(self, saved: Checkpoint | None) -> Self:
+        """The same with other ranks in place of lost ones: with a saved state, or with the model as the run began."""
+
     def give_up(self) -> None:
         """Ends what a stop has interrupted, so that the ranks can be saved."""
 
@@ -125,9 +129,9 @@ def run_to_end(
     """Runs the recipe to its end, from its newest checkpoint if it has one; 0.
 
     `read` reads data.train, then eval.files, as the recipe's data section and seed say. `start` starts the processes on
-    the reserved devices and leaves their ends to the stack. `take_steps`, by default `run_steps`, takes all steps.
-    The run has devices for engines if `engines_too`. Raises MegagrpoError; RunStopped if the process was sent SIGTERM
-    or SIGUSR1, once everything is saved.
+    the reserved devices and leaves their ends to the stack. `take_steps`, by default `run_despite_losses`, takes all
+    steps. The run has devices for engines if `engines_too`. Raises MegagrpoError; RunStopped if the process was sent
+    SIGTERM or SIGUSR1, once everything is saved.
     """
     recipe = checked.recipe
     directory = checkpoint_directory(recipe).absolute()  # ranks may have other working directories
@@ -172,7 +176,10 @@ def run_to_end(
                 ray = runtime.start(recipe, stopping.check, engines_too=engines_too)
             closing.callback(runtime.stop, ray)
             training = start(setup, ray, closing)
-        progress = (take_steps or run_steps)(setup, training, progress)
+        if take_steps:
+            progress = take_steps(setup, training, progress)
+        else:
+            training, progress = run_despite_losses(setup, training, progress)
         if recipe.checkpoint.export_hugging_face:
             with stopping.giving_up(), training.exporting():
                 dtype = dtype_name(recipe, ray.device)
@@ -211,12 +218,57 @@ def first_kl_coefficient(recipe: Recipe, state: TrainerState | None) -> float:
     return recipe.algorithm.kl.coefficient
 
 
+class RanksLost(Exception):  # noqa: N818  it carries the error
+    """Training ranks were lost when the run had finished `step`."""
+
+    def __init__(self, step: int, error: RankLostError) -> None:
+        self.step, self.error = step, error
+
+
+def run_despite_losses(setup: Setup[Any, Any], training: AnyTraining, begun: Progress) -> tuple[AnyTraining, Progress]:
+    """As run_steps. Where training ranks are lost the run goes back to its newest checkpoint, or to its begin, with new
+    ones. Raises the first RankLostError when they are lost too often without a new step (cluster.restarts_max).
+    """
+    tracker, most, progress, furthest = setup.tracker, setup.recipe.cluster.restarts_max, begun, begun.step - 1
+    errors: list[RankLostError] = []
+    while True:
+        try:
+            if errors:
+                training, progress = _with_new_ranks(setup, training, begun)
+            return training, run_steps(setup, training, progress)
+        except RanksLost as lost:
+            if lost.step > furthest:
+                errors, furthest = [], lost.step
+            errors.append(lost.error)
+        except RankLostError as error:  # of new ranks that do not start
+            errors.append(error)
+        if setup.stopping.requested or len(errors) > most:
+            raise errors[0]
+        for problem in errors[-1].problems:
+            tracker.say(str(problem))
+        tracker.say(f"after step {furthest}: training ranks are lost; they are started again ({len(errors)} of {most})")
+
+
+def _with_new_ranks(setup: Setup[Any, Any], training: AnyTraining, begun: Progress) -> tuple[AnyTraining, Progress]:
+    """Back at the newest checkpoint. begun: where the run was when this process took it up."""
+    setup.store.remove_leftovers()
+    saved = setup.store.latest_complete()
+    setup.cursor.restore(saved.state.data_cursor if saved else begun.data_cursor)
+    progress = first_progress(setup.recipe, setup.cursor, saved.state if saved else None)
+    setup.tracker.say(f"continuing after step {progress.step} from {saved.path if saved else 'the model'}")
+    with setup.stopping.giving_up():
+        training = training.with_new_ranks(saved)
+    setup.tracker.rewind(progress.step, unlogged=progress.unlogged is not None)
+    setup.clock.take()
+    return training, progress
+
+
 def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) -> Progress:
     """Steps until the run's length or early stopping; evaluates and saves when due.
 
     A step is logged before it is saved: a run killed in between repeats the step, and its line is written again.
     Raises a step's failure once the step is saved, and StopRequested once all steps that are done are saved; so too the
-    errors of engines, weight syncs, rewards and files, where the ranks still hold the last step.
+    errors of engines, weight syncs, rewards and files, where the ranks still hold the last step. Raises RanksLost.
     """
     recipe, tracker, cursor, saved = setup.recipe, setup.tracker, setup.cursor, progress.step
     failure: MegagrpoError | None = None
@@ -254,6 +306,8 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
         if failure:
             raise failure from None
         raise
+    except RankLostError as error:
+        raise RanksLost(progress.step, error) from error
     except (EngineError, WeightSyncError, RewardError, OSError):
         # An error of others' making: the ranks may still be whole, and hold the last step.
         if progress.step > saved and training.ranks.step == progress.step:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from megagrpo.batching.rank_batches import (
     padding_share,
 )
 from megagrpo.batching.work import Work, work_of
+from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import SftRanks
 from megagrpo.data.messages import Example, load_examples
@@ -37,10 +38,14 @@ def start_fine_tuning(setup: Setup[SftRecipe, Example], ray: Runtime, closing: E
     model = setup.checked.model_directory.absolute()
     check_files(ray, setup.recipe, read=(model,))
     setup.tracker.say(f"starting {setup.recipe.train.layout.parallel().ranks} training ranks with {model}")
-    ranks = SftRanks(ray, setup.recipe, model)
-    closing.callback(ranks.close)
-    ranks.begin(model, setup.resumed.rank_directory if setup.resumed else None)
-    return FineTuning(setup, ranks, work_of(setup.checked.architecture))
+
+    def start_ranks(saved: Checkpoint | None) -> SftRanks:
+        ranks = SftRanks(ray, setup.recipe, model)
+        closing.callback(ranks.close)
+        ranks.begin(model, saved.rank_directory if saved else None)
+        return ranks
+
+    return FineTuning(setup, start_ranks(setup.resumed), work_of(setup.checked.architecture), start_ranks)
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class FineTuning:
     setup: Setup[SftRecipe, Example]
     ranks: SftRanks
     work: Work  # the model's; data ranks get equal parts of it
+    start_ranks: Callable[[Checkpoint | None], SftRanks]
 
     def step(self, step: int, kl_coefficient: float | None) -> StepDone:
         """One optimizer step on the next examples."""
@@ -93,6 +99,10 @@ class FineTuning:
 
     def exporting(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def with_new_ranks(self, saved: Checkpoint | None) -> FineTuning:
+        self.ranks.end_lost()
+        return replace(self, ranks=self.start_ranks(saved))
 
     def give_up(self) -> None:
         """A stop interrupts nothing here that could keep the ranks from saving."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo.batching.work import work_of
+from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import Policy
@@ -52,21 +53,37 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
 
     # Engines start while the ranks do, except on shared GPUs: a starting engine takes the memory that is free there.
     early = None if ray.shares_gpus else start_engines()
-    policy = Policy(ray, placed, model, critic)
-    closing.callback(policy.close)
-    policy.begin(model, setup.resumed.rank_directory if setup.resumed else None)
-    policy.release()
+    of_ranks = closing.enter_context(ExitStack())
+
+    def start_policy(saved: Checkpoint | None) -> Policy:
+        policy = Policy(ray, placed, model, critic)
+        of_ranks.callback(policy.close)
+        policy.begin(model, saved.rank_directory if saved else None)
+        policy.release()
+        return policy
+
+    def bring_weights(policy: Policy, rollouts: Rollouts, saved: Checkpoint | None) -> WeightSync:
+        setup.tracker.say("bringing the weights to the engines")
+        rollouts.release_memory(["kv_cache"])  # a sync needs this memory for the parameters
+        weights = WeightSync(policy, rollouts, placed, setup.tracker.say)
+        of_ranks.callback(weights.close)
+        with policy.needed(["parameters"]):
+            weights.check_replicas()
+            weights.sync(version=saved.state.step if saved else 0)
+        return weights
+
+    def start_again(run: Run, saved: Checkpoint | None) -> Run:
+        run.policy.end_lost()
+        of_ranks.close()
+        run.rollouts.release_memory()  # ranks that start take the memory that is free
+        policy = start_policy(saved)
+        return replace(run, policy=policy, weights=bring_weights(policy, run.rollouts, saved))
+
+    policy = start_policy(setup.resumed)
     rollouts = early or start_engines()
     rollouts.wait_until_ready()
-    rollouts.release_memory(["kv_cache"])  # a sync needs this memory for the parameters
     scorer = Scorer(recipe.reward, recipe.rollout.response_tokens_max, stopping.check, setup.tracker.say)
     closing.callback(scorer.close)
-    setup.tracker.say("bringing the weights to the engines")
-    weights = WeightSync(policy, rollouts, placed, setup.tracker.say)
-    closing.callback(weights.close)
-    with policy.needed(["parameters"]):
-        weights.check_replicas()
-        weights.sync(version=setup.resumed.state.step if setup.resumed else 0)
     run = Run(
         recipe=recipe,
         total_steps=setup.total_steps,
@@ -74,12 +91,12 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
         rollouts=rollouts,
         scorer=scorer,
         policy=policy,
-        weights=weights,
+        weights=bring_weights(policy, rollouts, setup.resumed),
         clock=setup.clock,
         work=work_of(checked.architecture),
         stopping=stopping,
     )
-    return GrpoTraining(run, setup.held_out, setup.tracker, setup.tokenizer)
+    return GrpoTraining(run, setup.held_out, setup.tracker, setup.tokenizer, start_again)
 
 
 @dataclass(frozen=True)
@@ -90,6 +107,7 @@ class GrpoTraining:
     held_out: Sequence[Prompt]
     tracker: Tracker
     tokenizer: PreTrainedTokenizerBase
+    start_again: Callable[[Run, Checkpoint | None], Run]
 
     @property
     def ranks(self) -> Policy:
@@ -133,6 +151,9 @@ class GrpoTraining:
         self.run.rollouts.release_memory()
         with self.run.policy.needed(["parameters"]):
             yield
+
+    def with_new_ranks(self, saved: Checkpoint | None) -> GrpoTraining:
+        return replace(self, run=self.start_again(self.run, saved))
 
     def give_up(self) -> None:
         self.run.weights.give_up()

@@ -2,7 +2,8 @@
 
 `signal NAME CALL N`: it is sent a signal the Nth time that it calls its training ranks' CALL, such as update or save,
 while they work. Nothing comes after that call before the signal was sent.
-`kill_rank CALL N`: likewise, one of its two training ranks is killed as soon as both have begun.
+`signal_rank NAME CALL N`: likewise, one of its two training ranks is sent the signal as soon as both have begun.
+`signal_ranks NAME CALL N`: the same, and from then on at each CALL.
 `lie`: one trained token of each step has a rollout logprob that is 3 nats too low: the third of the first trained
 sample that has so many. Which sample it is, is printed.
 `without_advantages`: every advantage is 0, the control that shows what GRPO's signal does.
@@ -54,15 +55,15 @@ def send_itself(name: str, call: str, nth: str) -> None:
     TrainRanks.wait = signalled_wait
 
 
-def kill_rank(call: str, nth: str) -> None:
+def signal_rank(name: str, call: str, nth: str, *, again: bool) -> None:
     left = int(nth)
 
     def deadly_wait(ranks: TrainRanks, doing: str, answers: Any) -> Any:
         nonlocal left
         left -= doing == call
-        if doing == call and not left:
+        if doing == call and (left <= 0 if again else left == 0):
             of_ranks = [pid for pid, actor in actors_of(os.getpid()).items() if actor == "RankActor"]
-            os.kill(of_ranks[-1], signal.SIGKILL)
+            os.kill(of_ranks[-1], signal.Signals[name])
         return true_wait(ranks, doing, answers)
 
     TrainRanks.wait = deadly_wait
@@ -84,9 +85,9 @@ if __name__ == "__main__":
     if alteration == "signal":
         send_itself(*words[:3])
         words = words[3:]
-    elif alteration == "kill_rank":
-        kill_rank(*words[:2])
-        words = words[2:]
+    elif alteration in ("signal_rank", "signal_ranks"):
+        signal_rank(*words[:3], again=alteration == "signal_ranks")
+        words = words[3:]
     elif alteration == "lie":
         step.train_sequences = lying_sequences
     elif alteration == "without_advantages":

@@ -27,6 +27,7 @@ class Faulty:
     def __init__(self, inputs: Path, output: Path, *through: str) -> None:
         values = small_run.recipe(inputs, output)
         values["train"]["total_steps"] = 10_000
+        values["cluster"]["restarts_max"] = 0
         self.recipe, self.directory = small_run.write(values, output), output / "small"
         self.process = small_run.start(self.recipe, through=through or ("megagrpo.cli",))
         lines = self.directory / "metrics.jsonl"
@@ -87,7 +88,7 @@ def test_a_killed_rank_is_named_in_place_of_what_the_other_raised_because_of_it(
 
 @pytest.mark.long
 def test_a_rank_killed_inside_a_save_is_named_in_place_of_what_the_other_raised(inputs: Path, tmp_path: Path) -> None:
-    run = Faulty(inputs, tmp_path, "tests.loop.altered_runs", "kill_rank", "save", "2")
+    run = Faulty(inputs, tmp_path, "tests.loop.altered_runs", "signal_rank", "SIGKILL", "save", "2")
     printed = run.end(EXIT_RUN_FAILED)
     assert re.search(r"save: train rank \d died", printed)
     assert "gloo" not in printed

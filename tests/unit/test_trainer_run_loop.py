@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.errors import EngineError, MismatchError, Problem, RankError, RecipeError
+from megagrpo.errors import EngineError, MismatchError, Problem, RankError, RankLostError, RecipeError
 from megagrpo.trainer import run_loop, train
 from megagrpo.trainer.run_loop import only_process_of
 from megagrpo.trainer.stopping import StopRequested
@@ -44,6 +44,9 @@ class Recorder:
 
     def say(self, line: str) -> None:
         pass
+
+    def rewind(self, step: int, *, unlogged: bool) -> None:
+        self.lines = [line for line in self.lines if step and line[0] <= step - unlogged]
 
     def start(self, moment: Callable[[Any, Callable[[], None]], None]) -> None:
         """Starts or continues the run; `moment` plants the signal."""
@@ -156,6 +159,44 @@ def test_an_error_of_others_saves_the_last_step_that_is_whole_and_the_run_contin
         recorder.start(nothing)
         assert recorder.lines == undisturbed.lines
         assert recorder.saved[-1] == undisturbed.saved[-1]
+
+
+def losing_ranks(in_updates: set[int]) -> Callable[[Any, Callable[[], None]], None]:
+    """In these of all updates of the run."""
+
+    def plant(run: Any, stop: Callable[[], None]) -> None:
+        whole, count = run.policy.update, 0
+
+        def lost(*arguments: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count in in_updates:
+                raise RankLostError(Problem(f"lost in update {count}"))
+            return whole(*arguments)
+
+        run.policy.update = lost
+
+    return plant
+
+
+@pytest.mark.parametrize("in_updates", [{1}, {3}, {4}, {1, 2, 3}, {2, 5, 9}], ids=str)
+def test_a_run_that_loses_ranks_goes_back_to_its_checkpoint_or_its_begin_as_if_it_had_not(
+    in_updates: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most three times at one step; any number of times at others."""
+    undisturbed = Recorder(monkeypatch)
+    undisturbed.start(nothing)
+    recorder = Recorder(monkeypatch)
+    recorder.start(losing_ranks(in_updates))
+    assert recorder.lines == undisturbed.lines
+    assert recorder.saved == undisturbed.saved
+
+
+def test_a_run_whose_ranks_are_lost_at_one_step_again_and_again_ends_with_the_first_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(RankLostError, match="lost in update 2"):
+        Recorder(monkeypatch).start(losing_ranks({2, 4, 6, 8}))
 
 
 def test_a_run_told_to_stop_before_its_first_step_is_done_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

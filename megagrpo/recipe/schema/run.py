@@ -157,6 +157,10 @@ class ClusterConfig(Section):
     start_timeout_seconds: Seconds = 300.0
     """Longest wait for all processes to start."""
 
+    restarts_max: NonNegativeInt = 3
+    """How often lost training ranks (killed, out of memory, or silent for step_timeout_seconds) are started again from
+    the newest checkpoint before a step is finished beyond those before the loss. 0: the run ends."""
+
     step_timeout_seconds: Seconds = 3600.0
     """Longest wait for one phase of a step (logprobs, update, weight sync, checkpoint)."""
 

@@ -194,6 +194,7 @@ class SglangEngine:
         was_open = self._update_open
         self._open_update()
         self._weights.connect(plan, destinations, channel)
+        self._protocol.connect()
         if not was_open:
             self._end_update()
 

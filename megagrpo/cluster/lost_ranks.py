@@ -1,0 +1,157 @@
+"""What became of training ranks that died or do not answer: looked up in their processes and logs, on their nodes."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megagrpo.errors import Problem
+
+LOOK_SECONDS = 30.0
+"""For a task on the node of a rank."""
+STACK_SECONDS = 2.0
+"""For a process to write its stacks."""
+LINES = 10
+LINE_BYTES = 1000
+NAMED = 3
+"""Ranks that an error names."""
+STACK_SIGNAL = signal.SIGUSR2
+WAITING = ("/torch/distributed/", "/megatron/core/pipeline_parallel/")
+"""Files of a rank that waits for others."""
+TASK = "/megagrpo/cluster/actors.py"
+"""File of a rank that works for the driver."""
+
+
+@dataclass(frozen=True)
+class ProcessAt:
+    """Where a rank's process is found."""
+
+    pid: int
+    born: float
+    node: str  # Ray's id
+    log: Path
+
+    def signal(self, number: int) -> None:
+        """From its node."""
+        if process := self.process:
+            with suppress(psutil.Error):
+                process.send_signal(number)
+
+    @property
+    def process(self) -> psutil.Process | None:
+        with suppress(psutil.Error):
+            process = psutil.Process(self.pid)
+            return process if process.create_time() == self.born else None
+        return None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a process does."""
+
+    text: str
+    blame: int  # the others wait for those with the largest; 0: it waits itself
+    lines: Sequence[str] = ()
+
+
+def begin_log(log: Path) -> ProcessAt:
+    """This process writes its output there from now on, and its stacks at STACK_SIGNAL."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
+    born = psutil.Process().create_time()
+    return ProcessAt(os.getpid(), born, ray.get_runtime_context().get_node_id(), log)
+
+
+def what_became_of(ranks: Mapping[str, ProcessAt], nodes: Mapping[str, str]) -> list[Problem]:
+    """A problem for each rank, at most NAMED, for which the others wait, where that can be told: it has died, is
+    stopped, or is elsewhere. nodes: names by Ray's id.
+    """
+    found = _on_nodes(look, ranks)
+    most = max((of.blame for of in found.values()), default=0)
+    blamed = [name for name in ranks if most and name in found and found[name].blame == most]
+    return [
+        Problem(
+            where=f"{name}, process {ranks[name].pid} on node {nodes.get(ranks[name].node, ranks[name].node)}",
+            given="\n".join([found[name].text, *found[name].lines]),
+            fix=f"its output is in {ranks[name].log}",
+        )
+        for name in blamed[:NAMED]
+    ]
+
+
+def end_all(ranks: Mapping[str, ProcessAt]) -> None:
+    """Kills the ranks' processes on their nodes: one that is stopped does not end when Ray asks it to."""
+    _on_nodes(end, ranks)
+
+
+def _on_nodes(task: Any, ranks: Mapping[str, ProcessAt]) -> dict[str, Any]:
+    """By rank, what the task answers on its node; without those of nodes that do not answer."""
+    by_node: dict[str, list[str]] = {}
+    for name, process in ranks.items():
+        by_node.setdefault(process.node, []).append(name)
+    asked = {}
+    for node, names in by_node.items():
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        asked[task.options(scheduling_strategy=there).remote([ranks[name] for name in names])] = names
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_SECONDS) if asked else ([], [])
+    found: dict[str, Any] = {}
+    for answer in answered:
+        with suppress(ray.exceptions.RayError):  # the caller has an error to raise, with or without this
+            found |= zip(asked[answer], ray.get(answer), strict=True)
+    return found
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def end(processes: Sequence[ProcessAt]) -> list[bool]:
+    for process in processes:
+        process.signal(signal.SIGKILL)
+    return [True] * len(processes)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def look(processes: Sequence[ProcessAt]) -> list[Found]:
+    """What these processes of this node do."""
+    written = [process.log.stat().st_size for process in processes]
+    for process in processes:
+        process.signal(STACK_SIGNAL)
+    time.sleep(STACK_SECONDS)
+    return [found_at(process, size) for process, size in zip(processes, written, strict=True)]
+
+
+def found_at(at: ProcessAt, size: int) -> Found:
+    """What a process does that was told to write its stacks when its log had this size, in bytes."""
+    status = psutil.STATUS_DEAD
+    if process := at.process:
+        with suppress(psutil.Error):
+            status = process.status()
+    with at.log.open("rb") as log:
+        log.seek(max(0, size - LINES * LINE_BYTES))
+        lines = log.read(min(size, LINES * LINE_BYTES)).decode(errors="replace").splitlines()[-LINES:]
+        stacks = log.read().decode(errors="replace")
+    if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+        return Found("it has died; its last output:" if lines else "it has died without a word", 3, lines)
+    if not stacks:
+        return Found(f"it does not react: its state is {status}", 2)
+    working = next((thread for thread in stacks.split("\n\n") if TASK in thread), "")
+    if not working or any(file in working for file in WAITING):
+        return Found("", 0)
+    frames = [line.strip() for line in working.splitlines() if line.startswith("  File")]
+    return Found("the others wait for it; it is at", 1, frames[:LINES])
