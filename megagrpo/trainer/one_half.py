@@ -12,7 +12,7 @@ from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.data.prompts import load_prompts
-from megagrpo.errors import MismatchError, Problem, UnusableCheckpointError
+from megagrpo.errors import MismatchError, Problem, RunStopped, UnusableCheckpointError
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import run_directory, with_absolute_directories
 from megagrpo.recipe.schema import Recipe
@@ -22,6 +22,7 @@ from megagrpo.trainer.run import PhaseClock, TrainRun
 from megagrpo.trainer.run_loop import Progress, Setup, StepDone, run_to_end
 from megagrpo.trainer.step import Trained, load, sample, solved_prompts, train
 from megagrpo.trainer.step_metrics import report_mismatch, rollout_metrics, sampling_metrics, step_metrics
+from megagrpo.trainer.stopping import StopRequested
 from megagrpo.trainer.train import GrpoTraining, start_training
 from megagrpo.types import Prompt
 
@@ -34,10 +35,21 @@ def rollout_only(checked: Preflight[Recipe]) -> int:
     Training ranks start as in a whole run: engines get their weights from them. Raises as `run_to_end` does.
     """
     kept = {"resume": "never", "export_hugging_face": False, "keep_best": None}
-    return run_to_end(_changed(checked, kept), load_prompts, start_training, _sample_all)
+    return run_to_end(_changed(checked, kept), load_prompts, start_training, sample_all)
 
 
-def _sample_all(setup: Setup[Recipe, Prompt], training: GrpoTraining, progress: Progress) -> Progress:
+def sample_all(setup: Setup[Recipe, Prompt], training: GrpoTraining, progress: Progress) -> Progress:
+    """Raises RunStopped if the run is told to stop."""
+    try:
+        return _sample_steps(setup, training, progress)
+    except StopRequested:
+        training.give_up()
+        batches = ranges(saved_steps(run_directory(setup.recipe)))
+        given, fix = f"the batches of {batches} are saved", "start the same command again: it samples all steps anew"
+        raise RunStopped(Problem("told to stop", given, fix=fix)) from None
+
+
+def _sample_steps(setup: Setup[Recipe, Prompt], training: GrpoTraining, progress: Progress) -> Progress:
     run, clock = training.run, setup.clock
     rate = run.recipe.data.no_resampling_pass_rate
     for step in range(1, setup.total_steps + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 
 from megagrpo.checkpoint.groups import read_groups, write_groups
-from megagrpo.errors import PreflightError, UnusableCheckpointError
+from megagrpo.errors import PreflightError, RunStopped, UnusableCheckpointError
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
 from megagrpo.trainer.batches import ranges, read_batch, require_fitting, saved_steps
-from megagrpo.trainer.one_half import train_only
+from megagrpo.trainer.one_half import sample_all, train_only
 from megagrpo.trainer.replay import Comparison, logged_metrics, replay
+from megagrpo.trainer.run_loop import Progress
 from megagrpo.trainer.schedule import grpo_step
 from megagrpo.types import Group
 from tests.step_fakes import make_run, number
@@ -146,6 +148,21 @@ def test_what_only_engines_need_is_not_asked_of_a_run_without_them(tmp_path: Pat
     with pytest.raises(PreflightError, match="NOT_SET_HERE"):
         preflight(loaded)
     preflight(loaded, engines_too=False)
+
+
+def test_samples_without_training_are_saved_step_by_step_until_the_run_is_told_to_stop(tmp_path: Path) -> None:
+    run = make_run(*tracked(tmp_path, 0), scores=lambda prompt: (0.0, 0.0, 1.0, 1.0))
+    said: list[Any] = []
+    tracker = SimpleNamespace(rollouts=lambda step, groups: None, log=lambda *line: said.append(line))
+    setup: Any = SimpleNamespace(recipe=run.recipe, total_steps=3, stopping=run.stopping, clock=run.clock)
+    setup.tracker = tracker
+    training: Any = SimpleNamespace(run=run, give_up=lambda: None)
+    assert sample_all(setup, training, Progress(None, {})).step == 3
+    assert [step for step, _ in said] == saved_steps(tmp_path / "kept") == [1, 2, 3]
+    assert not run.policy.calls, "nothing was trained"
+    run.stopping.signal = signal.SIGTERM
+    with pytest.raises(RunStopped, match="batches of steps 1 to 3 are saved"):
+        sample_all(setup, training, Progress(None, {}))
 
 
 def test_logged_metrics_are_the_last_whole_line_of_the_step_without_what_measures_the_machine(tmp_path: Path) -> None:
