@@ -95,7 +95,7 @@ class FakePolicy:
     def released(self) -> Iterator[None]:
         yield
 
-    needed = released
+    needed = alone = released
 
     @contextmanager
     def updating(self, step: int) -> Iterator[None]:

@@ -50,6 +50,7 @@ class TrainRanks:
         self.step: int | None = None
         """The step that all ranks have finished in this process; None: none, or an update has begun."""
         self._timeout, self.watch = recipe.cluster.step_timeout_seconds, runtime.watch
+        self._pulse = runtime.pulse
         self.device_type = runtime.device
         self._offload = list(recipe.train.offload)
         self._away: set[str] = set()
@@ -83,6 +84,18 @@ class TrainRanks:
         """Kills all ranks, also those that are stopped or hang where Ray cannot end them."""
         self.close()
         lost_ranks.end_all(self._processes)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, a lost node ends the run only if it has ranks."""
+        of_run = self.watch
+        self.watch = of_run.of({place.node for place in self._places})
+        self._pulse.names = self.watch.names
+        try:
+            yield
+        finally:
+            self.watch = of_run
+            self._pulse.names = of_run.names
 
     def wait(self, doing: str, answers: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
         """Answers of all ranks, in the order of `actors`, within cluster.step_timeout_seconds. Raises RankError."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from select import select
 from threading import Event, Thread
@@ -60,6 +60,10 @@ class NodeWatch:
         """names: of the nodes that the run needs, by Ray's id. check_stop: raises to end a wait."""
         self.names, self._check_stop = dict(names), check_stop
         self._next_look = 0.0
+
+    def of(self, nodes: Collection[str]) -> NodeWatch:
+        """For a run that needs these nodes alone."""
+        return NodeWatch({node: name for node, name in self.names.items() if node in nodes}, self._check_stop)
 
     def check(self) -> None:
         """Called a few times a second. Raises NodeLostError, naming nodes, or what check_stop raises."""

@@ -25,8 +25,10 @@ from megagrpo.data.cursor import Cursor
 from megagrpo.data.mixture import AnyItem, Mixture
 from megagrpo.errors import (
     EngineError,
+    MachineError,
     MegagrpoError,
     MismatchError,
+    NodeLostError,
     Problem,
     RankLostError,
     RecipeError,
@@ -268,7 +270,8 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
 
     A step is logged before it is saved: a run killed in between repeats the step, and its line is written again.
     Raises a step's failure once the step is saved, and StopRequested once all steps that are done are saved; so too the
-    errors of engines, weight syncs, rewards and files, where the ranks still hold the last step. Raises RanksLost.
+    errors of engines, weight syncs, rewards, files and nodes, where the ranks still hold the last step. Also raises
+    RanksLost.
     """
     recipe, tracker, cursor, saved = setup.recipe, setup.tracker, setup.cursor, progress.step
     failure: MegagrpoError | None = None
@@ -308,12 +311,13 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
         raise
     except RankLostError as error:
         raise RanksLost(progress.step, error) from error
-    except (EngineError, WeightSyncError, RewardError, OSError):
+    except (EngineError, WeightSyncError, RewardError, MachineError, NodeLostError, OSError):
         # An error of others' making: the ranks may still be whole, and hold the last step.
         if progress.step > saved and training.ranks.step == progress.step:
-            training.give_up()
             try:
-                _save(setup, training, progress, goes_on=False)
+                with training.ranks.alone():
+                    training.give_up()
+                    _save(setup, training, progress, goes_on=False)
                 tracker.say(f"step {progress.step} is saved: the same command continues after it")
             except MegagrpoError as also:
                 tracker.say(f"step {progress.step} could not be saved: {also}")

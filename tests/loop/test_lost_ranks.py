@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.errors import EXIT_RUN_FAILED
+from megagrpo.errors import EXIT_NODE_LOST, EXIT_RUN_FAILED
 from tests.loop import small_run
 from tests.loop.conftest import Finished, watched
+from tests.loop.ray_nodes import RayNodes
 
-NAMED = r"train rank \d, process \d+ on node \S+ \(127\.0\.0\.1\)|train rank \d, process \d+ on node "
+NAMED = r"train rank \d, process \d+ on node \S+ \(127\.0\.0\.1\)"
 
 
 def altered(*alteration: str) -> tuple[str, ...]:
@@ -66,3 +67,22 @@ def test_ranks_that_die_at_the_same_step_again_and_again_end_the_run_with_the_fi
     causes = re.findall(r"train rank \d, process (\d+) on", printed)
     assert len(causes) == 2
     assert causes[0] == causes[1]
+
+
+@pytest.mark.long
+def test_a_lost_node_that_had_engines_alone_ends_the_run_with_the_last_step_saved(inputs: Path, tmp_path: Path) -> None:
+    values = small_run.recipe(inputs, tmp_path)
+    values["train"] |= {"layout": {"tensor": 1}, "total_steps": 10_000}
+    values["checkpoint"]["every_steps"] = 10_000
+    values["cluster"]["placement"] = "disaggregated"
+    recipe, lines = small_run.write(values, tmp_path), tmp_path / "small" / "metrics.jsonl"
+    with RayNodes(cpus_per_node=1) as cluster:
+        cluster.start_worker()
+        process = small_run.start(recipe, environment=cluster.environment)
+        small_run.wait_until(lambda: lines.exists() and lines.read_text().count("\n") > 2, "two steps")
+        cluster.kill_worker()
+        printed = small_run.end(process, EXIT_NODE_LOST)
+    assert f"({cluster.worker})" in printed
+    saved = re.search(r"step (\d+) is saved", printed)
+    assert saved
+    assert (tmp_path / "small" / "checkpoints" / f"step_{int(saved[1]):06}" / "MANIFEST.json").exists()

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.errors import EngineError, MismatchError, Problem, RankError, RankLostError, RecipeError
+from megagrpo.errors import (
+    EngineError,
+    MachineError,
+    MismatchError,
+    NodeLostError,
+    Problem,
+    RankError,
+    RankLostError,
+    RecipeError,
+)
 from megagrpo.trainer import run_loop, train
 from megagrpo.trainer.run_loop import only_process_of
 from megagrpo.trainer.stopping import StopRequested
@@ -138,6 +147,7 @@ ENGINE, DISK = EngineError(Problem("engine 0 died")), OSError("no space left")
         (ENGINE, "weights", "sync", 1, 1),
         (ENGINE, "weights", "sync", 2, 2),
         (DISK, "rollouts", "generate_for_evaluation", 2, 2),
+        (NodeLostError(Problem("node")), "rollouts", "generate", 3, 1),
         (ENGINE, "policy", "update", 2, None),  # the ranks are between two steps
         (RankError(Problem("rank 0 died")), "scorer", "score", 3, None),
     ],
@@ -159,6 +169,26 @@ def test_an_error_of_others_saves_the_last_step_that_is_whole_and_the_run_contin
         recorder.start(nothing)
         assert recorder.lines == undisturbed.lines
         assert recorder.saved[-1] == undisturbed.saved[-1]
+
+
+def test_a_step_whose_metrics_cannot_be_written_is_saved_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed = Recorder(monkeypatch)
+    undisturbed.start(nothing)
+    recorder = Recorder(monkeypatch)
+    whole = recorder.log
+
+    def full(step: int, metrics: dict[str, float]) -> None:
+        if step == 2:
+            raise MachineError(Problem("no room"))
+        whole(step, metrics)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recorder, "log", full)
+        with pytest.raises(MachineError):
+            recorder.start(nothing)
+    assert [state.step for state in recorder.saved] == [2]
+    recorder.start(nothing)
+    assert recorder.lines == undisturbed.lines
 
 
 def losing_ranks(in_updates: set[int]) -> Callable[[Any, Callable[[], None]], None]:
