@@ -4,6 +4,7 @@
 while they work. Nothing comes after that call before the signal was sent.
 `signal_rank NAME CALL N`: likewise, one of its two training ranks is sent the signal as soon as both have begun.
 `signal_ranks NAME CALL N`: the same, and from then on at each CALL.
+`on_node ADDRESS`: it joins Ray on the node with this address, of several on this machine.
 `lie`: one trained token of each step has a rollout logprob that is 3 nats too low: the third of the first trained
 sample that has so many. Which sample it is, is printed.
 `without_advantages`: every advantage is 0, the control that shows what GRPO's signal does.
@@ -16,10 +17,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from threading import Timer
 from typing import Any
 
 import numpy as np
+import ray
 
 from megagrpo import cli
 from megagrpo.algorithm.advantages import Advantages, GroupMethod
@@ -62,7 +65,7 @@ def signal_rank(name: str, call: str, nth: str, *, again: bool) -> None:
         nonlocal left
         left -= doing == call
         if doing == call and (left <= 0 if again else left == 0):
-            of_ranks = [pid for pid, actor in actors_of(os.getpid()).items() if actor == "RankActor"]
+            of_ranks = [pid for pid, actor in actors_of(os.getpid()).items() if actor in ("RankActor", "SftActor")]
             os.kill(of_ranks[-1], signal.Signals[name])
         return true_wait(ranks, doing, answers)
 
@@ -88,6 +91,9 @@ if __name__ == "__main__":
     elif alteration in ("signal_rank", "signal_ranks"):
         signal_rank(*words[:3], again=alteration == "signal_ranks")
         words = words[3:]
+    elif alteration == "on_node":
+        ray.init = partial(ray.init, _node_ip_address=words[0])
+        words = words[1:]
     elif alteration == "lie":
         step.train_sequences = lying_sequences
     elif alteration == "without_advantages":

@@ -72,9 +72,9 @@ class RayNodes:
         """Starts the second node, also instead of one that was killed, and waits until the cluster has both."""
         self._start(2, self.worker, f"--address={self.address}")
 
-    def kill_worker(self) -> None:
-        """kill -9 of everything on the second node."""
-        end_all(self._raylets[self.worker])
+    def kill(self, address: str) -> None:
+        """kill -9 of everything on the node `head` or `worker`."""
+        end_all(self._raylets[address])
 
     def pids(self) -> list[int]:
         """Of the process that each node descends from."""

@@ -17,6 +17,7 @@ import pytest
 from megagrpo.errors import EXIT_NODE_LOST, EXIT_RUN_FAILED, EXIT_STOPPED
 from tests.loop import small_run
 from tests.loop.conftest import actors_of
+from tests.loop.ray_nodes import RayNodes
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -65,6 +66,25 @@ def test_a_part_of_ray_that_is_killed_or_stopped_ends_the_run_with_its_node(
     run = Faulty(inputs, tmp_path)
     run.signal(name, number)
     assert "node lost:" in run.end(EXIT_NODE_LOST)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("driver", ["head", "worker"])
+def test_a_lost_head_node_ends_the_run_with_its_code_wherever_the_driver_is(
+    inputs: Path, tmp_path: Path, driver: str
+) -> None:
+    values = small_run.recipe(inputs, tmp_path)
+    values["train"]["total_steps"] = 10_000
+    recipe, lines = small_run.write(values, tmp_path), tmp_path / "small" / "metrics.jsonl"
+    with RayNodes(cpus_per_node=1) as cluster:
+        cluster.start_worker()
+        through = ("tests.loop.altered_runs", "on_node", getattr(cluster, driver))
+        process = small_run.start(recipe, through=through, environment=cluster.environment)
+        small_run.wait_until(lambda: lines.exists() and lines.stat().st_size > 0, "an evaluation")
+        cluster.kill(cluster.head)
+        printed = small_run.end(process, EXIT_NODE_LOST)
+    assert "node lost:" in printed
+    assert cluster.head in printed
 
 
 @pytest.mark.long

@@ -125,7 +125,7 @@ def test_stopped_killed_and_without_a_node_a_run_continues_with_the_same_numbers
         cluster.start_worker()
         process = run.held_in_step(3, cluster.environment)
         check_listeners(listeners(process.pid, *cluster.pids()), cluster)
-        cluster.kill_worker()
+        cluster.kill(cluster.worker)
         killed = time.monotonic()
         run.hold.unlink()
         printed = small_run.end(process, EXIT_NODE_LOST)

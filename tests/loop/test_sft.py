@@ -145,3 +145,15 @@ def test_killed_or_stopped_in_an_update_it_continues_with_the_same_numbers(
     assert small_run.stable(small_run.metrics(directory)) == small_run.stable(small_run.metrics(finished_sft))
     ours, theirs = ((run / "hugging_face" / "model.safetensors").read_bytes() for run in (directory, finished_sft))
     assert ours == theirs
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_is_started_again_inside_the_run(
+    inputs: Path, finished_sft: Path, tmp_path: Path
+) -> None:
+    recipe_file = small_run.write(recipe(inputs, tmp_path), tmp_path)
+    through = ("tests.loop.altered_runs", "signal_rank", "SIGKILL", "update", "4")
+    printed = small_run.train(recipe_file, command="sft", through=through)
+    assert "after step 3: training ranks are lost; they are started again (1 of 3)" in printed
+    ours, theirs = (small_run.metrics(directory) for directory in (tmp_path / "small_sft", finished_sft))
+    assert small_run.stable(ours) == small_run.stable(theirs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.track import mlflow
 from megagrpo.track.mlflow import MLflowTracker, flat, mlflow_name, tracking_uri
 from megagrpo.track.sink import RunStart
+from megagrpo.track.tracker import Tracker
 from tests.tiny_run import tracked_recipe
 
 
@@ -58,6 +60,19 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path) -> None:
     assert [file.path for file in client.list_artifacts(first.run_id)] == ["recipe.2.yaml", "recipe.yaml"]
     assert (tmp_path / "runs" / "mlruns").is_dir()
     history = client.get_metric_history(first.run_id, "eval/mean_at_1")
+    assert [(point.step, point.value) for point in history] == [(step, step / 10) for step in range(1, 7)]
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_has_each_step_once_in_the_same_mlflow_run(tmp_path: Path) -> None:
+    recipe = tracked_recipe(tmp_path, mlflow={})
+    with Tracker(recipe, 10) as tracker:
+        for steps, after in ((range(1, 5), 2), (range(3, 7), 6)):
+            for step in steps:
+                tracker.log(step, {"reward/mean": step / 10, "seconds/step": 1.0})
+            tracker.rewind(after, unlogged=False)
+    lines = (tmp_path / "runs" / "adder" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 7))
+    history = MlflowClient(tracking_uri(recipe)).get_metric_history(tracker.run_ids["mlflow"], "reward/mean")
     assert [(point.step, point.value) for point in history] == [(step, step / 10) for step in range(1, 7)]
 
 
