@@ -34,6 +34,9 @@ BATCHES = 24
 ABOUT_AS_FAST = 1.05
 """The best schedule is the least stale of those that take at most so many times as long as the fastest."""
 
+TRAINER_PHASES = ("reward", "logprobs", "update", "driver")
+"""What the trainer does with the groups of a step, one after another."""
+
 TokenSeconds = Callable[[float, float], float]
 """Of a token of each of so many responses that an engine decodes, with so many tokens before it in the mean."""
 
@@ -68,7 +71,7 @@ class Work:
             samples=by.samples,
             lengths=case.lengths,
             token_seconds=token_seconds(by.engine, case.lengths, by.samples, slots, case.assumptions.rollout_factor),
-            train_seconds=sum(seconds[phase] for phase in ("reward", "logprobs", "update", "driver")),
+            train_seconds=sum(seconds[phase] for phase in TRAINER_PHASES),
             sync_seconds=seconds["weight_sync"],
         )
 
@@ -154,6 +157,23 @@ def schedule_times(case: Case, time: StepTime) -> tuple[ScheduleTime, ...]:
     work = Work.of(case, time)
     kinds = compared(work.prompts, colocated=case.recipe.cluster.placement == "colocated")
     return tuple(schedule_time(work, kind) for kind in kinds)
+
+
+def steady_seconds(case: Case, time: StepTime, schedule: AsyncConfig) -> float:
+    """Of a step, if trainer and engines waited for nothing but each other: a bound, to compare many splits by."""
+    by, lengths, prompts = (
+        Sampling.of(case),
+        case.lengths,
+        sum(prompts_of_rounds(case.grpo, case.assumptions.signal_share)),
+    )
+    responses = prompts * by.samples / by.engines
+    batch = min(by.at_once, responses * (1 + schedule.max_staleness))
+    underway = lengths.prompt + lengths.response_square / (2 * lengths.response)
+    sampling = responses / batch * lengths.response * by.engine.decode_seconds(batch, underway)
+    sampling += by.engine.prefill_seconds(lengths.prompt, lengths.prompt**2, 1) * prompts / by.engines
+    seconds = {phase.phase: phase.seconds for phase in time.phases}
+    training = sum(seconds[phase] for phase in TRAINER_PHASES)
+    return max(training, sampling * case.assumptions.rollout_factor) + seconds["weight_sync"]
 
 
 def best(times: Iterable[ScheduleTime]) -> ScheduleTime:

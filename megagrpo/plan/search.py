@@ -7,7 +7,7 @@ a set of values of recipe fields.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any, TypeVar
@@ -20,11 +20,13 @@ from megagrpo.plan.communication import Seconds
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import expert_parameters, model_bytes, total_parameters
 from megagrpo.plan.plan import Estimate, lacking_bytes
+from megagrpo.plan.schedules import ScheduleTime, Work, schedule_time, steady_seconds
 from megagrpo.plan.time import StepTime, step_time, training_phases
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.model_rules import critic_problems, divisors, model_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.schema.schedule import AsyncConfig
 from megagrpo.recipe.schema.train import RecomputeConfig, RecomputeModule
 from megagrpo.section import Section, broken_rules
 from megagrpo.weights.families.architecture import Architecture
@@ -34,7 +36,10 @@ LAYOUTS_KEPT, SAVINGS_KEPT, SHOWN = 24, 6, 5
 SPARE = 0.05  # of a card, for what estimates do not see
 APART = (*(f"train.layout.{size}" for size in ("tensor", "pipeline", "context", "expert")), "cluster.placement")
 CHUNKS = (1, 2, 4)
-ENGINE_SHARES = ((1, 4), (1, 2), (3, 4))  # of all GPUs, for engines on GPUs of their own
+ENGINE_SHARES = tuple((part, 8) for part in range(1, 8))  # of all GPUs, for engines on GPUs of their own
+SPLITS_SIMULATED, SPLITS_SHOWN = 6, 3
+ASYNC = AsyncConfig(kind="async")
+SPLIT = (*APART, "train.layout.data")
 ENGINE_WEIGHTS_SHARE = 0.4
 # Engines over nodes, if more than so many bytes of weights on each GPU: for 30B-A3B on 64 H100 and 70B on 128 they are
 # never among the fastest, and searching them takes 8 and 22 % more candidates. A pipeline makes no token faster.
@@ -62,14 +67,23 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Split(Choice):
+    """Engines on GPUs of their own, and what a step takes if they sample all the time."""
+
+    schedule: ScheduleTime
+
+
+@dataclass(frozen=True)
 class Search:
-    """The best choices, fastest first, of `legal` layouts and `estimated` candidates.
+    """The best choices, fastest first, of `legal` layouts and `estimated` candidates: if one phase follows the other,
+    and for engines on GPUs of their own that sample all the time.
 
     If nothing fits, `choices` is empty and `nearest` lacks the least memory; None if nothing is even legal.
     """
 
     gpus: int
     choices: tuple[Choice, ...]
+    asynchronous: tuple[Split, ...]
     legal: int
     estimated: int
     nearest: Choice | None
@@ -97,13 +111,16 @@ def search(case: Case, gpus: int | None = None) -> Search:
     run = _Run(case, gpus or case.device_plan.bundles, case.card_bytes)
     sparing = run.candidates(_sparing_layouts(run))
     best = fitting = run.fitting(sparing, LAYOUTS_KEPT)
+    asynchronous: list[Split] = []
     if fitting:
         kept = [found.values for found in fitting]
         thrifty = ({**kind, **way} for kind in kept for way in savings(case.recipe, case.architecture, kind))
         frugal = run.fitting(run.candidates(thrifty), SAVINGS_KEPT)
-        best = run.fitting(run.candidates(_engines_of(run, frugal)), SHOWN, apart=APART)
+        candidates = run.candidates(_engines_of(run, frugal))
+        best = run.fitting(candidates, SHOWN, apart=APART)
+        asynchronous = _asynchronous(run, candidates)
     nearest = run.choice(run.nearest) if run.nearest and not fitting else None
-    return Search(run.gpus, tuple(map(run.choice, best)), len(sparing), run.estimated, nearest)
+    return Search(run.gpus, tuple(map(run.choice, best)), tuple(asynchronous), len(sparing), run.estimated, nearest)
 
 
 # --- rounds ----------------------------------------------------------------------------------------------------------
@@ -152,10 +169,16 @@ class _Run:
             self.training[key] = training_phases(case)
         return step_time(case, self.training[key])
 
-    def fitting(self, candidates: Iterable[_Found], most: int, apart: Sequence[str] = ()) -> list[_Found]:
+    def fitting(
+        self,
+        candidates: Iterable[_Found],
+        most: int,
+        apart: Sequence[str] = (),
+        seconds: Callable[[_Found], float] = lambda found: found.time.seconds,
+    ) -> list[_Found]:
         """The fastest `most` that fit, and only the fastest of those that agree in the fields `apart`, if given."""
         found: dict[object, _Found] = {}
-        for candidate in sorted(candidates, key=lambda candidate: candidate.time.seconds):
+        for candidate in sorted(candidates, key=seconds):
             key = tuple(candidate.values[path] for path in apart) if apart else len(found)
             if key in found:
                 continue
@@ -182,7 +205,14 @@ class _Run:
         values = found.values.items()
         overrides = (f"{path}={_text(value)}" for path, value in values if value != value_at(self.case.recipe, path))
         estimate = Estimate(found.memory, found.time, found.lacking)
-        return Choice(tuple(overrides), estimate, _reason(found.case.recipe, estimate, self.card_bytes))
+        longest = max(found.time.phases, key=lambda phase: phase.seconds)
+        share = f"{longest.phase} takes {longest.seconds / found.time.seconds:.0%} of a step"
+        return Choice(tuple(overrides), estimate, f"{_reason(found.case.recipe, estimate, self.card_bytes)}; {share}")
+
+    def split(self, found: _Found, schedule: ScheduleTime) -> Split:
+        choice = self.choice(found)
+        reason = _reason(found.case.recipe, choice.estimate, self.card_bytes)
+        return Split(choice.overrides, choice.estimate, reason, schedule)
 
 
 def legal(case: Case, checked: AnyRecipe | None = None) -> bool:
@@ -263,8 +293,19 @@ def _engines_of(run: _Run, fitting: Sequence[_Found]) -> Iterator[Values]:
         yield {path: value for path, value in as_it_is.items() if value is not None or not path.startswith(SGLANG)}
 
 
+def _asynchronous(run: _Run, candidates: Sequence[_Found]) -> list[Split]:
+    """The fastest splits between ranks and engines that sample all the time: those of lowest bounds, simulated."""
+    split = [found for found in candidates if found.values.get("cluster.placement") == "disaggregated"]
+    lowest = run.fitting(
+        split, SPLITS_SIMULATED, SPLIT, seconds=lambda found: steady_seconds(found.case, found.time, ASYNC)
+    )
+    timed = [(found, schedule_time(Work.of(found.case, found.time), ASYNC)) for found in lowest]
+    timed.sort(key=lambda pair: pair[1].seconds)
+    return [run.split(found, time) for found, time in timed[:SPLITS_SHOWN]]
+
+
 def _reason(recipe: AnyRecipe, estimate: Estimate, card: int) -> str:
-    """Why this one, in a sentence: what each size gains, what is free, where the time goes."""
+    """Why this one: what each size gains, what is free."""
     layout, time = recipe.train.layout, estimate.time
     gains = {
         f"tensor {layout.tensor} keeps its exchanges inside a node": layout.tensor,
@@ -284,8 +325,6 @@ def _reason(recipe: AnyRecipe, estimate: Estimate, card: int) -> str:
         largest = fullest.largest[0]
         mostly = f"mostly {largest.name} ({byte_text(largest.bytes)})"
         parts.append(f"{byte_text(fullest.bytes - card)} too much in {fullest.phase}, {mostly}")
-    longest = max(time.phases, key=lambda phase: phase.seconds)
-    parts.append(f"{longest.phase} takes {longest.seconds / time.seconds:.0%} of a step")
     return "; ".join(parts)
 
 

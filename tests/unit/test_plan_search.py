@@ -1,15 +1,22 @@
 """Searches for layouts: legal, fitting, no slower than any other choice, and of few estimates."""
 
+import io
+import json
 import shlex
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megagrpo.errors import RecipeError
 from megagrpo.plan import search as options
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import lacking_bytes
+from megagrpo.plan.schedules import steady_seconds
 from megagrpo.plan.search import SPARE, legal, search
+from megagrpo.plan.show.as_json import plan_json
+from megagrpo.plan.show.page import page
+from megagrpo.plan.show.terminal import draw
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.load import Places, apply_overrides
 from megagrpo.recipe.model_rules import model_problems
@@ -48,7 +55,7 @@ def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[
     seconds = [choice.estimate.time.seconds for choice in found.choices]
     assert seconds == sorted(seconds)
     model = architecture(of)
-    for choice in found.choices:
+    for choice in (*found.choices, *found.asynchronous):
         chosen = applied(tuple(shlex.split(choice.words)), changes)
         assert not broken_rules(chosen)
         assert not model_problems(chosen, model)
@@ -58,6 +65,30 @@ def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[
         assert again == choice.estimate
         assert lacking_bytes(again.memory, H100.gpu.memory_bytes, SPARE) == 0
         assert chosen.rollout.engine in choice.reason or "engine" in choice.reason
+
+
+def test_splits_between_ranks_and_engines_are_ranked_by_their_asynchronous_step() -> None:
+    found = searched(recipe({}), 128)
+    assert len(found.asynchronous) == options.SPLITS_SHOWN
+    seconds = [split.schedule.seconds for split in found.asynchronous]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < 0.8 * found.choices[0].estimate.time.seconds
+    for split in found.asynchronous:
+        assert "cluster.placement=disaggregated" in split.overrides
+        chosen = planned(applied(split.overrides, {}))
+        again = {time.name: time for time in chosen.schedules}[split.schedule.name]
+        assert again == split.schedule
+        bound = steady_seconds(chosen, split.estimate.time, options.ASYNC)
+        assert bound < 1.05 * split.schedule.seconds < 1.3 * bound
+    assert len({split.overrides for split in found.asynchronous}) == options.SPLITS_SHOWN
+    whole = plan({})
+    told = json.loads(plan_json(whole, found))["search"]["asynchronous"]
+    assert [split["schedule"]["seconds"] for split in told] == seconds
+    stream = io.StringIO()
+    draw(whole, found, Console(file=stream, width=80, highlight=False))
+    for text in (stream.getvalue(), page(whole, found)):
+        assert f"sample all the time ({split.schedule.name})" in text
+        assert split.words in text
 
 
 def test_the_best_choice_is_that_of_all_choices() -> None:
@@ -105,8 +136,8 @@ def test_searches_need_a_kind_of_gpu() -> None:
 
 def test_engines_apart_have_whole_nodes_and_no_offload() -> None:
     of = recipe()
-    assert options.engine_gpus(of, 128) == [32, 64, 96]
-    assert options.engine_gpus(of, 8) == [2, 4, 6]
+    assert options.engine_gpus(of, 128) == [16, 32, 48, 64, 80, 96, 112]
+    assert options.engine_gpus(of, 8) == list(range(1, 8))
     values = options.placed(
         {"train.offload": ["optimizer"], "rollout.sglang.enable_memory_saver": True}, colocated=False
     )

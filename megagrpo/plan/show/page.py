@@ -12,7 +12,7 @@ from megagrpo.plan.device_map import MappedDevice, axes, ranks_text
 from megagrpo.plan.memory import PhaseMemory
 from megagrpo.plan.parameters import Stage
 from megagrpo.plan.plan import Plan
-from megagrpo.plan.search import Search
+from megagrpo.plan.search import Choice, Search
 from megagrpo.plan.show import schedules
 from megagrpo.plan.time import StepTime
 from megagrpo.plan.units import byte_text, second_text, spans
@@ -172,14 +172,20 @@ def _schedules(plan: Plan) -> str:
 
 
 def _search(search: Search) -> str:
-    lines = [
-        (
-            second_text(choice.estimate.time.seconds),
-            f"<code>{escape(choice.words) or 'the recipe as it is'}</code><br>{escape(choice.reason)}",
-        )
-        for choice in search.choices
-    ]
-    return _table(("a step", "overrides"), lines, numbers=(0,)) if lines else "<p>Nothing fits.</p>"
+    if not search.choices:
+        return "<p>Nothing fits.</p>"
+    lines = [(second_text(choice.estimate.time.seconds), _choice(choice)) for choice in search.choices]
+    found = _table(("a step", "overrides"), lines, numbers=(0,))
+    if search.asynchronous:
+        lines = [(second_text(split.schedule.seconds), _choice(split)) for split in search.asynchronous]
+        name = search.asynchronous[0].schedule.name
+        found += f"<h3>If engines on GPUs of their own sample all the time ({name})</h3>"
+        found += _table(("a step", "overrides"), lines, numbers=(0,))
+    return found
+
+
+def _choice(choice: Choice) -> str:
+    return f"<code>{escape(choice.words) or 'the recipe as it is'}</code><br>{escape(choice.reason)}"
 
 
 # --- elements --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megagrpo.plan.schedules import ScheduleTime, best
+from megagrpo.plan.search import Split
 from megagrpo.plan.units import second_text
 
 HEADS = ("a step", "speed", "trainer waits", "engines idle", "slots empty", "staleness", "old tokens")
@@ -37,3 +38,10 @@ def judgement(times: Sequence[ScheduleTime], *, colocated: bool) -> str:
     if colocated:
         text += "; engines on devices of their own can sample during training, too: --search compares"
     return text
+
+
+def of_split(split: Split) -> str:
+    """A step in which engines on GPUs of their own sample all the time."""
+    found, time = split.schedule, split.estimate.time
+    speed = f"{second_text(found.seconds)} a step, {time.tokens / found.seconds / time.gpus:,.0f} tokens/s/GPU"
+    return f"{speed}; the trainer waits {found.trainer_waits:.0%}, engines are idle {found.engines_idle:.0%}"

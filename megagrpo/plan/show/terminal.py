@@ -285,6 +285,10 @@ def _search(search: Search) -> list[Text]:
         time = choice.estimate.time
         speed = f"{time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
         lines += [Text(f"{number}. {second_text(time.seconds)} a step, {speed}"), *_choice(choice)]
+    for number, split in enumerate(search.asynchronous, start=1):
+        if number == 1:
+            lines.append(_title(f"fastest if engines on GPUs of their own sample all the time ({split.schedule.name})"))
+        lines += [Text(f"{number}. {schedules.of_split(split)}"), *_choice(split)]
     if search.nearest:
         lacking = byte_text(search.nearest.estimate.lacking_bytes)
         told = f"nearest: {lacking} too much on the fullest GPU, {SPARE:.0%} of which are to stay free"
