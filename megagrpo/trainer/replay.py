@@ -23,6 +23,7 @@ from megagrpo.trainer.run_loop import first_kl_coefficient
 
 NOT_COMPARED = ("seconds/", "tokens_per_second", "time", "eval/")
 """What measures the machine, or was made by engines after the step."""
+REPLAY = "replay"
 
 
 @dataclass(frozen=True)
@@ -53,24 +54,23 @@ class Comparison:
 
 
 def load_replay(directory: Path, step: int, overrides: Sequence[str]) -> LoadedRecipe[Recipe]:
-    """The recipe that this step of the run in `directory` was trained with, and overrides; of a run at that place that
-    tracks nothing. Raises RecipeError or UnusableCheckpointError."""
+    """The recipe that this step of the run in `directory` was trained with, and overrides. It writes logs of training
+    ranks alone, to REPLAY in that directory. Raises RecipeError or UnusableCheckpointError."""
     loaded = load(directory / read_batch(directory, step).recipe, overrides)
     recipe, place = loaded.recipe, directory.absolute()
     track = recipe.track.model_copy(
-        update={"directory": str(place.parent), "mlflow": None, "wandb": None, "tensorboard": False}
+        update={"directory": str(place), "mlflow": None, "wandb": None, "tensorboard": False}
     )
-    checkpoint = recipe.checkpoint.model_copy(update={"keep_batches": 0})
-    return replace(
-        loaded, recipe=recipe.model_copy(update={"name": place.name, "track": track, "checkpoint": checkpoint})
-    )
+    checkpoints = recipe.checkpoint.directory or str(place / "checkpoints")
+    checkpoint = recipe.checkpoint.model_copy(update={"keep_batches": 0, "directory": checkpoints})
+    return replace(loaded, recipe=recipe.model_copy(update={"name": REPLAY, "track": track, "checkpoint": checkpoint}))
 
 
 def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable[[str], None]) -> bool:
     """Trains `step` of the run in `directory` again, and the steps between the newest checkpoint before it and it.
 
-    Says what it does, and its metrics beside those that the run has logged. Writes nothing into the run's directory.
-    True if none differs. Raises MegagrpoError.
+    Says what it does, and its metrics beside those that the run has logged. Changes nothing in the run's directory but
+    REPLAY. True if none differs. Raises MegagrpoError.
     """
     recipe = checked.recipe
     found = CheckpointStore(checkpoint_directory(recipe).absolute(), keep_last=1).latest_complete(before=step)
