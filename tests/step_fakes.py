@@ -167,8 +167,16 @@ def make_run(
     )
 
 
-def run_loop(run: Any, tracker: Any, state: TrainerState | None = None) -> Progress:
+def run_loop(
+    run: Any, tracker: Any, save: Callable[[TrainerState], None], state: TrainerState | None = None
+) -> Progress:
     """The real run loop over a fake run with one held-out prompt, continued from a checkpoint's state if given."""
+    saved = [state.step if state else 0]
+
+    def begin(ranks: Any, saved_state: TrainerState) -> None:
+        save(saved_state)
+        saved.append(saved_state.step)
+
     if state:
         run.cursor.restore(state.data_cursor)
     held_out = [Prompt("p0", (1, 2), "sums", "2")]
@@ -177,8 +185,9 @@ def run_loop(run: Any, tracker: Any, state: TrainerState | None = None) -> Progr
     def newest() -> Any:
         return SimpleNamespace(state=tracker.saved[-1], path="the newest") if tracker.saved else None
 
-    store = SimpleNamespace(confirm=lambda: None, remove_leftovers=lambda: None, latest_complete=newest)
-    setup: Any = SimpleNamespace(held_out=held_out, tracker=tracker, store=store)
+    nothing = lambda: None  # noqa: E731
+    saving = SimpleNamespace(begin=begin, wait=lambda: saved[-1], confirm=nothing, finish=nothing, newest_again=newest)
+    setup: Any = SimpleNamespace(held_out=held_out, tracker=tracker, saving=saving)
     for name in ("recipe", "cursor", "total_steps", "stopping", "clock"):
         setattr(setup, name, getattr(run, name))
     return run_despite_losses(setup, training, first_progress(run.recipe, run.cursor, state))[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _codecs
 import io
+import json
 import os
 import pickle
 from collections import defaultdict
@@ -28,11 +29,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megagrpo.checkpoint.store import write_durably
 from megagrpo.errors import CheckpointError, Problem, UnusableCheckpointError, first_line
 from megagrpo.weights.boxes import Box, Storage
 from megagrpo.weights.views import torch_dtype
 
 METADATA = ".metadata"
+MEGATRON = "metadata.json"
+MEGATRON_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 KNOWN = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -290,7 +299,8 @@ class _Stream(io.RawIOBase):
 
 
 def write_metadata(directory: Path, tensors: Mapping[str, Storage], written: Iterable[Written]) -> None:
-    """The list of contents, .metadata, of all that was written into the directory. Raises OSError."""
+    """The list of contents, .metadata, of all that was written into the directory, and how Megatron reads it. Raises
+    OSError."""
     chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -308,3 +318,6 @@ def write_metadata(directory: Path, tensors: Mapping[str, Storage], written: Ite
         described[key] = TensorStorageMetadata(properties, torch.Size(tensors[key].shape), of_tensor)
     with (directory / METADATA).open("wb") as file:
         pickle.dump(Metadata(described, None, places), file)
+        file.flush()
+        os.fsync(file.fileno())
+    write_durably(directory / MEGATRON, json.dumps(MEGATRON_FORMAT))

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from megagrpo.batching.rank_batches import RankBatch
     from megagrpo.checkpoint.store import SavedFile
     from megagrpo.guarded_store import StoreAddress
+    from megagrpo.megatron.snapshot import Contents
     from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss, TokenNumbers
     from megagrpo.weights.blocks import Preparation
     from megagrpo.weights.boxes import Box, Manifest
     from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
     from megagrpo.weights.transport.choice import Channel
+
+FILES = "files"
+"""The thread of a rank's process that writes files while the rank trains. What runs there is never collective."""
 
 
 def prepare_process(device: str, recipe: AnyRecipe) -> None:
@@ -109,8 +113,16 @@ class RankProcess:
     def broken(self) -> dict[str, str]:
         return self.rank.broken()
 
-    def save(self, directory: Path) -> tuple[SavedFile, ...]:
-        return self.rank.save(directory)
+    def take_snapshot(self) -> None:
+        self.rank.take_snapshot()
+
+    @ray.method(concurrency_group=FILES, num_returns=2)
+    def write_snapshot(self, directory: Path) -> tuple[tuple[SavedFile, ...], dict[str, Contents]]:
+        return self.rank.write_snapshot(directory)
+
+    @ray.method(concurrency_group=FILES)
+    def finish_snapshot(self, directory: Path, *of_ranks: dict[str, Contents]) -> tuple[SavedFile, ...]:
+        return self.rank.finish_snapshot(directory, of_ranks)
 
     def load(self, directory: Path) -> None:
         self.rank.load(directory)
@@ -119,7 +131,7 @@ class RankProcess:
         self.rank.write_export(export, plan, source, adapters)
 
 
-@ray.remote(max_restarts=0)
+@ray.remote(max_restarts=0, concurrency_groups={FILES: 1})
 class SftActor(RankProcess):
     """A rank of supervised fine-tuning."""
 
@@ -136,7 +148,7 @@ class SftActor(RankProcess):
         return self.rank.evaluate()
 
 
-@ray.remote(max_restarts=0)
+@ray.remote(max_restarts=0, concurrency_groups={FILES: 1})
 class RankActor(RankProcess):
     """A rank of GRPO or PPO. It keeps its end of the weight sync, which every sync reuses."""
 

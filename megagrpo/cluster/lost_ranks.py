@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import sys
 import time
@@ -32,6 +33,8 @@ WAITING = ("/torch/distributed/", "/megatron/core/pipeline_parallel/")
 """Files of a rank that waits for others."""
 TASK = "/megagrpo/cluster/actors.py"
 """File of a rank that works for the driver."""
+WRITES = re.compile(r" in (write|finish)_snapshot$", re.MULTILINE)
+"""A thread that writes files beside that work."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,8 @@ def found_at(at: ProcessAt, size: int) -> Found:
         return Found("it has died; its last output:" if lines else "it has died without a word", 3, lines)
     if not stacks:
         return Found(f"it does not react: its state is {status}", 2)
-    working = next((thread for thread in stacks.split("\n\n") if TASK in thread), "")
+    threads = (thread for thread in stacks.split("\n\n") if TASK in thread)
+    working = next((thread for thread in threads if not WRITES.search(thread)), "")  # no rank waits for files
     if not working or any(file in working for file in WAITING):
         return Found("", 0)
     frames = [line.strip() for line in working.splitlines() if line.startswith("  File")]

@@ -20,7 +20,7 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.cluster import lost_ranks
 from megagrpo.cluster.actors import RankActor, SftActor
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import wait_for
+from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, ModelError, Problem, RankError, RankLostError
 from megagrpo.guarded_store import StoreHost
 from megagrpo.layout.parallel import rank_grid
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 OF_MACHINES = (RuntimeError, OSError, MemoryError)
 """What a rank raises by no fault of the code: torch's errors of memory, devices and lost peers are RuntimeErrors."""
+FILE_GRACE_SECONDS = 60.0
+"""For the other ranks to end their files when one could not write its own."""
 BROKEN_NAMED = 3
 """Tensors that an error names of those that are not finite."""
 
@@ -126,10 +128,35 @@ class TrainRanks:
         ranks = enumerate(self.ranks)
         self.wait("export", [actor.write_export.remote(export, shared, source, adapters) for source, actor in ranks])
 
-    def save(self, directory: Path) -> list[SavedFile]:
-        """Every rank writes its part of the training state. Returns all files that were written."""
-        written = self.wait("save", [actor.save.remote(directory) for actor in self.ranks])
-        return list(chain.from_iterable(written))
+    def take_snapshot(self) -> None:
+        """Every rank copies its part of the training state to host memory, for `write_snapshot`."""
+        self.wait("snapshot", [actor.take_snapshot.remote() for actor in self.ranks])
+
+    def write_snapshot(self, directory: Path) -> list[SavedFile]:
+        """Every rank writes what it has copied, whatever else it does. Returns all files that were written.
+
+        For any thread. When it raises, no rank writes any more, unless one has not answered at all.
+        """
+        answers = [actor.write_snapshot.remote(directory) for actor in self.ranks]
+        files = list(chain.from_iterable(self.wait_beside("save", [of_rank for of_rank, _ in answers])))
+        contents = [of_rank for _, of_rank in answers]
+        (last,) = self.wait_beside("end of a save", [self.ranks[0].finish_snapshot.remote(directory, *contents)])
+        return [*files, *last]
+
+    def wait_beside(self, doing: str, answers: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
+        """As `wait`, but for a thread beside the run's, for the first ranks, and for all answers before it raises."""
+        named = dict(zip(self.actors, answers, strict=False))
+        done, failed = settle(
+            named,
+            doing=doing,
+            timeout_seconds=self._timeout,
+            error=RankError,
+            watch=None,
+            grace_seconds=FILE_GRACE_SECONDS,
+        )
+        if failed:
+            raise next((error for error in failed.values() if " died" in str(error)), next(iter(failed.values())))
+        return list(done.values())
 
     def begin(self, model: Path, saved: Path | None) -> None:
         """Loads the state of a checkpoint's rank directory if there is one. Raises ModelError, or CheckpointError for a

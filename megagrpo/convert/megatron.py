@@ -7,7 +7,6 @@ hugging_face/       config and tokenizer, with which megagrpo reads it again
 
 from __future__ import annotations
 
-import json
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -33,12 +32,6 @@ CHUNK_BYTES = 256 * 1024**2
 """Larger parameters are stored in several chunks."""
 PIECE_BYTES = 8 * 1024**2
 """Read at once."""
-FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 
 
 def to_megatron(
@@ -92,7 +85,6 @@ class MegatronTarget:
         }
         with (path / "common.pt").open("wb") as stream:
             torch.save(common, stream)
-        (path / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
         (directory / TRACKER).write_text("0", encoding="utf-8")
 
     def _assemble(self, part: Chunk) -> torch.Tensor:

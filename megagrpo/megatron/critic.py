@@ -10,15 +10,12 @@ Every method is collective: all ranks call the same ones in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megagrpo.algorithm.critic import ValueLoss, explained_variance, value_loss
-from megagrpo.checkpoint.store import SavedFile
-from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron.batch import Batch, Minibatch, ResponseTokens, TokenTensors, sum_over_ranks
 from megagrpo.megatron.metrics import steps_taken
@@ -87,15 +84,6 @@ class Critic:
             return found.loss.sum() / max(minibatch.tokens, 1)
 
         self.model.compute_gradients(minibatch.packed, loss)
-
-    def save(self, directory: Path) -> tuple[SavedFile, ...]:
-        """Writes this rank's part of the state below the policy's directory. Raises CheckpointError."""
-        try:
-            (directory / DIRECTORY).mkdir(exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(Problem(f"{directory / DIRECTORY} cannot be made", str(error))) from error
-        files = self.model.save(directory / DIRECTORY)
-        return tuple(replace(file, path=f"{DIRECTORY}/{file.path}") for file in files)
 
     def load(self, directory: Path) -> None:
         """Replaces the state by the one saved below the policy's directory, of any layout. Raises CheckpointError."""

@@ -5,7 +5,8 @@ Every method is collective: all ranks call the same ones in the same order. It k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ from megagrpo.megatron.batch import Batch, ResponseTokens, as_tensors
 from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.offload import Offload, Part
+from megagrpo.megatron.snapshot import Contents
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import AnyRecipe
@@ -128,9 +130,34 @@ class ModelRank:
 
     # --- checkpoints, memory, process ---------------------------------------------------------------------------------
 
-    def save(self, directory: Path) -> tuple[SavedFile, ...]:
-        """Writes this rank's part of the training state into an empty directory. Raises CheckpointError."""
-        return self.policy.save(directory)
+    def models(self) -> Mapping[str, TrainedModel]:
+        """What is trained, by its directory in a checkpoint's."""
+        return {"": self.policy}
+
+    def take_snapshot(self) -> None:
+        """Copies this rank's part of the training state to host memory. Raises CheckpointError."""
+        for model in self.models().values():
+            model.take_snapshot()
+
+    def write_snapshot(self, directory: Path) -> tuple[tuple[SavedFile, ...], dict[str, Contents]]:
+        """Writes what was copied: files with checksums, and what is where in them, by model, for finish_snapshot.
+
+        Not collective, and for any thread: training goes on meanwhile. Raises CheckpointError.
+        """
+        files: list[SavedFile] = []
+        contents = {}
+        for place, model in self.models().items():
+            written, contents[place] = model.snapshot.write(directory / place)
+            files += in_directory(place, written)
+        return tuple(files), contents
+
+    def finish_snapshot(self, directory: Path, of_ranks: Sequence[Mapping[str, Contents]]) -> tuple[SavedFile, ...]:
+        """Writes the lists of contents, when every rank has written; one rank does. Raises CheckpointError."""
+        files: list[SavedFile] = []
+        for place, model in self.models().items():
+            written = model.snapshot.finish(directory / place, [contents[place] for contents in of_ranks])
+            files += in_directory(place, written)
+        return tuple(files)
 
     def load(self, directory: Path) -> None:
         """Replaces the training state by a saved one, of any layout. Raises CheckpointError."""
@@ -151,3 +178,7 @@ class ModelRank:
 
     def close(self) -> None:
         process.stop()
+
+
+def in_directory(place: str, files: Iterable[SavedFile]) -> list[SavedFile]:
+    return [replace(file, path=(Path(place) / file.path).as_posix()) for file in files]

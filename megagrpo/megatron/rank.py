@@ -5,7 +5,7 @@ Every method is collective: all ranks call the same ones in the same order. It k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,15 +19,15 @@ from megagrpo.algorithm.kl import kl_estimate
 from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grpo_objective
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch
-from megagrpo.checkpoint.store import SavedFile
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
 from megagrpo.guarded_store import StoreAddress
 from megagrpo.megatron.batch import Minibatch, Passes, TokenTensors, TokenWeights, of_tokens, weigh
-from megagrpo.megatron.critic import Critic
+from megagrpo.megatron.critic import DIRECTORY, Critic
 from megagrpo.megatron.metrics import MetricSums, reduce_mismatch
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.reference import Reference
+from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenNumbers
 from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import Recipe
@@ -237,11 +237,12 @@ class TrainRank(ModelRank):
         critic = self._critic.model.broken() if self._critic else {}
         return super().broken() | {f"the critic's {name}": given for name, given in critic.items()}
 
-    def save(self, directory: Path) -> tuple[SavedFile, ...]:
-        """Also writes the critic's state, into a directory of its own in this one."""
+    def models(self) -> Mapping[str, TrainedModel]:
+        return {"": self.policy} | ({DIRECTORY: self._critic.model} if self._critic else {})
+
+    def take_snapshot(self) -> None:
         with self._reference_here() if self._saves_reference else nullcontext():
-            files = super().save(directory)
-        return files + self._critic.save(directory) if self._critic else files
+            super().take_snapshot()
 
     def load(self, directory: Path) -> None:
         with self._reference_here() if self._saves_reference else nullcontext():

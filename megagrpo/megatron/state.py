@@ -1,9 +1,10 @@
-"""Saves and loads the state of the training ranks: main weights, Adam's moments and step count, random generators.
+"""The state of the training ranks: main weights, Adam's moments and step count, random generators. How it is loaded.
 
 Every state is written in the coordinates of the Hugging Face checkpoint:
 `exp_avg.model.layers.3.self_attn.q_proj.weight` has the shape of that tensor, and each rank writes the boxes of it
-that it holds (checkpoint/state_boxes.py). The files are in Megatron's dist_checkpointing format, torch_dist. So a
-checkpoint has no layout: every layout loads it, with or without experts split and the distributed optimizer.
+that it holds (checkpoint/state_boxes.py), by way of host memory (megatron/snapshot.py). The files are in Megatron's
+dist_checkpointing format, torch_dist. So a checkpoint has no layout: every layout loads it, with or without experts
+split and the distributed optimizer.
 
 It holds routers' biases, which are not trained, and a reference policy that follows the policy. It does not hold what
 is known without it: the learning rate (a function of the step), a reference policy that stays as the model was,
@@ -12,11 +13,10 @@ padding, and the model's own bfloat16 weights (the main weights, rounded).
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,30 +24,20 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.checkpoint.state_boxes import Strided, boxes_in_range, fills_in_range
-from megagrpo.checkpoint.store import SavedFile, describe
 from megagrpo.checkpoint.torch_checkpoint import TorchCheckpoint
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.model import named_tensors, unwrapped
 from megagrpo.weights.boxes import Box, Manifest, Placement
 from megagrpo.weights.families.architecture import Tensor
-from megagrpo.weights.files import sync_directories
 
 FORMAT = 1
 REFERENCE = "reference"
@@ -78,27 +68,6 @@ class TrainingState:
         return frozenset(tensor.name for tensor in self.tensors if not tensor.trained)
 
 
-def save(state: TrainingState, directory: Path) -> tuple[SavedFile, ...]:
-    """Writes this rank's part of the state into `directory`, which exists and is empty. Every rank calls it.
-
-    Returns the files that this rank wrote, with checksums, for CheckpointStore.commit. Raises CheckpointError on every
-    rank if any rank fails; the directory is then worthless. Tensor ranks, data ranks and the two stages of a tied
-    embedding hold equal boxes: torch's plan has one rank write each, balanced by size, and refuses boxes that overlap
-    or leave gaps. No process is started, so this works in an actor.
-    """
-    steps = adam_steps(state.optimizer)
-    if len(steps) > 1:
-        raise ValueError(f"parameters have taken different numbers of Adam steps: {sorted(steps)}")
-    common = {"format": FORMAT, "layout": asdict(state.layout), "adam_step": max(steps, default=0)}
-    sharded: dict[str, ShardedTensor | ShardedObject] = {"generators": _generators_entry(_generators())}
-    sharded |= _sharded_tensors(state)
-    try:
-        write(sharded, common, directory)
-        return _written_files(directory)
-    except (CheckpointException, OSError) as error:
-        raise CheckpointError(_failed("written", directory, error)) from error
-
-
 def load(state: TrainingState, directory: Path) -> None:
     """Replaces this rank's state by the one in `directory`, saved in any layout. Every rank calls it.
 
@@ -112,14 +81,14 @@ def load(state: TrainingState, directory: Path) -> None:
     generators = None
     try:
         tensor = ""
-        for key, box, view in _views(state):
+        for key, box, view in views(state):
             if box.tensor != tensor:  # other boxes of a tensor may lie in the same stored chunks
                 stored.forget()
                 tensor = box.tensor
             view.copy_(stored.read(key, box.start, box.shape))
         stored.forget()
         if same_layout:
-            (generators,) = stored.read_object(_generators_entry(None).unique_key)  # Megatron saves objects in lists
+            (generators,) = stored.read_object(generators_entry(None).unique_key)  # Megatron saves objects in lists
     except CheckpointError as error:
         problems += error.problems
     _raise_everywhere(problems)
@@ -150,7 +119,7 @@ def _held(state: TrainingState) -> Iterator[tuple[Placement, StateShard]]:
             yield placement, StateShard(0, weight.numel(), {REFERENCE: weight.view(-1)})
 
 
-def _views(state: TrainingState) -> Iterator[tuple[str, Box, torch.Tensor]]:
+def views(state: TrainingState) -> Iterator[tuple[str, Box, torch.Tensor]]:
     """(key, box, view of a shard) of each box that this rank's shards hold, for each kind of state."""
     for placement, shard in _held(state):
         shape = state.manifest.storages[placement.storage].shape
@@ -159,8 +128,8 @@ def _views(state: TrainingState) -> Iterator[tuple[str, Box, torch.Tensor]]:
                 yield f"{name}.{part.box.tensor}", part.box, _strided(flat, part.view)
 
 
-def _sharded_tensors(state: TrainingState) -> dict[str, ShardedTensor]:
-    """What `_views` gives, as Megatron's tensors to be saved."""
+def sharded_tensors(state: TrainingState) -> dict[str, ShardedTensor]:
+    """What `views` gives, as Megatron's tensors to be saved."""
     return {
         f"{key}@{box.start}": ShardedTensor(
             key=key,
@@ -171,7 +140,7 @@ def _sharded_tensors(state: TrainingState) -> dict[str, ShardedTensor]:
             global_offset=box.start,
             axis_fragmentations=None,  # boxes of any size and place, not a regular grid
         )
-        for key, box, view in _views(state)
+        for key, box, view in views(state)
     }
 
 
@@ -206,7 +175,8 @@ def _open(state: TrainingState, directory: Path) -> tuple[dict[str, Any], TorchC
     except CheckpointError as error:
         problems += error.problems
     except (OSError, RuntimeError, ValueError, TypeError, EOFError, pickle.UnpicklingError) as error:
-        problems = _failed("read", directory / COMMON_STATE_FNAME, error)
+        given = f"{type(error).__name__}: {error}".splitlines()[0]
+        problems = [Problem(f"{directory / COMMON_STATE_FNAME} cannot be read", given)]
     else:
         if common.get("format") != FORMAT:
             problems.append(Problem(f"format of {directory}", f"{common.get('format')}", f"{FORMAT}"))
@@ -233,7 +203,7 @@ def _raise_everywhere(problems: Sequence[Problem]) -> None:
 # --- random generators ------------------------------------------------------------------------------------------------
 
 
-def _generators() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
@@ -251,29 +221,12 @@ def _set_generators(saved: Mapping[str, Any]) -> None:
     numpy.random.set_state(saved["numpy"])
 
 
-def _generators_entry(data: Any) -> ShardedObject:
+def generators_entry(data: Any) -> ShardedObject:
     """One object for each rank, because no other layout can use them."""
     return ShardedObject("generators", data, (dist.get_world_size(),), (dist.get_rank(),))
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def _written_files(directory: Path) -> tuple[SavedFile, ...]:
-    """Sizes and checksums of the files that this rank wrote; rank 0 also wrote what is common to all."""
-    rank = dist.get_rank()
-    mine = sorted(directory.glob(f"__{rank}_*"))
-    if rank == 0:
-        mine += sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("__"))
-        sync_directories([directory])
-    return tuple(describe(directory, path) for path in mine)
-
-
-def _failed(what: str, directory: Path, error: BaseException) -> list[Problem]:
-    """A problem for each different cause. torch reports the causes of all ranks, each as (exception, traceback)."""
-    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    texts = dict.fromkeys(f"{type(cause).__name__}: {cause}".splitlines()[0] for cause in causes)
-    return [Problem(f"{directory} cannot be {what}", given=text) for text in texts]
+# --- optimizers' states -----------------------------------------------------------------------------------------------
 
 
 MAIN = "master_param"
@@ -392,35 +345,3 @@ def _make_missing_moments(part: MegatronOptimizer) -> None:
 
 def _counts_by_parameter(part: MegatronOptimizer) -> bool:
     return isinstance(part.optimizer, torch.optim.Adam)  # AdamW is one; the fused ones count by group
-
-
-def write(sharded: Mapping[str, ShardedTensor | ShardedObject], common: Mapping[str, Any], directory: Path) -> None:
-    """Writes this rank's `sharded` into `directory`, and rank 0's `common`, for dist_checkpointing.load. Collective.
-
-    Raises torch's CheckpointException on every rank if any rank fails or the tensors do not tile their global shapes.
-    dist_checkpointing.save is not used: it forks workers and starts a manager process that runs __main__ again, and
-    when one rank fails, on a full disk for instance, the others wait for ever.
-    """
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(dict(sharded))
-    torch_checkpoint.save(
-        mcore_to_pyt_state_dict(by_key),
-        storage_writer=_Writer(directory, common),
-        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-    )
-
-
-class _Writer(torch_checkpoint.FileSystemWriter):
-    """Also writes Megatron's two files when rank 0 finishes, so that all ranks learn of errors."""
-
-    def __init__(self, directory: Path, common: Mapping[str, Any]) -> None:
-        super().__init__(directory, sync_files=True)
-        self._directory = directory
-        self._common = dict(common)
-
-    def finish(self, metadata: torch_checkpoint.Metadata, results: Any) -> None:
-        with (self._directory / COMMON_STATE_FNAME).open("wb") as stream:
-            torch.save(self._common, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
-        super().finish(metadata, results)

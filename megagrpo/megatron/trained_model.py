@@ -16,7 +16,6 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megagrpo.checkpoint.store import SavedFile
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron import state
@@ -26,6 +25,7 @@ from megagrpo.megatron.lora import Adapters
 from megagrpo.megatron.model import Loss, build_chunks, forward, forward_backward, named_tensors, sum_gradients
 from megagrpo.megatron.offload import Offload
 from megagrpo.megatron.reference import Reference
+from megagrpo.megatron.snapshot import Snapshot
 from megagrpo.megatron.state import TrainingState
 from megagrpo.recipe.schema import LoraConfig, TrainConfig
 from megagrpo.weights.boxes import Manifest
@@ -73,6 +73,7 @@ class TrainedModel:
         if self.adapters:
             trained, held = self.adapters.checkpoint_tensors, self.adapters.manifest
         self._state = TrainingState(self.chunks, self.optimizer, trained, self.layout, held)
+        self.snapshot = Snapshot()
 
     def manifest(self) -> Manifest:
         """What this rank holds, in coordinates of the Hugging Face checkpoint."""
@@ -166,10 +167,10 @@ class TrainedModel:
         if self.reference.follows:
             self._state = replace(self._state, reference=self.reference.named(self.chunks))
 
-    def save(self, directory: Path) -> tuple[SavedFile, ...]:
-        """Writes this rank's part of the training state into an empty directory. Raises CheckpointError."""
+    def take_snapshot(self) -> None:
+        """Copies this rank's part of the training state to host memory. Raises CheckpointError."""
         self._require_state()
-        return state.save(self._state, directory)
+        self.snapshot.take(self._state)
 
     def load(self, directory: Path) -> None:
         """Replaces the training state by a saved one, of any layout. Raises CheckpointError."""

@@ -166,13 +166,41 @@ def host_bytes(case: Case) -> int:
     return fullest * min(case.layout.ranks, case.recipe.cluster.gpus_per_node)
 
 
+def snapshot_bytes(case: Case) -> int:
+    """Host memory that the copies for checkpoints take on the fullest node: main weights and moments, a reference that
+    follows, the critic's. Ranks with the same weights copy a share each, with any optimizer."""
+    recipe, architecture, layout, train = case.recipe, case.architecture, case.layout, case.recipe.train
+    moments = 4 if train.optimizer.moment_dtype == "bfloat16" else 8
+
+    def of_rank(stage: int) -> int:
+        trained = rank_parameters(architecture, layout, stage, case.fused_layers)
+        if train.lora is not None:
+            trained = adapter_parameters(architecture, layout, stage, train.lora)
+        total = _share(trained, layout) * (4 + moments)
+        if isinstance(recipe, Recipe):
+            algorithm = recipe.algorithm
+            if algorithm.kl.coefficient > 0 and algorithm.reference.update_every_steps is not None:
+                total += _share(trained, layout) * 4
+            if algorithm.critic is not None:
+                values = critic_of(case.critic or architecture)
+                critic = rank_parameters(values, layout, stage, case.fused_layers)
+                total += _share(critic, layout) * (4 + moments)
+        return total
+
+    fullest = max(of_rank(stage) for stage in range(layout.pipeline))
+    return fullest * min(layout.ranks, recipe.cluster.gpus_per_node)
+
+
+def _share(trained: RankParameters, layout: ParallelLayout) -> int:
+    """Elements of a data rank, of those that all data ranks hold together."""
+    dense = trained.total - trained.experts
+    return -(-dense // (layout.data * layout.context)) + -(-trained.experts // layout.expert_data)
+
+
 def _optimizer_bytes(trained: RankParameters, train: TrainConfig, layout: ParallelLayout, item: int) -> int:
     """Adam's two moments, and float32 copies of bfloat16 weights; a data rank's share of them with the distributed
     optimizer."""
-    owned = trained.total
-    if train.distributed_optimizer:
-        owned = -(-(trained.total - trained.experts) // (layout.data * layout.context))
-        owned += -(-trained.experts // layout.expert_data)
+    owned = _share(trained, layout) if train.distributed_optimizer else trained.total
     moments = 4 if train.optimizer.moment_dtype == "bfloat16" else 8
     return owned * (moments + (4 if item < 4 else 0))
 

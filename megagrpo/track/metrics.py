@@ -98,7 +98,11 @@ METRICS = (
     Metric("seconds/update", "s", "Forward and backward passes and optimizer steps."),
     Metric("seconds/weight_sync", "s", "Bringing the new weights to the engines and comparing digests."),
     Metric("seconds/eval", "s", "Evaluation."),
-    Metric("seconds/checkpoint", "s", "Saving the checkpoint of the step before, whose line is already written."),
+    Metric(
+        "seconds/checkpoint",
+        "s",
+        "What training waited for the checkpoint of the step before, whose line is already written: not for its files.",
+    ),
     Metric("seconds/step", "s", "The whole step, evaluation and checkpoint not included."),
     Metric("eval/loss", "nats/token", "Mean -log p of the assistant's tokens in held-out conversations."),
     Metric("eval/perplexity", "", "exp(eval/loss)."),

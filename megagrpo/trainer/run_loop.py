@@ -44,7 +44,7 @@ from megagrpo.track.jsonl import require_in_place
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.evaluation import EarlyStopping
 from megagrpo.trainer.run import PhaseClock
-from megagrpo.trainer.saving import checkpoint_to_resume, export, exported_step, save
+from megagrpo.trainer.saving import Saving, checkpoint_to_resume, export, exported_step
 from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
 
 
@@ -57,7 +57,7 @@ class Setup(Generic[Kind, AnyItem]):
     cursor: Cursor[AnyItem]
     held_out: Sequence[AnyItem]
     total_steps: int
-    store: CheckpointStore
+    saving: Saving
     resumed: Checkpoint | None
     tracker: Tracker
     stopping: Stopping
@@ -171,17 +171,19 @@ def run_to_end(
                 return 0
 
         clock, held_out = PhaseClock(), evaluated.items
-        setup = Setup(checked, tokenizer, cursor, held_out, steps, store, resumed, tracker, stopping, clock)
+        saving = Saving(store, tracker.say, progress.step)
+        setup = Setup(checked, tokenizer, cursor, held_out, steps, saving, resumed, tracker, stopping, clock)
         with stopping.giving_up():
             tracker.say(f"starting {'Ray' if recipe.cluster.address is None else 'on the cluster'}, then the processes")
             with stopping.while_ray_starts():
                 ray = runtime.start(recipe, stopping.check, engines_too=engines_too)
             closing.callback(runtime.stop, ray)
             training = start(setup, ray, closing)
-        if take_steps:
-            progress = take_steps(setup, training, progress)
-        else:
-            training, progress = run_despite_losses(setup, training, progress)
+        with saving:
+            if take_steps:
+                progress = take_steps(setup, training, progress)
+            else:
+                training, progress = run_despite_losses(setup, training, progress)
         if recipe.checkpoint.export_hugging_face:
             with stopping.giving_up(), training.exporting():
                 dtype = dtype_name(recipe, ray.device)
@@ -253,8 +255,7 @@ def run_despite_losses(setup: Setup[Any, Any], training: AnyTraining, begun: Pro
 
 def _with_new_ranks(setup: Setup[Any, Any], training: AnyTraining, begun: Progress) -> tuple[AnyTraining, Progress]:
     """Back at the newest checkpoint. begun: where the run was when this process took it up."""
-    setup.store.remove_leftovers()
-    saved = setup.store.latest_complete()
+    saved = setup.saving.newest_again()
     setup.cursor.restore(saved.state.data_cursor if saved else begun.data_cursor)
     progress = first_progress(setup.recipe, setup.cursor, saved.state if saved else None)
     setup.tracker.say(f"continuing after step {progress.step} from {saved.path if saved else 'the model'}")
@@ -273,7 +274,7 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
     errors of engines, weight syncs, rewards, files and nodes, where the ranks still hold the last step. Also raises
     RanksLost.
     """
-    recipe, tracker, cursor, saved = setup.recipe, setup.tracker, setup.cursor, progress.step
+    recipe, tracker, cursor, saving = setup.recipe, setup.tracker, setup.cursor, setup.saving
     failure: MegagrpoError | None = None
     try:
         if progress.step == 0 and setup.held_out and recipe.eval.before_training:
@@ -286,7 +287,7 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
                 progress, failure = _step(setup, training, progress)
                 if failure and not isinstance(failure, MismatchError):  # nothing can be evaluated
                     raise failure
-                setup.store.confirm()
+                saving.confirm()
             last = progress.step == setup.total_steps or cursor.exhausted
             if setup.held_out and (last or progress.step % recipe.eval.every_steps == 0):
                 progress = _evaluate(setup, training, progress)
@@ -295,15 +296,14 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
             tracker.log(step, metrics | _evaluation_metrics(progress) | setup.clock.take())
             progress = replace(progress, unlogged=None)
             due = last or reason or failure or step % recipe.checkpoint.every_steps == 0
-            if due or _is_new_best(recipe.checkpoint.keep_best, progress.evaluation, setup.store):
+            if due or _is_new_best(recipe.checkpoint.keep_best, progress.evaluation, saving):
                 _save(setup, training, progress, goes_on=not (last or reason or failure))
-                saved = step
                 if progress.evaluation is not None:
-                    setup.store.confirm()
+                    saving.confirm()
             if failure:
                 raise failure
     except StopRequested:
-        if progress.step > saved:
+        if progress.step > saving.wait():
             training.give_up()
             _save(setup, training, progress, goes_on=False)
         if failure:
@@ -313,7 +313,7 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
         raise RanksLost(progress.step, error) from error
     except (EngineError, WeightSyncError, RewardError, MachineError, NodeLostError, OSError):
         # An error of others' making: the ranks may still be whole, and hold the last step.
-        if progress.step > saved and training.ranks.step == progress.step:
+        if progress.step > saving.wait() and training.ranks.step == progress.step:
             try:
                 with training.ranks.alone():
                     training.give_up()
@@ -368,11 +368,11 @@ def _reason_to_stop(progress: Progress, cursor: Cursor[Any]) -> str | None:
     return progress.early.reason_to_stop() if progress.early else None
 
 
-def _is_new_best(metric: str | None, evaluation: Mapping[str, float] | None, store: CheckpointStore) -> bool:
+def _is_new_best(metric: str | None, evaluation: Mapping[str, float] | None, saving: Saving) -> bool:
     """Whether these weights were evaluated as better than every checkpoint that is kept."""
     if metric is None or evaluation is None:
         return False
-    best = store.best()
+    best = saving.best()
     return best is None or evaluation[metric] > best
 
 
@@ -391,7 +391,9 @@ def _save(setup: Setup[Any, Any], training: Training, progress: Progress, *, goe
             evaluations_without_best=progress.early.evaluations_without_best if progress.early else 0,
             tracker_runs=setup.tracker.run_ids,
         )
-        save(training.ranks, setup.store, state)
+        setup.saving.begin(training.ranks, state)
+    if not goes_on:
+        setup.saving.finish()
 
 
 @contextmanager

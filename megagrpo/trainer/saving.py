@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState, allow_changes
 from megagrpo.cluster.train_ranks import TrainRanks
-from megagrpo.errors import MegagrpoError, Problem, RecipeError
+from megagrpo.errors import CheckpointError, MegagrpoError, Problem, RecipeError
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import adapter_directory, export_directory
 from megagrpo.recipe.schema import AnyRecipe
@@ -40,15 +43,94 @@ def checkpoint_to_resume(store: CheckpointStore, recipe: AnyRecipe) -> Checkpoin
     return found
 
 
-def save(ranks: TrainRanks, store: CheckpointStore, state: TrainerState) -> Path:
-    """Writes a complete checkpoint of `state.step`. Raises CheckpointError, leaving older ones untouched."""
-    directory = store.begin(state.step)
-    try:
-        written = ranks.save(directory)
-    except MegagrpoError:
-        store.abandon(state.step)
-        raise
-    return store.commit(state, written).path
+class Saving:
+    """A run's checkpoints: training waits for a copy in the ranks' host memory; files are written while it goes on.
+
+    One thread writes, commits and deletes, one job after another. A save that fails is reported, leaves nothing behind
+    and touches no older checkpoint; the run goes on, and ends with the error only if it was the last save.
+    """
+
+    def __init__(self, store: CheckpointStore, say: Callable[[str], None], saved: int = 0) -> None:
+        """saved: the step that the run continues after. say: called by the run's own thread."""
+        self._store, self._say, self._saved = store, say, saved
+        self._failure: MegagrpoError | OSError | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._jobs: deque[Future[None]] = deque()
+
+    def begin(self, ranks: TrainRanks, state: TrainerState) -> None:
+        """Copies the state of `state.step`, once the save before is over; a thread then makes it a checkpoint."""
+        self.wait()
+        self._failure = None
+        try:
+            directory = self._store.begin(state.step)
+            ranks.take_snapshot()
+        except MegagrpoError as error:
+            self._store.abandon(state.step)
+            if not isinstance(error, CheckpointError):
+                raise
+            self._failed(error)
+        else:
+            self._jobs.append(self._thread.submit(self._write, ranks, state, directory))
+
+    def _write(self, ranks: TrainRanks, state: TrainerState, directory: Path) -> None:
+        try:
+            written = ranks.write_snapshot(directory)
+        except MegagrpoError:
+            self._store.abandon(state.step)
+            raise
+        self._store.commit(state, written)
+        self._saved = state.step
+
+    def confirm(self) -> None:
+        """What was saved last has made finite numbers since: CheckpointStore.confirm, after the save that is under way.
+
+        Also reports a save that has failed.
+        """
+        self._jobs.append(self._thread.submit(self._store.confirm))
+        while self._jobs and self._jobs[0].done():
+            self._settle(self._jobs.popleft())
+
+    def wait(self) -> int:
+        """Waits for the save that is under way; the step of the newest checkpoint."""
+        while self._jobs:
+            self._settle(self._jobs.popleft())
+        return self._saved
+
+    def best(self) -> float | None:
+        """CheckpointStore.best, once the save that is under way is over."""
+        self.wait()
+        return self._store.best()
+
+    def finish(self) -> None:
+        """Waits likewise. Raises the error of the last save if it failed."""
+        self.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def newest_again(self) -> Checkpoint | None:
+        """The newest checkpoint, to which the run goes back; None if there is none."""
+        self.wait()
+        self._store.remove_leftovers()
+        found = self._store.latest_complete()
+        self._saved = found.state.step if found else 0
+        return found
+
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+        self._thread.shutdown()
+
+    def _settle(self, job: Future[None]) -> None:
+        try:
+            job.result()
+        except (MegagrpoError, OSError) as error:
+            self._failed(error)
+
+    def _failed(self, error: MegagrpoError | OSError) -> None:
+        self._failure = error
+        self._say(f"a checkpoint could not be saved, the one before stays: {error}")
 
 
 def export(

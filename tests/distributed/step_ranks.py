@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.batching.rank_batches import RankBatch, make_rank_batches
+from megagrpo.checkpoint.store import SavedFile
 from megagrpo.megatron.batch import Passes
 from megagrpo.megatron.model import named_tensors
 from megagrpo.megatron.model_rank import ModelRank
@@ -215,6 +216,20 @@ def gather(steps: Sequence[RankStep], with_gradients: bool = True) -> StepResult
         before=assemble([step.before for step in steps]),
         after=assemble([step.after for step in steps]),
     )
+
+
+def save(rank: ModelRank, directory: Path) -> tuple[SavedFile, ...]:
+    """What trainer/saving.py does, without Ray. The files that this rank wrote."""
+    rank.take_snapshot()
+    return write(rank, directory)
+
+
+def write(rank: ModelRank, directory: Path) -> tuple[SavedFile, ...]:
+    """The snapshot that every rank has taken."""
+    files, contents = rank.write_snapshot(directory)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, contents)
+    return files + (rank.finish_snapshot(directory, gathered) if dist.get_rank() == 0 else ())
 
 
 def export(rank: ModelRank, begin: Callable[[], Export], adapters: bool = False) -> None:

@@ -21,12 +21,13 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.sft_rank import SftRank
 from tests.distributed.conftest import Tiny
 from tests.distributed.step_case import Case, conversations, make_sft_recipe
-from tests.distributed.step_ranks import on_ranks, sft_steps, with_noise
+from tests.distributed.step_ranks import on_ranks, sft_steps, with_noise, write
 from tests.rank_group import RankGroupError
 
 
 def save_twice_and_die(rank: SftRank, batch: RankBatch, _: None, root: Path, victim: int, moment: float) -> None:
-    """Save step 1; begin to save step 2, in which `victim` is killed after `moment` of the time that the first took."""
+    """Save step 1; save step 2 while a step is trained, in which `victim` is killed after `moment` of the time that the
+    first save took."""
     store = CheckpointStore(root, keep_last=1)
     seconds = 0.0
     for step in (1, 2):
@@ -37,12 +38,15 @@ def save_twice_and_die(rank: SftRank, batch: RankBatch, _: None, root: Path, vic
         if step == 2 and dist.get_rank() == victim:
             threading.Timer(moment * seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
         started = time.monotonic()
-        files = rank.save(root / f".saving_step_{step:06d}" / "rank")
+        rank.take_snapshot()
+        directory = root / f".saving_step_{step:06d}" / "rank"
+        if step == 2:
+            threading.Thread(target=rank.write_snapshot, args=(directory,), daemon=True).start()
+            sft_steps(rank, batch, 10_000)
+        files = write(rank, directory)
         seconds = time.monotonic() - started
         gathered = [files, ()]
         dist.all_gather_object(gathered, files)
-        if step == 2:
-            time.sleep(3600)  # the save was quicker than the first one: it is killed before the commit
         if dist.get_rank() == 0:
             store.commit(TrainerState(step, step, {}, {}), [file for part in gathered for file in part])
         dist.barrier()

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,12 +19,12 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import SavedFile, describe
 from megagrpo.errors import CheckpointError
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron import state
+from megagrpo.megatron import snapshot
 from megagrpo.megatron.sft_rank import SftRank
 from tests.distributed.conftest import Tiny
 from tests.distributed.layouts import ROWS, Row
 from tests.distributed.step_case import conversations, make_sft_recipe
-from tests.distributed.step_ranks import on_ranks, sft_steps, states_of, with_noise
+from tests.distributed.step_ranks import on_ranks, save, sft_steps, states_of, with_noise, write
 
 TENSOR = Row(ParallelLayout(tensor=2), "qwen2_tied", distributed_optimizer=True)
 
@@ -36,11 +35,13 @@ def in_row(function: Callable[..., Any], model: Path, row: Row, *args: Any, **tr
 
 
 def save_and_continue(rank: SftRank, batch: RankBatch, _: None, directory: Path) -> dict[str, Any]:
-    """Two steps, a save, two more steps. The files, and the losses and norms of the last two."""
+    """Two steps, a snapshot, two more steps, and only then the files. The losses and norms of the last two steps."""
     sft_steps(rank, batch, 2)
-    files = rank.save(directory)
+    rank.take_snapshot()
     random = torch.rand(3).tolist()
-    return {"files": files, "after": sft_steps(rank, batch, 2), "states": states_of(rank.policy), "random": random}
+    after = sft_steps(rank, batch, 2)
+    write(rank, directory)
+    return {"after": after, "states": states_of(rank.policy), "random": random}
 
 
 def load_and_continue(rank: SftRank, batch: RankBatch, _: None, directory: Path) -> dict[str, Any]:
@@ -131,16 +132,16 @@ def test_a_tied_embedding_that_data_ranks_cut_on_two_stages_is_saved_once(tiny: 
 # --- files and errors -------------------------------------------------------------------------------------------------
 
 
-def save(rank: SftRank, batch: RankBatch, _: None, directory: Path) -> tuple[SavedFile, ...]:
+def step_and_save(rank: SftRank, batch: RankBatch, _: None, directory: Path) -> tuple[SavedFile, ...]:
     sft_steps(rank, batch, 1)
-    return rank.save(directory)
+    return save(rank, directory)
 
 
 @pytest.fixture(scope="module")
 def saved(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[SavedFile]]:
     """A checkpoint of two tensor ranks, and the files that they report."""
     directory = tmp_path_factory.mktemp("saved")
-    return directory, [file for files in in_row(save, tiny("qwen2_tied"), TENSOR, directory) for file in files]
+    return directory, [file for files in in_row(step_and_save, tiny("qwen2_tied"), TENSOR, directory) for file in files]
 
 
 def test_what_the_ranks_report_is_what_lies_in_the_directory(saved: tuple[Path, list[SavedFile]]) -> None:
@@ -182,27 +183,29 @@ def test_files_that_cannot_be_read_are_a_checkpoint_error_on_every_rank(
 
 
 def save_on_a_full_disk(rank: SftRank, batch: RankBatch, _: None, directories: list[Path]) -> list[str]:
-    """The errors of saves during which one rank after the other cannot write. They leave no processes behind."""
+    """The errors of saves during which this rank cannot write: no other rank waits for it, or fails with it."""
     sft_steps(rank, batch, 1)
     limits, errors = resource.getrlimit(resource.RLIMIT_FSIZE), []
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for full_rank, directory in enumerate(directories):
-        if dist.get_rank() == full_rank:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        rank.take_snapshot()
+        if dist.get_rank() != full_rank:
+            rank.write_snapshot(directory)
+            continue
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
         with pytest.raises(CheckpointError) as error:
-            rank.save(directory)
+            rank.write_snapshot(directory)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         errors.append(str(error.value))
-    assert not psutil.Process().children()
     return errors
 
 
-def test_a_full_disk_on_one_rank_is_a_checkpoint_error_on_all(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_full_disk_is_a_checkpoint_error_of_the_rank_that_finds_it(tiny: Tiny, tmp_path: Path) -> None:
     directories = [tmp_path / "rank 0", tmp_path / "rank 1"]
     for directory in directories:
         directory.mkdir()
-    for messages in in_row(save_on_a_full_disk, tiny("qwen2_tied"), TENSOR, directories):
-        assert all("File too large" in message for message in messages)
+    for (message,) in in_row(save_on_a_full_disk, tiny("qwen2_tied"), TENSOR, directories):
+        assert "File too large" in message
 
 
 class Touches:
@@ -221,8 +224,8 @@ def save_with_code(rank: SftRank, batch: RankBatch, _: None, directories: dict[s
     for where, directory in directories.items():
         code = Touches(directory / "ran")
         if where == "generators":
-            state._generators = lambda code=code: {"torch": code}  # type: ignore[misc]
-        rank.save(directory)
+            snapshot.generators = lambda code=code: {"torch": code}  # type: ignore[misc]
+        save(rank, directory)
         if where == ".metadata":
             (directory / where).write_bytes(pickle.dumps(code))
         if where == "common.pt":

@@ -28,7 +28,7 @@ from tests.distributed.conftest import Tiny
 from tests.distributed.layouts import ROWS
 from tests.distributed.parity_ranks import RankLogits, load_model, logits_of_chunks
 from tests.distributed.step_case import conversations, make_sft_recipe
-from tests.distributed.step_ranks import export, on_ranks, sft_steps
+from tests.distributed.step_ranks import export, on_ranks, save, sft_steps
 from tests.distributed.test_parity_logits import MICROBATCHES, assemble, references
 from tests.rank_group import run_ranks
 from tests.safetensors_files import assert_same_files
@@ -117,7 +117,7 @@ def save_and_export(
 ) -> tuple[SavedFile, ...]:
     """Trains for a step, saves the training state, and exports the weights to a Hugging Face directory."""
     sft_steps(rank, batch, 1)
-    files = rank.save(saving)
+    files = save(rank, saving)
     export(rank, lambda: begin_export(exported, model, rank.policy.architecture, "float32"))
     return files
 

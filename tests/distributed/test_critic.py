@@ -44,6 +44,7 @@ from tests.distributed.step_ranks import (
     gather,
     of_all_tokens,
     on_ranks,
+    save,
     states_of,
     take_step,
     the_one,
@@ -259,7 +260,7 @@ def save_and_continue(
         files = ()
     else:
         one_step()
-        files = rank.save(saved)
+        files = save(rank, saved)
     return files, one_step(), states_of(rank.policy), states_of(rank.critic.model)
 
 

@@ -42,6 +42,7 @@ from tests.distributed.step_ranks import (
     gather,
     load_and_pass,
     on_ranks,
+    save,
     step,
     the_one,
     trained_of,
@@ -194,7 +195,7 @@ def train_and_save(
     rank: TrainRank, batch: RankBatch, advantages: np.ndarray, saved_in: Path, exported_in: Path
 ) -> Trained:
     metrics = [grpo(rank, batch, advantages) for _ in range(2)]
-    rank.save(saved_in)
+    save(rank, saved_in)
     export_adapter(rank, exported_in, rank.recipe.train.lora, "bfloat16")
     adapters, merged = trained_of(rank.policy), weights_of(rank.policy)
     rank.release(["parameters", "gradients", "optimizer", "reference"])

@@ -17,7 +17,7 @@ from megagrpo.megatron.state import shards_of
 from tests.distributed.conftest import CaseOf
 from tests.distributed.layouts import ROWS
 from tests.distributed.step_case import make_recipe
-from tests.distributed.step_ranks import load_and_pass, on_ranks, states_of, update
+from tests.distributed.step_ranks import load_and_pass, on_ranks, save, states_of, update
 
 PARTS = ("parameters", "gradients", "optimizer", "reference")
 
@@ -70,7 +70,7 @@ def where_the_reference_is(rank: TrainRank, batch: RankBatch, advantages: Any, d
     rank.update_reference()
     count()
     if directory:
-        rank.save(directory)
+        save(rank, directory)
         count()
     sizes = {t.untyped_storage(): t.numel() * t.element_size() for t in tensors}
     return metrics, held, rank.policy.offload.host_bytes, sum(sizes.values())

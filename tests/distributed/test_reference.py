@@ -13,7 +13,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.rank import TrainRank
 from tests.distributed.conftest import CaseOf
 from tests.distributed.step_case import LR, assemble, make_recipe
-from tests.distributed.step_ranks import Parts, on_ranks, trained_of, update
+from tests.distributed.step_ranks import Parts, on_ranks, save, trained_of, update
 
 SHARE = 0.25
 
@@ -36,9 +36,9 @@ def follow_and_save(
     rank.release(["reference"])
     assert not any(tensor.untyped_storage().nbytes() for tensor in rank.policy.reference.tensors)
     with pytest.raises(RankError, match="reference released"):
-        rank.save(directory)
+        save(rank, directory)
     rank.restore(["reference"])
-    rank.save(directory)
+    save(rank, directory)
     return start, trained_of(rank.policy), reference(rank)
 
 

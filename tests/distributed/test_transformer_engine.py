@@ -29,7 +29,7 @@ from tests.distributed.step_case import (
     load_reference,
     make_recipe,
 )
-from tests.distributed.step_ranks import gather, load_and_pass, on_ranks, states_of, step, update
+from tests.distributed.step_ranks import gather, load_and_pass, on_ranks, save, states_of, step, update
 from tests.distributed.te_ranks import tensors_elsewhere
 from tests.distributed.test_parity_logits import check
 from tests.distributed.test_step_parity import recipe_of
@@ -87,7 +87,7 @@ def narrow_moments(rank: TrainRank, batch: RankBatch, advantages: Any, saved: Pa
     else:
         load_and_pass(rank, batch)
         update(rank, advantages)
-        rank.save(saved)
+        save(rank, saved)
     states.append(states_of(rank.policy))
     if resume:
         rank.release(["parameters", "gradients", "optimizer"])

@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from threading import Timer
 from typing import Any
 
@@ -36,40 +36,42 @@ AFTER_SECONDS = 0.1
 LOWER = 3.0
 POSITION = 2
 
-true_wait = TrainRanks.wait
+true_wait, true_wait_beside = TrainRanks.wait, TrainRanks.wait_beside
 true_sequences = step.train_sequences
 
 
 def send_itself(name: str, call: str, nth: str) -> None:
     left = int(nth)
 
-    def signalled_wait(ranks: TrainRanks, doing: str, answers: Any) -> Any:
+    def signalled_wait(ranks: TrainRanks, doing: str, answers: Any, wait: Any = true_wait) -> Any:
         nonlocal left
         left -= doing == call
         if doing != call or left:
-            return true_wait(ranks, doing, answers)
+            return wait(ranks, doing, answers)
         timer = Timer(AFTER_SECONDS, os.kill, (os.getpid(), signal.Signals[name]))
         timer.start()
         try:
-            return true_wait(ranks, doing, answers)
+            return wait(ranks, doing, answers)
         finally:
             timer.join()
 
     TrainRanks.wait = signalled_wait
+    TrainRanks.wait_beside = partialmethod(signalled_wait, wait=true_wait_beside)
 
 
 def signal_rank(name: str, call: str, nth: str, *, again: bool) -> None:
     left = int(nth)
 
-    def deadly_wait(ranks: TrainRanks, doing: str, answers: Any) -> Any:
+    def deadly_wait(ranks: TrainRanks, doing: str, answers: Any, wait: Any = true_wait) -> Any:
         nonlocal left
         left -= doing == call
         if doing == call and (left <= 0 if again else left == 0):
             of_ranks = [pid for pid, actor in actors_of(os.getpid()).items() if actor in ("RankActor", "SftActor")]
             os.kill(of_ranks[-1], signal.Signals[name])
-        return true_wait(ranks, doing, answers)
+        return wait(ranks, doing, answers)
 
     TrainRanks.wait = deadly_wait
+    TrainRanks.wait_beside = partialmethod(deadly_wait, wait=true_wait_beside)
 
 
 def lying_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:

@@ -38,10 +38,10 @@ class Faulty:
         self.before = {path for path in mapped if path.match(f"{SHARED_MEMORY}/megagrpo-*")}
         assert self.before
 
-    def limit(self, resource_: int, soft: int) -> None:
-        """For the driver and its training ranks, from now on."""
+    def limit(self, resource_: int, soft: int, *, driver: bool = True) -> None:
+        """For its training ranks, and the driver, from now on."""
         ranks = [pid for pid, actor in actors_of(self.process.pid).items() if actor == "RankActor"]
-        for pid in (self.process.pid, *ranks):
+        for pid in (self.process.pid, *ranks) if driver else ranks:
             resource.prlimit(pid, resource_, (soft, resource.prlimit(pid, resource_)[1]))
 
     def signal(self, name: str, number: int) -> None:
@@ -55,6 +55,10 @@ class Faulty:
         assert "state-dump" not in printed
         small_run.wait_until(lambda: not any(path.exists() for path in self.before), "no shared memory", 60)
         return printed
+
+
+def newest(checkpoints: Path) -> int:
+    return max(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*"))
 
 
 @pytest.mark.long
@@ -127,6 +131,25 @@ def test_a_full_disk_ends_a_run_with_one_sentence_and_the_same_command_continues
     assert re.search(r"given: File too large\n(.*\n)*.*make room", printed)
     again = small_run.start(run.recipe, "train.total_steps=40")
     assert "continuing after step" in small_run.end(again)
+
+
+@pytest.mark.long
+def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(inputs: Path, tmp_path: Path) -> None:
+    run, saved = Faulty(inputs, tmp_path), tmp_path / "small" / "checkpoints"
+    small_run.wait_until((saved / "step_000002").exists, "a checkpoint")
+    run.limit(resource.RLIMIT_FSIZE, 4096, driver=False)
+    first, lines = time.monotonic(), run.directory / "metrics.jsonl"
+    small_run.wait_until(
+        lambda: time.monotonic() > first + 1 and newest(saved) < len(lines.read_text().splitlines()) - 8, "steps"
+    )
+    kept = newest(saved)
+    run.limit(resource.RLIMIT_FSIZE, resource.RLIM_INFINITY, driver=False)
+    small_run.wait_until(lambda: newest(saved) > kept, "a later checkpoint")
+    run.process.send_signal(signal.SIGTERM)
+    printed = run.end(EXIT_STOPPED)
+    assert "a checkpoint could not be saved, the one before stays" in printed
+    assert "File too large" in printed
+    assert not list(saved.glob(".*"))
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import pytest
 
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
-from megagrpo.trainer import run_loop, step, train
+from megagrpo.trainer import step, train
 from megagrpo.types import Group, Prompt
 from megagrpo.weights.transport.choice import TransportName
 from tests import step_fakes
@@ -94,17 +94,16 @@ def test_engines_and_training_never_need_more_than_a_device_has(monkeypatch: pyt
         device.engine.clear()
         return True
 
-    def save(policy: Any, store: Any, state: Any) -> None:
+    def save(state: Any) -> None:
         assert device.policy == set(PARTS)
         saved.append(state.step)
 
     run.rollouts.generate, run.rollouts.release_memory = generate_on_device, release_memory
-    monkeypatch.setattr(run_loop, "save", save)
     monkeypatch.setattr(train, "report_mismatch", lambda *given: None)
     for module in (step, train):
         monkeypatch.setattr(module, "require_version", lambda *given: None)
     run.weights.sync(0)
     tracker: Any = SimpleNamespace(log=lambda *a: None, rollouts=lambda *a: None, say=lambda *a: None, run_ids={})
-    assert step_fakes.run_loop(run, tracker).step == 3
+    assert step_fakes.run_loop(run, tracker, save).step == 3
     assert saved == [2, 3]
     assert run.weights.brought == [0, 1, 2, 2, 3], "again after a save in their place, but not after the last step"

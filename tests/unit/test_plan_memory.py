@@ -18,7 +18,15 @@ from megagrpo.plan.activations import Pass, layer_bytes, logits_bytes, stage_byt
 from megagrpo.plan.advice import checkpoint_bytes
 from megagrpo.plan.case import A_CPU, GPUS, Case
 from megagrpo.plan.engine import GraphSizes, cache_bytes_per_token, default_fraction, engine_memory
-from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes, mapping_processes, memory, model_parts
+from megagrpo.plan.memory import (
+    DeviceMemory,
+    PhaseMemory,
+    host_bytes,
+    mapping_processes,
+    memory,
+    model_parts,
+    snapshot_bytes,
+)
 from megagrpo.plan.parameters import (
     active_parameters,
     engine_rank_parameters,
@@ -380,6 +388,16 @@ def test_the_reference_is_away_in_updates_if_it_is_offloaded() -> None:
     assert away["logprobs"] == here["logprobs"]
     of_stages = [model_parts(Case(moved, LLAMA, H100), stage)["reference"] for stage in (0, 1)]
     assert host_bytes(Case(moved, LLAMA, H100)) == 8 * max(of_stages)
+
+
+def test_copies_for_checkpoints_are_what_a_checkpoint_holds_and_each_node_has_its_share() -> None:
+    whole = checkpoint_bytes(merged(), LLAMA)
+    for layout in ({"tensor": 8}, {"tensor": 8, "data": 4}, {"tensor": 2, "pipeline": 2, "data": 2}):
+        for distributed in (True, False):
+            train = {"total_steps": 1, "layout": layout, "distributed_optimizer": distributed}
+            of_node = snapshot_bytes(Case(merged(layout, train=train), LLAMA, H100))
+            nodes = prod(layout.values()) / 8
+            assert of_node * nodes == pytest.approx(whole, rel=0.06)
 
 
 def test_a_memory_saver_takes_the_engine_away_from_training() -> None:

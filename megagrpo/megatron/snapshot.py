@@ -1,0 +1,169 @@
+"""The training state of a rank at one moment, in host memory: from there files are written while training goes on.
+
+    snapshot.take(state)                               # every rank; training waits for it
+    files, parts = snapshot.write(directory)           # every rank, in any thread; no rank waits for another
+    files = snapshot.finish(directory, all_parts)      # rank 0, when all have written
+
+Ranks that hold the same box share the work: torch's plan has one of them write it, balanced by size, and refuses boxes
+that overlap or leave gaps. The plan is made, together, for the first snapshot; every later one is the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from megagrpo.checkpoint.store import SavedFile, describe
+from megagrpo.checkpoint.torch_checkpoint import MEGATRON, METADATA, TorchFile, Written, write_metadata
+from megagrpo.errors import CheckpointError, Problem
+from megagrpo.megatron.offload import HostMemory
+from megagrpo.megatron.state import (
+    FORMAT,
+    TrainingState,
+    adam_steps,
+    generators,
+    generators_entry,
+    sharded_tensors,
+    views,
+)
+from megagrpo.weights.boxes import Storage
+from megagrpo.weights.files import sync_directories
+
+ALIGNMENT = 64
+"""Bytes between the starts of copies in host memory are a multiple of it."""
+Key = tuple[str, tuple[int, ...]]
+"""A tensor of the checkpoint, and where in it a box starts."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one rank has written: the tensors of the checkpoint that it has parts of, and where these lie."""
+
+    tensors: Mapping[str, Storage]
+    written: Sequence[Written]
+
+
+class Snapshot:
+    """What one rank writes of a training state. Its memory is kept: pinning takes longer than copying."""
+
+    def __init__(self) -> None:
+        self._own: frozenset[Key] | None = None
+        self._memory: HostMemory | None = None
+        self._copies: list[tuple[Key, torch.Tensor]] = []
+        self._generators: dict[str, Any] = {}
+        self._tensors: dict[str, Storage] = {}
+        self._common: dict[str, Any] = {}
+        self._writing = Lock()
+
+    @property
+    def host_bytes(self) -> int:
+        return len(self._memory.bytes) if self._memory else 0
+
+    @torch.no_grad()
+    def take(self, state: TrainingState) -> None:
+        """Copies this rank's part. Every rank calls it. Waits until what was taken before is written.
+
+        Raises CheckpointError, on every rank if the plan cannot be made.
+        """
+        steps = adam_steps(state.optimizer)
+        if len(steps) > 1:
+            raise ValueError(f"parameters have taken different numbers of Adam steps: {sorted(steps)}")
+        with self._writing:
+            if self._own is None:
+                self._own = _plan(state)
+            self._common = {"format": FORMAT, "layout": asdict(state.layout), "adam_step": max(steps, default=0)}
+            self._generators = generators()
+            own = [(key, box, view) for key, box, view in views(state) if (key, box.start) in self._own]
+            self._tensors = {
+                key: Storage(key, state.shapes[box.tensor], str(view.dtype).removeprefix("torch."))
+                for key, box, view in own
+            }
+            self._copy([((key, box.start), view) for key, box, view in own])
+
+    def _copy(self, own: Sequence[tuple[Key, torch.Tensor]]) -> None:
+        sizes = [-(-view.nbytes // ALIGNMENT) * ALIGNMENT for _, view in own]
+        if self._memory is None:
+            try:
+                self._memory = HostMemory(max(sum(sizes), 1), pinned=torch.cuda.is_available())
+            except OSError as error:
+                problem = Problem("host memory for a checkpoint", str(error), f"{sum(sizes)} bytes on this rank")
+                raise CheckpointError(problem) from error
+        self._copies, start = [], 0
+        for (key, view), size in zip(own, sizes, strict=True):
+            copy = self._memory.bytes[start : start + view.nbytes].view(view.dtype).view(view.shape)
+            copy.copy_(view, non_blocking=True)
+            self._copies.append((key, copy))
+            start += size
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def write(self, directory: Path) -> tuple[tuple[SavedFile, ...], Contents]:
+        """Writes this rank's file into `directory`: the file, and what is where in it, for `finish`.
+
+        Raises CheckpointError; what the directory then holds is worthless.
+        """
+        rank = dist.get_rank()
+        path = directory / f"__{rank}_0.distcp"
+        try:
+            with self._writing:
+                directory.mkdir(exist_ok=True)
+                with TorchFile(path) as file:
+                    written = [file.add_object(generators_entry(None).unique_key, self._generators)]
+                    for (key, start), copy in self._copies:
+                        written.append(file.add(key, start, copy.clone()))  # torch saves all memory that a view is of
+                return (describe(directory, path),), Contents(self._tensors, written)
+        except OSError as error:
+            raise CheckpointError(_not_written(directory, error)) from error
+
+    def finish(self, directory: Path, of_ranks: Sequence[Contents]) -> tuple[SavedFile, ...]:
+        """Writes the list of contents and what is common to all ranks. Raises CheckpointError."""
+        try:
+            tensors = dict(item for of_rank in of_ranks for item in of_rank.tensors.items())
+            write_metadata(directory, tensors, [part for of_rank in of_ranks for part in of_rank.written])
+            with (directory / COMMON_STATE_FNAME).open("wb") as stream:
+                torch.save(self._common, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            sync_directories([directory])
+            names = (METADATA, COMMON_STATE_FNAME, MEGATRON)
+            return tuple(describe(directory, directory / name) for name in names)
+        except OSError as error:
+            raise CheckpointError(_not_written(directory, error)) from error
+
+
+def _plan(state: TrainingState) -> frozenset[Key]:
+    """Key and start of each box that this rank writes. Collective."""
+    ranks = _DistWrapper(None, True, 0)
+
+    def own() -> SavePlan:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(dict(sharded_tensors(state)))
+        planner.set_up_planner(mcore_to_pyt_state_dict(by_key), None, ranks.is_coordinator)
+        return planner.create_local_plan()
+
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    try:
+        plan = ranks.reduce_scatter("plan", own, lambda plans: planner.create_global_plan(plans)[0])
+    except CheckpointException as error:
+        causes = dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+        raise CheckpointError(Problem("plan of a checkpoint", cause.splitlines()[0]) for cause in causes) from error
+    return frozenset((item.index.fqn, tuple(item.index.offset or ())) for item in plan.items)
+
+
+def _not_written(directory: Path, error: OSError) -> Problem:
+    return Problem(f"{directory} cannot be written", given=f"{type(error).__name__}: {error}".splitlines()[0])
