@@ -77,19 +77,18 @@ class Work:
 
     def part(self, responses_max: int) -> Work:
         """A part with so many responses in a step at most: fewer prompts and engines in the same proportion, the last
-        bit of it by smaller engines, each of whose responses counts for several."""
+        bit of it by engines with fewer slots, each of which counts for several. Slots are whole: an engine that has too
+        many is slower for it."""
         prompts = min(self.prompts, max(1, responses_max // self.samples))
         share = prompts / self.prompts
         engines = max(1, round(self.engines * share))
-        size = self.engines * share / engines
-        slots = max(1, round(self.slots * size))
-        return replace(
-            self,
-            engines=engines,
-            slots=slots,
-            prompts=prompts,
-            token_seconds=lambda running, context: self.token_seconds(min(running / size, self.slots), context),
-        )
+        due = self.slots * self.engines * share / engines
+        slots = max(1, round(due))
+
+        def seconds(running: float, context: float) -> float:
+            return slots / due * self.token_seconds(running * self.slots / slots, context)
+
+        return replace(self, engines=engines, slots=slots, prompts=prompts, token_seconds=seconds)
 
 
 def token_seconds(engine: EngineSpeed, lengths: Lengths, samples: int, slots: int, factor: float) -> TokenSeconds:

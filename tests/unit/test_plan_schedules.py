@@ -191,6 +191,13 @@ def test_a_part_of_a_run_stands_for_the_whole() -> None:
         assert schedule_time(large, schedule).seconds == pytest.approx(whole.seconds, rel=0.06)
 
 
+def test_a_part_of_an_engine_with_many_prompts_is_no_faster_than_its_share() -> None:
+    one = replace(LONG_TAILED, engines=1, slots=8, prompts=1024)
+    assert one.part(RESPONSES_MAX).slots == 1  # half a slot is its share
+    whole = schedule_time(one, SYNC, steps=2, responses_max=10**6)
+    assert schedule_time(one, SYNC).seconds == pytest.approx(whole.seconds, rel=0.1)
+
+
 def test_the_best_is_the_least_stale_of_the_fast_ones() -> None:
     times = [ScheduleTime(SYNC, seconds, 0, 0, 0, stale, 4, 0) for seconds, stale in ((100, 0), (52, 2), (50, 4))]
     assert best(times) is times[1]
