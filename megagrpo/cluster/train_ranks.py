@@ -150,12 +150,13 @@ class TrainRanks:
             named,
             doing=doing,
             timeout_seconds=self._timeout,
-            error=RankError,
+            error=RankLostError,
             watch=None,
             grace_seconds=FILE_GRACE_SECONDS,
         )
         if failed:
-            raise next((error for error in failed.values() if " died" in str(error)), next(iter(failed.values())))
+            error = next((each for each in failed.values() if " died" in str(each)), next(iter(failed.values())))
+            raise self.lost(error) if isinstance(error, RankLostError) else error
         return list(done.values())
 
     def begin(self, model: Path, saved: Path | None) -> None:

@@ -158,7 +158,6 @@ class TrainOnly:
         yield
 
     def with_new_ranks(self, saved: Checkpoint | None) -> TrainOnly:
-        self.ranks.end_lost()
         return replace(self, run=self.start_run(saved))
 
     def give_up(self) -> None:

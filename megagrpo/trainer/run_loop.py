@@ -255,6 +255,7 @@ def run_despite_losses(setup: Setup[Any, Any], training: AnyTraining, begun: Pro
 
 def _with_new_ranks(setup: Setup[Any, Any], training: AnyTraining, begun: Progress) -> tuple[AnyTraining, Progress]:
     """Back at the newest checkpoint. begun: where the run was when this process took it up."""
+    training.ranks.end_lost()  # or the save that is under way would wait for a rank that is stopped
     saved = setup.saving.newest_again()
     setup.cursor.restore(saved.state.data_cursor if saved else begun.data_cursor)
     progress = first_progress(setup.recipe, setup.cursor, saved.state if saved else None)

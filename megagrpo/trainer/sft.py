@@ -101,7 +101,6 @@ class FineTuning:
         return nullcontext()
 
     def with_new_ranks(self, saved: Checkpoint | None) -> FineTuning:
-        self.ranks.end_lost()
         return replace(self, ranks=self.start_ranks(saved))
 
     def give_up(self) -> None:

@@ -73,7 +73,6 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
         return weights
 
     def start_again(run: Run, saved: Checkpoint | None) -> Run:
-        run.policy.end_lost()
         of_ranks.close()
         run.rollouts.release_memory()  # ranks that start take the memory that is free
         policy = start_policy(saved)
