@@ -130,6 +130,13 @@ class RankProcess:
     def write_export(self, export: Export, plan: WeightPlan, source: int, adapters: bool) -> None:
         self.rank.write_export(export, plan, source, adapters)
 
+    def copy_export(self, export: Export, plan: WeightPlan, source: int) -> None:
+        self.rank.copy_export(export, plan, source)
+
+    @ray.method(concurrency_group=FILES)
+    def write_copied_export(self, export: Export) -> None:
+        self.rank.write_copied_export(export)
+
 
 @ray.remote(max_restarts=0, concurrency_groups={FILES: 1})
 class SftActor(RankProcess):

@@ -33,7 +33,7 @@ WAITING = ("/torch/distributed/", "/megatron/core/pipeline_parallel/")
 """Files of a rank that waits for others."""
 TASK = "/megagrpo/cluster/actors.py"
 """File of a rank that works for the driver."""
-WRITES = re.compile(r" in (write|finish)_snapshot$", re.MULTILINE)
+WRITES = re.compile(r" in (write_snapshot|finish_snapshot|write_copied_export)$", re.MULTILINE)
 """A thread that writes files beside that work."""
 
 

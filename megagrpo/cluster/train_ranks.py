@@ -128,6 +128,15 @@ class TrainRanks:
         ranks = enumerate(self.ranks)
         self.wait("export", [actor.write_export.remote(export, shared, source, adapters) for source, actor in ranks])
 
+    def copy_export(self, export: Export, plan: WeightPlan) -> None:
+        """Every rank copies its boxes of the policy to host memory, for `write_copied_export`."""
+        shared = ray.put(plan)
+        self.wait("export", [actor.copy_export.remote(export, shared, index) for index, actor in enumerate(self.ranks)])
+
+    def write_copied_export(self, export: Export) -> None:
+        """Every rank writes what it has copied, whatever else it does. For any thread, as `write_snapshot`."""
+        self.wait_beside("export beside", [actor.write_copied_export.remote(export) for actor in self.ranks])
+
     def take_snapshot(self) -> None:
         """Every rank copies its part of the training state to host memory, for `write_snapshot`."""
         self.wait("snapshot", [actor.take_snapshot.remote() for actor in self.ranks])

@@ -29,7 +29,7 @@ from megagrpo.recipe.defaults import dtype_name
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import read_architecture
-from megagrpo.weights.files.export import Export, write_part
+from megagrpo.weights.files.export import Copies, Export, copies_for, write_copies, write_part
 from megagrpo.weights.plan import WeightPlan, require_own
 
 
@@ -58,6 +58,7 @@ class ModelRank:
             seed=recipe.seed,
         )
         self.batch = Batch()
+        self.copied: dict[int, Copies] = {}  # of an export, by file
         self.microbatches_at_once = 1  # in a pass without gradients
         self.temperature = 1.0  # by which logits are divided
 
@@ -123,6 +124,19 @@ class ModelRank:
         require_own(plan.sources[source], self.adapter_manifest() if adapters else self.manifest())
         self.policy.offload.require(["parameters"])
         write_part(export, plan, source, self.policy.trained_adapters.tensors() if adapters else self.tensors())
+
+    def copy_export(self, export: Export, plan: WeightPlan, source: int) -> None:
+        """Copies this rank's part of an export of the policy to host memory, for write_copied_export."""
+        require_own(plan.sources[source], self.manifest())
+        self.policy.offload.require(["parameters"])
+        tensors, files = self.tensors(), plan.destinations_of(source)
+        self.copied = {index: list(copies_for(export, plan, source, index, tensors)) for index in files}
+
+    def write_copied_export(self, export: Export) -> None:
+        """Writes what was copied. Not collective, and for any thread. Raises CheckpointError."""
+        copied, self.copied = self.copied, {}
+        for index, copies in copied.items():
+            write_copies(export, index, copies)
 
     def broken(self) -> dict[str, str]:
         """What is wrong with weights that are not finite, by their names in checkpoints."""

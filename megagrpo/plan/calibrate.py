@@ -116,6 +116,6 @@ def _median(steps: Sequence[Step], name: str) -> float | None:
 
 def _between_phases(step: Step) -> float:
     """Seconds of a step outside of the phases that it names."""
-    outside = ("seconds/step", "seconds/eval", "seconds/checkpoint")
+    outside = ("seconds/step", "seconds/eval", "seconds/checkpoint", "seconds/export")
     phases = sum(value for name, value in step.items() if name.startswith("seconds/") and name not in outside)
     return max(0.0, step["seconds/step"] - phases)

@@ -103,6 +103,7 @@ METRICS = (
         "s",
         "What training waited for the checkpoint of the step before, whose line is already written: not for its files.",
     ),
+    Metric("seconds/export", "s", "What training waited for checkpoint.export_every_steps after the step before."),
     Metric("seconds/step", "s", "The whole step, evaluation and checkpoint not included."),
     Metric("eval/loss", "nats/token", "Mean -log p of the assistant's tokens in held-out conversations."),
     Metric("eval/perplexity", "", "exp(eval/loss)."),

@@ -43,6 +43,7 @@ from megagrpo.tokenizer import load_chat_tokenizer
 from megagrpo.track.jsonl import require_in_place
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.evaluation import EarlyStopping
+from megagrpo.trainer.exports import Exports
 from megagrpo.trainer.run import PhaseClock
 from megagrpo.trainer.saving import Saving, checkpoint_to_resume, export, exported_step
 from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
@@ -58,6 +59,7 @@ class Setup(Generic[Kind, AnyItem]):
     held_out: Sequence[AnyItem]
     total_steps: int
     saving: Saving
+    exports: Exports
     resumed: Checkpoint | None
     tracker: Tracker
     stopping: Stopping
@@ -172,14 +174,16 @@ def run_to_end(
 
         clock, held_out = PhaseClock(), evaluated.items
         saving = Saving(store, tracker.say, progress.step)
-        setup = Setup(checked, tokenizer, cursor, held_out, steps, saving, resumed, tracker, stopping, clock)
+        exports = Exports(checked, tokenizer, tracker.say)
+        closing.callback(exports.close)
+        setup = Setup(checked, tokenizer, cursor, held_out, steps, saving, exports, resumed, tracker, stopping, clock)
         with stopping.giving_up():
             tracker.say(f"starting {'Ray' if recipe.cluster.address is None else 'on the cluster'}, then the processes")
             with stopping.while_ray_starts():
                 ray = runtime.start(recipe, stopping.check, engines_too=engines_too)
             closing.callback(runtime.stop, ray)
             training = start(setup, ray, closing)
-        with saving:
+        with saving, waiting_for(exports):
             if take_steps:
                 progress = take_steps(setup, training, progress)
             else:
@@ -189,6 +193,7 @@ def run_to_end(
                 dtype = dtype_name(recipe, ray.device)
                 directory = export(training.ranks, checked, tokenizer, progress.step, dtype)
             tracker.say(f"Hugging Face model: {directory}")
+            exports.start_command(directory)
             if recipe.train.lora is not None:
                 tracker.say(f"its adapters, for PEFT: {adapter_directory(recipe)}")
     return 0
@@ -301,6 +306,11 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
                 _save(setup, training, progress, goes_on=not (last or reason or failure))
                 if progress.evaluation is not None:
                     saving.confirm()
+            if recipe.checkpoint.export_every_steps:
+                setup.exports.report()
+                if step % recipe.checkpoint.export_every_steps == 0 and not failure:
+                    with setup.clock.phase("export"), training.saving(step, goes_on=not (last or reason)):
+                        setup.exports.begin(training.ranks, step)
             if failure:
                 raise failure
     except StopRequested:
@@ -395,6 +405,15 @@ def _save(setup: Setup[Any, Any], training: Training, progress: Progress, *, goe
         setup.saving.begin(training.ranks, state)
     if not goes_on:
         setup.saving.finish()
+
+
+@contextmanager
+def waiting_for(exports: Exports) -> Iterator[None]:
+    """At the end, the export that is under way is complete: the ranks write it."""
+    try:
+        yield
+    finally:
+        exports.wait()
 
 
 @contextmanager

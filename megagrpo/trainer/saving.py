@@ -18,7 +18,7 @@ from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import adapter_directory, export_directory
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.files.adapters import adapted_matrices, adapter_tensors, peft_config
-from megagrpo.weights.files.export import begin_adapter_export, begin_export, finish_export
+from megagrpo.weights.files.export import Export, begin_adapter_export, begin_export, finish_export
 from megagrpo.weights.plan import make_plan
 
 EXPORTED_BY = "megagrpo.json"
@@ -149,11 +149,16 @@ def export(
         finish_export(adapter)
     begun = begin_export(export_directory(recipe), checked.model_directory, checked.architecture, dtype)
     ranks.write_export(begun, make_plan(ranks.manifests(), begun.files))
+    complete_export(begun, recipe, tokenizer, step)
+    return export_directory(recipe)
+
+
+def complete_export(begun: Export, recipe: AnyRecipe, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+    """What belongs to a model whose weights every rank has written, and its name. Raises CheckpointError or OSError."""
     if recipe.model.tokenizer or recipe.model.chat_template:  # else begin_export has copied the model's own files
         tokenizer.save_pretrained(begun.partial)
     (begun.partial / EXPORTED_BY).write_text(json.dumps({"run": recipe.name, "step": step}) + "\n", encoding="utf-8")
     finish_export(begun)
-    return export_directory(recipe)
 
 
 def exported_step(recipe: AnyRecipe) -> int | None:

@@ -90,6 +90,12 @@ class CheckpointConfig(Section):
     export_hugging_face: bool = True
     """Write the final weights as a Hugging Face model, with config and tokenizer."""
 
+    export_every_steps: PositiveInt | None = None
+    """Steps between Hugging Face models on the way; all are kept, in hugging_face_steps/ of the run's directory."""
+
+    after_export: list[str] = []
+    """Command started for each exported model, also the final one, such as ["bash", "evaluate.sh", "{directory}"]."""
+
 
 class MLflowConfig(Section):
     """MLflow tracking."""

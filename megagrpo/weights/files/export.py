@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megagrpo.errors import CheckpointError, Problem
-from megagrpo.weights.boxes import Manifest, Storage
+from megagrpo.weights.boxes import Manifest, Placement, Storage
 from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.files import publish
 from megagrpo.weights.plan import WeightPlan
@@ -109,24 +109,41 @@ def _write_empty(directory: Path, file: Manifest) -> None:
         opened.truncate(max(entry.end for entry in entries.values()))
 
 
-@torch.no_grad()
+Copies = Iterable[tuple[Placement, torch.Tensor]]
+"""Boxes of one file with their values, contiguous in host memory and of the file's dtype."""
+
+
 def write_part(export: Export, plan: WeightPlan, source: int, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes what `source` sends to the files, cast to their dtype. The ranks write disjoint bytes, in any order."""
-    storages = stored_tensors(plan.sources[source], tensors)
     for index in plan.destinations_of(source):
-        file = export.files[index]
-        _, entries = checkpoint.header_of(file)
-        try:
-            with (export.partial / file.holder).open("r+b", buffering=0) as opened:
-                for transfer in plan.between(source, index):
-                    into, come = transfer.destination_placement, transfer.source_placement
-                    dtype = torch_dtype(file.storages[into.storage].dtype)
-                    # A copy: memory that numpy has seen cannot be given back and restored (megatron/offload.py).
-                    values = box_view(storages[come.storage], come).to("cpu", dtype, copy=True)
-                    write_box(opened.fileno(), entries[into.storage], into.at, values.contiguous())
-                os.fsync(opened.fileno())
-        except OSError as error:
-            raise CheckpointError(_problem(export.partial / file.holder, error)) from error
+        write_copies(export, index, copies_for(export, plan, source, index, tensors))
+
+
+def copies_for(
+    export: Export, plan: WeightPlan, source: int, index: int, tensors: Mapping[str, torch.Tensor]
+) -> Copies:
+    """What `source` sends to the export's `index`-th file, one copy after another."""
+    storages = stored_tensors(plan.sources[source], tensors)
+    for transfer in plan.between(source, index):
+        into, come = transfer.destination_placement, transfer.source_placement
+        dtype = torch_dtype(export.files[index].storages[into.storage].dtype)
+        # A copy: memory that numpy has seen cannot be given back and restored (megatron/offload.py).
+        with torch.no_grad():
+            values = box_view(storages[come.storage], come).to("cpu", dtype, copy=True).contiguous()
+        yield into, values
+
+
+def write_copies(export: Export, index: int, copies: Copies) -> None:
+    """Writes copies into the export's `index`-th file. Raises CheckpointError."""
+    file = export.files[index]
+    _, entries = checkpoint.header_of(file)
+    try:
+        with (export.partial / file.holder).open("r+b", buffering=0) as opened:
+            for into, values in copies:
+                write_box(opened.fileno(), entries[into.storage], into.at, values)
+            os.fsync(opened.fileno())
+    except OSError as error:
+        raise CheckpointError(_problem(export.partial / file.holder, error)) from error
 
 
 def finish_export(export: Export) -> None:

@@ -1,0 +1,114 @@
+"""Hugging Face models on the way of a run, written while training goes on, and the user's command on each."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from megagrpo.cluster.train_ranks import TrainRanks
+from megagrpo.errors import CheckpointError, MegagrpoError
+from megagrpo.preflight.preflight import Preflight
+from megagrpo.recipe.defaults import dtype_name, run_directory
+from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.trainer.saving import complete_export
+from megagrpo.weights.files.export import Export, begin_export
+from megagrpo.weights.plan import make_plan
+
+SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+"""Environment variables that a command does not get."""
+
+
+class Exports:
+    """The exports of a run on the way, one at a time, and all commands. What fails is reported; the run goes on."""
+
+    def __init__(
+        self, checked: Preflight[AnyRecipe], tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
+    ) -> None:
+        """say: called by the run's own thread."""
+        self._checked, self._tokenizer, self._say = checked, tokenizer, say
+        self._thread = ThreadPoolExecutor(1, "exports")
+        self._job: Future[Path] | None = None
+        self._commands: dict[Path, subprocess.Popen[bytes]] = {}
+
+    def begin(self, ranks: TrainRanks, step: int) -> None:
+        """Copies the policy in the ranks' host memory; a thread then writes it. Their parameters are on the device."""
+        self.wait()
+        recipe, checked = self._checked.recipe, self._checked
+        directory = run_directory(recipe) / "hugging_face_steps" / f"step_{step:06d}"
+        dtype = dtype_name(recipe, ranks.device_type)
+        try:
+            export = begin_export(directory, checked.model_directory, checked.architecture, dtype)
+            ranks.copy_export(export, make_plan(ranks.manifests(), export.files))
+        except CheckpointError as error:
+            self._say(f"step {step} could not be exported: {error}")
+        else:
+            self._job = self._thread.submit(self._write, ranks, export, step)
+
+    def _write(self, ranks: TrainRanks, export: Export, step: int) -> Path:
+        try:
+            ranks.write_copied_export(export)
+        except MegagrpoError:
+            shutil.rmtree(export.partial, ignore_errors=True)
+            raise
+        complete_export(export, self._checked.recipe, self._tokenizer, step)
+        return export.directory
+
+    def report(self) -> None:
+        """Starts the command on an export that is complete, and says which commands have failed."""
+        if self._job is not None and self._job.done():
+            self.wait()
+        for log, process in list(self._commands.items()):
+            if (code := process.poll()) is not None:
+                del self._commands[log]
+                if code:
+                    self._say(f"checkpoint.after_export ended with {code}: its output is in {log}")
+
+    def wait(self) -> None:
+        """Waits for the export that is under way."""
+        job, self._job = self._job, None
+        try:
+            if job is not None:
+                self.start_command(job.result())
+        except (MegagrpoError, OSError) as error:
+            self._say(f"a model could not be exported: {error}")
+
+    def start_command(self, directory: Path) -> None:
+        """The user's command on an exported model, in a process group of its own."""
+        recipe = self._checked.recipe
+        command = [word.replace("{directory}", str(directory.absolute())) for word in recipe.checkpoint.after_export]
+        if not command:
+            return
+        log = run_directory(recipe) / "logs" / f"after_export_{directory.name}.log"
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("wb") as output:
+                self._commands[log] = _start(command, output.fileno())
+        except OSError as error:
+            self._say(f"checkpoint.after_export could not be started: {error}")
+
+    def close(self) -> None:
+        """Waits for the export that is under way. Commands that still run are left alone, and named."""
+        self.wait()
+        self.report()
+        self._thread.shutdown()
+        for log, process in self._commands.items():
+            self._say(f"checkpoint.after_export still runs as process {process.pid}, with its output in {log}")
+
+
+def _start(command: Sequence[str], output: int) -> subprocess.Popen[bytes]:
+    environment = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=environment,
+    )
