@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a response ended: a stop token was sampled, the token limit was reached, or the engine gave it up."""
+"""Why a response ended: a stop token was sampled, the token limit was reached, or the engine gave it up, at a time
+limit or because it was asked to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +42,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One sample to generate. `seed` is a hash of recipe seed, step, prompt id and index (rollout/requests.py)."""
-
-    prompt_id: str
-    index: int
-    tokens: tuple[int, ...]
-    seed: int
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
 class Sample:
     """One response as the engine made it: the token ids that are trained on, never re-tokenised text.
 
@@ -65,6 +55,32 @@ class Sample:
     versions: np.ndarray  # int32 [t], the weight version that sampled each token
     finish: FinishReason
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sample to generate. `seed` is a hash of recipe seed, step, prompt id and index (rollout/requests.py).
+
+    `begun` is what an engine has sampled of it already: the response goes on after its tokens, up to
+    `sampling.max_tokens` in all.
+    """
+
+    prompt_id: str
+    index: int
+    tokens: tuple[int, ...]
+    seed: int
+    sampling: SamplingParams
+    begun: Sample | None = None
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """All tokens after which the engine samples: of the prompt, and of what has begun."""
+        return self.tokens if self.begun is None else (*self.tokens, *map(int, self.begun.tokens))
+
+    @property
+    def tokens_left(self) -> int:
+        """Most tokens that are still to be sampled."""
+        return self.sampling.max_tokens - (0 if self.begun is None else len(self.begun.tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,7 +174,7 @@ def run_loop(
     """The real run loop over a fake run with one held-out prompt, continued from a checkpoint's state if given."""
     saved = [state.step if state else 0]
 
-    def begin(ranks: Any, saved_state: TrainerState) -> None:
+    def begin(ranks: Any, saved_state: TrainerState, pending: None) -> None:
         save(saved_state)
         saved.append(saved_state.step)
 
@@ -183,14 +184,20 @@ def run_loop(
     training = GrpoTraining(run, held_out, tracker, SimpleNamespace(decode=lambda tokens: ""), _the_same)  # type: ignore[arg-type]
 
     def newest() -> Any:
-        return SimpleNamespace(state=tracker.saved[-1], path="the newest") if tracker.saved else None
+        return checkpoint_of(tracker.saved[-1]) if tracker.saved else None
 
     nothing = lambda: None  # noqa: E731
     saving = SimpleNamespace(begin=begin, wait=lambda: saved[-1], confirm=nothing, finish=nothing, newest_again=newest)
     setup: Any = SimpleNamespace(held_out=held_out, tracker=tracker, saving=saving)
     for name in ("recipe", "cursor", "total_steps", "stopping", "clock"):
         setattr(setup, name, getattr(run, name))
-    return run_despite_losses(setup, training, first_progress(run.recipe, run.cursor, state))[1]
+    return run_despite_losses(setup, training, first_progress(run.recipe, run.cursor, checkpoint_of(state)))[1]
+
+
+def checkpoint_of(state: TrainerState | None) -> Any:
+    """With no file."""
+    nowhere = Path("the newest")
+    return SimpleNamespace(state=state, path=nowhere, rank_directory=nowhere / "rank") if state else None
 
 
 def _the_same(run: Any, saved: Any) -> Any:

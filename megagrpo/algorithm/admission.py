@@ -56,10 +56,17 @@ class Admission:
 
     def admit(self) -> Admitted:
         """The next group begins. Only if there is room."""
-        last = min(self.version + self.max_staleness + 1, self.steps)
-        admitted = Admitted(self.next_number, self.version, last)
+        admitted = Admitted(self.next_number, self.version, self.version + self.max_staleness + 1)
         self.waiting[admitted.number] = admitted
         self.next_number += 1
+        return admitted
+
+    def readmit(self, number: int, version: int) -> Admitted:
+        """A group goes on that began before the run was continued, with this version. The oldest comes first. If
+        max_staleness has been lowered meanwhile, it may become older than that."""
+        soonest = self.taken_steps + 1 + len(self.waiting) // self.per_step
+        admitted = Admitted(number, version, max(version + self.max_staleness + 1, soonest))
+        self.waiting[number] = admitted
         return admitted
 
     def complete(self, number: int) -> None:

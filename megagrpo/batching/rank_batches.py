@@ -88,11 +88,13 @@ def make_rank_batches(
     order = np.arange(len(sequences)) if minibatches == 1 else np.random.default_rng(seed).permutation(len(sequences))
     chosen = [[sequences[i] for i in part] for part in np.array_split(order, minibatches)]
     shares = [_share(part, layout, capacity, work) for part in chosen]
+    tokens = tuple(count_response_tokens(part) for part in chosen)
+    trained = tuple(sum(bool(s.loss_mask.any()) for s in part) for part in chosen)
     return [
         RankBatch(
             minibatches=tuple(share[rank] for share in shares),
-            tokens=tuple(count_response_tokens(part) for part in chosen),
-            sequences=tuple(sum(bool(s.loss_mask.any()) for s in part) for part in chosen),
+            tokens=tokens,
+            sequences=trained,
             work=tuple(_work_in(share[rank], work) for share in shares),
         )
         for rank in range(layout.data)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -59,16 +60,41 @@ class EngineSpec:
         return max(1, (os.cpu_count() or 1) // self.recipe.rollout.engines)
 
 
-@ray.remote(max_restarts=0)
+@ray.remote(max_restarts=0, concurrency_groups={"requests": 1, "samples": 1})
 class EngineActor:
-    """The methods of Engine (rollout/engine.py), called from the driver. `update` is three of them in one."""
+    """The methods of Engine (rollout/engine.py), called from the driver. `update` is three of them in one.
+
+    Requests are taken, and samples handed on, in threads of their own: also while an update is open.
+    """
 
     engine: Engine
 
     def start(self, spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> None:
         """`other_nodes`: EngineNodeActors that have their specs, if the engine is on several nodes."""
         _prepare(spec)
+        self._answers: SimpleQueue[tuple[int, Sample | MegagrpoError]] = SimpleQueue()
         self.engine = make_engine(spec, other_nodes)
+
+    @ray.method(concurrency_group="requests")
+    def begin(self, requests: Mapping[int, Request]) -> None:
+        self.engine.begin(requests, self._answered)
+
+    @ray.method(concurrency_group="requests")
+    def give_back(self, tickets: Sequence[int]) -> None:
+        self.engine.give_back(tickets)
+
+    @ray.method(concurrency_group="samples")
+    def finished(self, seconds: float) -> dict[int, Sample]:
+        """Samples by ticket as soon as there is one, nothing after `seconds`. Raises what a request failed with."""
+        found: dict[int, Sample] = {}
+        try:
+            while True:
+                ticket, answer = self._answers.get(timeout=0 if found else seconds)
+                if isinstance(answer, MegagrpoError):
+                    raise answer
+                found[ticket] = answer
+        except Empty:
+            return found
 
     def manifests(self) -> list[Manifest]:
         return self.engine.manifests()
@@ -91,14 +117,14 @@ class EngineActor:
     def commit_update(self, version: int) -> None:
         self.engine.commit_update(version)
 
-    def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        return self.engine.generate(requests)
-
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         self.engine.release_memory(tags)
 
     def close(self) -> None:
         self.engine.close()
+
+    def _answered(self, ticket: int, answer: Sample | MegagrpoError) -> None:
+        self._answers.put((ticket, answer))
 
 
 def visible_gpus(own: Sequence[Place], all_places: Iterable[Place]) -> tuple[int | str, ...]:
@@ -160,6 +186,7 @@ def make_engine(spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> Engine:
             dtype=dtype_name(recipe, spec.device),
             requests_at_once=rollout.requests_at_once,
             threads=spec.threads,
+            pause=recipe.pause,
             tokenizer_directory=spec.tokenizer_directory,
             name=spec.name,
         )
@@ -183,7 +210,7 @@ def make_engine(spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> Engine:
             requests_at_once=rollout.requests_at_once,
             timeout_seconds=rollout.timeout_seconds,
             control_timeout_seconds=recipe.weights.timeout_seconds,
-            pause=recipe.weights.pause,
+            pause=recipe.pause,
             quantization=rollout.quantization,
             tokenizer_directory=spec.tokenizer_directory,
         )

@@ -1,11 +1,16 @@
-"""The engines as the trainer sees them: prompts in, groups out."""
+"""The engines as the trainer sees them: prompts in, groups out.
+
+A thread collects samples and hands requests to engines with free slots. An engine that fails leaves: its requests go
+elsewhere, and the next weight sync brings it back. If none is left, whoever waits for samples has them brought back.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +18,15 @@ import ray
 
 from megagrpo.cluster.engines import EngineActor, EngineNodeActor, EngineSpec, visible_gpus
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import settle, wait_for
-from megagrpo.errors import EngineError, MegagrpoError
+from megagrpo.cluster.waiting import SLICE_SECONDS, answer_of, wait_for
+from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.rollout.engine import MemoryTag
-from megagrpo.rollout.requests import assign, groups_of, requests_for, sampling_of
-from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
+from megagrpo.rollout.pool import Order, Pool
+from megagrpo.rollout.requests import groups_of, requests_for, sampling_of
+from megagrpo.types import Group, Prompt, SamplingParams
 from megagrpo.weights.boxes import Manifest, Place
 
 END_SECONDS = 30.0
@@ -30,6 +36,9 @@ CLOSE_SECONDS = 5.0
 ABORT_MARGIN_SECONDS = 60.0
 """After rollout.timeout_seconds an engine aborts its requests, which takes up to 30 s, and sends its samples. If it
 counted as dead earlier, a few long samples would cost all the others."""
+
+ANSWER_SECONDS = 10.0
+"""After which an engine without new samples says so."""
 
 
 class Rollouts:
@@ -45,6 +54,26 @@ class Rollouts:
         self._starting = self._start(self._index)
         self.bring_back: Callable[[Mapping[str, MegagrpoError]], None] | None = None
         """Restarts engines with the weights that the others have. Set by the weight sync."""
+        self.say: Callable[[str], None] = lambda line: None
+        """Takes a line of text for the user. Set by the weight sync."""
+        self.changed = threading.Condition()
+        """Notified when an order is complete. Guards all that follows."""
+        # The embedded engine samples batch after batch: what it has at once, it samples in batches of its own choice.
+        self._pool = Pool(None if recipe.rollout.engine == "transformers" else recipe.rollout.requests_at_once)
+        self.lost: dict[str, MegagrpoError] = {}
+        """Engines that failed since the last sync, and why."""
+        self._asked: dict[ray.ObjectRef[Any], str] = {}
+        """Engines by their next answer."""
+        self._heard: dict[str, float] = {}
+        """When each last answered."""
+        self._handed: dict[int, float] = {}
+        """When each request was handed to an engine, by ticket."""
+        self._idle, self._counted = (0.0, 0.0), time.monotonic()
+        """Free slots as a share, times seconds; and these seconds."""
+        self._failure: MegagrpoError | None = None
+        self._closed = False
+        self._collecting = threading.Thread(target=self._collect, name="collects samples", daemon=True)
+        self._collecting.start()
 
     @property
     def external(self) -> bool:
@@ -60,13 +89,27 @@ class Rollouts:
     def restart(self, engines: Iterable[str]) -> None:
         """Ends these engines, whatever they do, and starts new ones in their place. Raises EngineError."""
         engines = list(engines)
+        with self.changed:
+            for engine in engines:
+                self._leave(engine)
         self._end(engines)
         self._starting = self._start(engines)
         self.wait_until_ready()
         self.actors = {name: self.actors[name] for name in self._index}
 
+    def serve(self, engines: Iterable[str]) -> None:
+        """These engines have the newest weights: they get requests."""
+        with self.changed:
+            for engine in engines:
+                self.lost.pop(engine, None)
+                self._pool.join(engine)
+                if engine not in self._asked.values():
+                    self._ask(engine)
+            self._hand_out()
+
     def give_up(self) -> None:
         """Ends all engines, whatever they do. They cannot be used afterwards."""
+        self._stop_collecting()
         self._end(list(self.actors))
 
     def manifests(self) -> dict[str, list[Manifest]]:
@@ -89,18 +132,18 @@ class Rollouts:
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Training rollouts of a step, in the order of the prompts."""
-        return self._groups(prompts, step, self._asked(self._recipe.rollout))[0]
+        return self._groups(prompts, step, self._training)[0]
 
     def generate_with_greedy(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Group], list[Group]]:
         """Training rollouts, and a group of one greedy response for each prompt, generated together."""
-        per_prompt, sampling = self._asked(self._recipe.rollout)
+        per_prompt, sampling = self._training
         greedy = replace(sampling, temperature=0.0)
         sampled, likeliest = self._groups(prompts, step, (per_prompt, sampling), (1, greedy))
         return sampled, likeliest
 
     def generate_for_evaluation(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Evaluation responses. The seeds are the same at every evaluation, so that only the weights differ."""
-        return self._groups(prompts, 0, self._asked(self._recipe.eval))[0]
+        return self._groups(prompts, 0, self._asked_by(self._recipe.eval))[0]
 
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
         """Frees the engines' memory for training on the same devices. Returns whether they can."""
@@ -111,8 +154,55 @@ class Rollouts:
             self._on_all("release_memory", lambda actor: actor.release_memory.remote(tags))
         return bool(can)
 
+    def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None]) -> Order:
+        """Training rollouts of a prompt, with the seeds of a step; to be added."""
+        count, sampling = self._training
+        requests = requests_for(
+            [prompt], samples_per_prompt=count, sampling=sampling, recipe_seed=self._recipe.seed, step=step
+        )
+        return Order(requests, on_complete)
+
+    def add(self, orders: Sequence[Order]) -> None:
+        with self.changed:
+            self._pool.add(orders)
+            self._hand_out()
+
+    def withdraw(self, orders: Sequence[Order]) -> None:
+        """Takes orders back, with the tokens that were sampled of them. Raises as `wait` does."""
+        with self.changed:
+            for engine, tickets in self._pool.withdraw(orders).items():
+                self.actors[engine].give_back.remote(tickets)
+        self.wait(lambda: not self._pool.running(orders))
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Returns once `until`, asked with `changed` held. Raises EngineError if no engine is left and none comes back,
+        and what the run's watch raises."""
+        while True:
+            with self.changed:
+                if self._failure is not None:
+                    raise self._failure
+                if until():
+                    return
+                gone = dict(self.lost) if not self._pool.engines else {}
+                if not gone:
+                    self.changed.wait(SLICE_SECONDS)
+            if gone:
+                if self.bring_back is None:
+                    raise EngineError(problem for error in gone.values() for problem in error.problems)
+                self.bring_back(gone)
+            self._runtime.watch.check()
+
+    def idle_share(self) -> float:
+        """Share of all engines' slots, over the time since the last call, that no request had."""
+        with self.changed:
+            self._count_idle()
+            idle, seconds = self._idle
+            self._idle = (0.0, 0.0)
+        return idle / seconds if seconds else 0.0
+
     def close(self) -> None:
         """Ends the engines and the servers that they started: in up to 30 s, or 5 s for engines that still start."""
+        self._stop_collecting()
         _, starting = ray.wait(list(self._starting.values()), num_returns=len(self._starting), timeout=0)
         self._end([name for name, start in self._starting.items() if start in starting and name in self.actors])
         self._end(list(self.actors), END_SECONDS)
@@ -127,15 +217,20 @@ class Rollouts:
         for actor in ended:
             ray.kill(actor)
 
-    def _asked(self, section: RolloutConfig | EvalConfig) -> tuple[int, SamplingParams]:
+    @property
+    def _training(self) -> tuple[int, SamplingParams]:
+        return self._asked_by(self._recipe.rollout)
+
+    def _asked_by(self, section: RolloutConfig | EvalConfig) -> tuple[int, SamplingParams]:
         return section.samples_per_prompt, sampling_of(self._recipe, section)
 
     def _groups(self, prompts: Sequence[Prompt], step: int, *asked: tuple[int, SamplingParams]) -> list[list[Group]]:
-        """The groups of all prompts for each (samples per prompt, sampling), generated together."""
-        requests: list[Request] = []
+        """The groups of all prompts for each (samples per prompt, sampling), generated together: all requests of a
+        prompt are one order."""
+        orders = [Order([]) for _ in prompts]
         first = 0
         for count, sampling in asked:
-            requests += requests_for(
+            requests = requests_for(
                 prompts,
                 samples_per_prompt=count,
                 sampling=sampling,
@@ -143,35 +238,114 @@ class Rollouts:
                 step=step,
                 first_index=first,
             )
+            for index, order in enumerate(orders):
+                order.requests += requests[index * count : (index + 1) * count]
             first += count
-        shares = dict(zip(self.actors, assign(requests, len(self.actors)), strict=True))
-        by_request = self._ask(requests, {name: share for name, share in shares.items() if share})
-        samples = (by_request[i] for i in range(len(requests)))
-        return [groups_of(prompts, list(islice(samples, count * len(prompts))), count) for count, _ in asked]
+        self.add(orders)
+        self.wait(lambda: all(order.complete for order in orders))
+        found, first = [], 0
+        for count, _ in asked:
+            samples = [sample for order in orders for sample in order.there()[first : first + count]]
+            found.append(groups_of(prompts, samples, count))
+            first += count
+        return found
 
-    def _ask(self, requests: Sequence[Request], shares: Mapping[str, Sequence[int]]) -> dict[int, Sample]:
-        """Samples by index of their request. An engine that fails is brought back and asked again, once in a step."""
-        samples: dict[int, Sample] = {}
-        left = dict(shares)
-        longest = self._recipe.rollout.timeout_seconds + ABORT_MARGIN_SECONDS
-        for attempt in range(2):
-            answers, failed = settle(
-                {name: self.actors[name].generate.remote([requests[i] for i in share]) for name, share in left.items()},
-                doing="rollout",
-                timeout_seconds=longest,
-                error=EngineError,
-                watch=self._runtime.watch,
-                grace_seconds=longest,
-            )
-            for name, answer in answers.items():
-                samples |= zip(left[name], answer, strict=True)
-            left = {name: left[name] for name in failed}
-            if not left:
-                break
-            if attempt or self.bring_back is None:
-                raise EngineError(problem for error in failed.values() for problem in error.problems)
-            self.bring_back(failed)
-        return samples
+    # --- the thread that collects -------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        while not self._closed:
+            with self.changed:
+                asked = list(self._asked)
+            if not asked:
+                time.sleep(SLICE_SECONDS)
+                continue
+            ray.wait(asked, num_returns=1, timeout=SLICE_SECONDS)
+            ready, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
+            for ref in ready:
+                self._take(ref)
+            with self.changed:
+                self._lose_silent()
+
+    def _take(self, ref: ray.ObjectRef[Any]) -> None:
+        """An engine's answer: its samples, or why it failed."""
+        with self.changed:
+            engine = self._asked.pop(ref, None)
+        if engine is None or self._closed:
+            return
+        try:
+            answer = answer_of(ref, engine, "rollout", EngineError, None)
+        except (OSError, MemoryError) as lack:
+            answer = EngineError(Problem("rollout: this process cannot read samples", str(lack)))
+        completed: list[Order] = []
+        with self.changed:
+            if engine not in self._pool.engines:
+                return
+            if isinstance(answer, MegagrpoError):
+                self._lose(engine, answer)
+            else:
+                self._count_idle()
+                completed = self._pool.answered(engine, answer)
+                for ticket in answer:
+                    self._handed.pop(ticket, None)
+                self._ask(engine)
+            self._hand_out()
+        for order in completed:
+            order.on_complete(order)
+        with self.changed:
+            self.changed.notify_all()
+
+    def _count_idle(self) -> None:
+        now = time.monotonic()
+        seconds, self._counted = now - self._counted, now
+        self._idle = (self._idle[0] + self._pool.free_share * seconds, self._idle[1] + seconds)
+
+    def _ask(self, engine: str) -> None:
+        self._heard[engine] = time.monotonic()
+        self._asked[self.actors[engine].finished.remote(ANSWER_SECONDS)] = engine
+
+    def _hand_out(self) -> None:
+        self._count_idle()
+        now = time.monotonic()
+        for engine, requests in self._pool.hand_out().items():
+            self.actors[engine].begin.remote(requests)
+            self._handed |= dict.fromkeys(requests, now)
+
+    def _lose_silent(self) -> None:
+        """Engines that do not answer, or that have a request for longer than any may take, are lost."""
+        now, longest = time.monotonic(), self._recipe.rollout.timeout_seconds + ABORT_MARGIN_SECONDS
+        for engine, tickets in list(self._pool.engines.items()):
+            silent = now - self._heard[engine]
+            oldest = now - min((self._handed[ticket] for ticket in tickets), default=now)
+            if silent > ANSWER_SECONDS + ABORT_MARGIN_SECONDS:
+                given = f"nothing after {silent:.0f} s"
+                self._lose(engine, EngineError(Problem(f"rollout: no answer from {engine}", given, "samples")))
+            elif oldest > longest:
+                given = f"a request without a sample after {oldest:.0f} s"
+                needed = f"one within {longest:g} s (rollout.timeout_seconds, and a minute)"
+                self._lose(engine, EngineError(Problem(f"rollout: {engine}", given, needed)))
+
+    def _lose(self, engine: str, error: MegagrpoError) -> None:
+        self.lost[engine] = error
+        self._leave(engine)
+        self.say(f"{error.problems[0].where}: {error.problems[0].given}; {len(self._pool.engines)} engines are left")
+        self._hand_out()
+        self.changed.notify_all()
+
+    def _leave(self, engine: str) -> None:
+        self._asked = {ref: other for ref, other in self._asked.items() if other != engine}
+        for ticket in self._pool.engines.get(engine, ()):
+            self._handed.pop(ticket, None)
+        try:
+            self._pool.leave(engine)
+        except EngineError as error:
+            self._failure = error
+
+    def _stop_collecting(self) -> None:
+        self._closed = True
+        if self._collecting.is_alive():
+            self._collecting.join(CLOSE_SECONDS)
+
+    # --- actors -------------------------------------------------------------------------------------------------------
 
     def _start(self, engines: Iterable[str]) -> dict[str, ray.ObjectRef[None]]:
         starting = {}

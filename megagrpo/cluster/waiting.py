@@ -185,7 +185,7 @@ def _death(
     ready, _ = (
         ray.wait(list(results.values()), num_returns=len(results), timeout=DEATH_SECONDS) if results else ([], [])
     )
-    answers = (_answer(ref, name, doing, error, watch) for name, ref in results.items() if ref in ready)
+    answers = (answer_of(ref, name, doing, error, watch) for name, ref in results.items() if ref in ready)
     return next((a for a in answers if isinstance(a, MegagrpoError) and " died" in a.problems[0].where), None)
 
 
@@ -251,10 +251,12 @@ def _as_they_come(
             return
         for ref in ready:
             name = names.pop(ref)
-            yield name, _answer(ref, name, doing, error, watch)
+            yield name, answer_of(ref, name, doing, error, watch)
 
 
-def _answer(ref: ray.ObjectRef[Any], name: str, doing: str, error: type[MegagrpoError], watch: NodeWatch | None) -> Any:
+def answer_of(
+    ref: ray.ObjectRef[Any], name: str, doing: str, error: type[MegagrpoError], watch: NodeWatch | None
+) -> Any:
     """What the actor returned, or the error that it raised or died with."""
     try:
         return ray.get(ref, timeout=60.0)

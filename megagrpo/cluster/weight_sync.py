@@ -77,19 +77,20 @@ class WeightSync:
             undoing.callback(self.close)  # for the ranks that did connect
             self._wait(connecting | self._connect(rollouts.actors), "planning weight sync")
             undoing.pop_all()
-        rollouts.bring_back = self.bring_back
+        rollouts.bring_back, rollouts.say = self.bring_back, say
 
     def sync(self, version: int) -> None:
         """Brings every engine to the policy's weights and calls them `version`.
 
-        An engine that fails is restarted and brought up to date, `weights.attempts` times. No engine generates before
-        its update is committed. All parts in train.offload but the parameters are moved to host memory and stay there:
-        engines on the same devices take their weights back before the cache. Raises RankError if a training rank fails;
-        WeightSyncError, naming tensors, buckets and engines, if an engine cannot be brought to this version.
+        An engine that fails, or has failed since the last sync, is restarted and brought up to date, `weights.attempts`
+        times. No engine generates before its update is committed. All parts in train.offload but the parameters are
+        moved to host memory and stay there: engines on the same devices take their weights back before the cache.
+        Raises RankError if a training rank fails; WeightSyncError, naming tensors, buckets and engines, if an engine
+        cannot be brought to this version.
         """
         self._policy.release(keep=["parameters"])
         with self._policy.needed(["parameters"]):
-            self._bring(version, list(self._rollouts.actors))
+            self._bring(version, list(self._rollouts.actors), lost=list(self._rollouts.lost))
         self.version = version
         if self.transport is TransportName.DISK:
             remove_older(sync_directory(self._recipe), version)
@@ -97,8 +98,6 @@ class WeightSync:
     def bring_back(self, failed: Mapping[str, MegagrpoError]) -> None:
         """Restarts engines that failed while generating, and brings them to the version that the others hold."""
         engines = list(failed)
-        for problem in (error.problems[0] for error in failed.values()):
-            self._say(f"{problem.where}: {problem.given}")
         with self._policy.needed(["parameters"]):
             self._bring(self.version, engines, lost=engines)
 
@@ -128,7 +127,7 @@ class WeightSync:
 
     def _bring(self, version: int, engines: list[str], lost: Sequence[str] = ()) -> None:
         """Brings these engines to `version`, and restarts those in `lost` first."""
-        asked_before = False
+        wanted, asked_before = engines, False
         for left in range(self._recipe.weights.attempts, -1, -1):
             try:
                 self._restart(lost)
@@ -142,6 +141,7 @@ class WeightSync:
                 lost = to_blame if asked_before else silent
                 asked_before = True
             if not failed:
+                self._rollouts.serve(wanted)
                 return
             reasons = [problem for error in failed.values() for problem in error.problems]
             if not left:

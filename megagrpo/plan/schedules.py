@@ -133,8 +133,10 @@ class ScheduleTime:
     @property
     def name(self) -> str:
         match self.schedule:
-            case AsyncConfig(max_staleness=bound):
+            case AsyncConfig(max_staleness=bound, prompts_at_once=None):
                 return f"async, max_staleness {bound}"
+            case AsyncConfig(max_staleness=bound, prompts_at_once=prompts):
+                return f"async, max_staleness {bound}, prompts_at_once {prompts}"
             case SyncConfig(carry_over=prompts) if prompts:
                 return f"sync, carry_over {prompts}"
         return self.schedule.kind
@@ -152,9 +154,11 @@ def compared(prompts: int, *, colocated: bool) -> list[ScheduleConfig]:
 
 
 def schedule_times(case: Case, time: StepTime) -> tuple[ScheduleTime, ...]:
-    """Of those that a GRPO recipe's placement can have; sync is the first."""
-    work = Work.of(case, time)
+    """Of those that a GRPO recipe's placement can have, its own among them; sync is the first."""
+    work, own = Work.of(case, time), case.grpo.schedule
     kinds = compared(work.prompts, colocated=case.recipe.cluster.placement == "colocated")
+    if own not in kinds:
+        kinds.append(own)
     return tuple(schedule_time(work, kind) for kind in kinds)
 
 

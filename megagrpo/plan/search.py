@@ -210,9 +210,10 @@ class _Run:
         return Choice(tuple(overrides), estimate, f"{_reason(found.case.recipe, estimate, self.card_bytes)}; {share}")
 
     def split(self, found: _Found, schedule: ScheduleTime) -> Split:
-        choice = self.choice(found)
-        reason = _reason(found.case.recipe, choice.estimate, self.card_bytes)
-        return Split(choice.overrides, choice.estimate, reason, schedule)
+        choice, recipe = self.choice(found), found.case.grpo
+        reason = _reason(recipe, choice.estimate, self.card_bytes)
+        overrides = choice.overrides if recipe.schedule == ASYNC else (*choice.overrides, "schedule=async")
+        return Split(overrides, choice.estimate, reason, schedule)
 
 
 def legal(case: Case, checked: AnyRecipe | None = None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -38,8 +39,9 @@ class Scorer:
     response_tokens_max is the limit that penalties for length are measured from. `check` is called a few times a
     second while functions are waited for; what it raises ends the scoring. `say` gets where each function first failed.
     Raises RewardError: from the constructor for what is wrong with the section, from scoring if a user's file cannot be
-    loaded or if functions fail on more than reward.failed_share_max of the responses. One that fails on a response
-    masks that sample (value None, error says why); it never scores 0.
+    loaded or if functions fail on more than reward.failed_share_max of the responses, once there are at least
+    `judged_responses`. One that fails on a response masks that sample (value None, error says why); it never scores 0.
+    Any thread may score; one does at a time.
     """
 
     def __init__(
@@ -48,10 +50,13 @@ class Scorer:
         response_tokens_max: int,
         check: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda _: None,
+        judged_responses: int = 1,
     ) -> None:
         if problems := static_problems(reward):
             raise RewardError(problems)
         self._check, self._say = check, say
+        self._lock = threading.Lock()
+        self._judged_responses, self._responses, self._failed_responses = judged_responses, 0, 0
         self._first_failures: dict[str, Outcome] = {}
         self._reward, self._response_tokens_max = reward, response_tokens_max
         self._gated = gated_functions(reward.functions)
@@ -79,6 +84,10 @@ class Scorer:
     def score_unshaped(self, groups: Sequence[Group]) -> list[Group]:
         """The same with the functions' weighted sums alone, gates included: what responses are worth to an evaluation,
         whatever their length and however they ended."""
+        with self._lock:
+            return self._score_unshaped(groups)
+
+    def _score_unshaped(self, groups: Sequence[Group]) -> list[Group]:
         tasks = [
             Task(group.prompt.data_source, sample.text, group.prompt.ground_truth, group.prompt.extra_info)
             for group in groups
@@ -106,10 +115,15 @@ class Scorer:
             if failed and name not in self._first_failures:
                 self._first_failures[name] = failed[0]
                 self._say(f"reward {name} failed for the first time: {failed[0].trace or failed[0].error}".rstrip())
-        failed_responses = sum(
+        self._responses += responses
+        self._failed_responses += sum(
             any(outcome.score is None for outcome in of_response)
             for of_response in zip(*by_function.values(), strict=True)
         )
+        if self._responses < self._judged_responses:
+            return
+        responses, failed_responses = self._responses, self._failed_responses
+        self._responses = self._failed_responses = 0
         if failed_responses > self._reward.failed_share_max * responses:
             given = "\n".join(
                 [

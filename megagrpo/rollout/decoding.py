@@ -1,4 +1,5 @@
 """One batch from prompts to responses: each prompt is read once, its samples are decoded together, ended rows leave.
+A response that has begun goes on: it is part of its prompt then.
 
 Keys and values lie in storage that grows in steps, with one row per prompt and then one per sample.
 """
@@ -23,24 +24,33 @@ COMPACT_BELOW = 0.75  # ended rows are dropped once fewer than this share of the
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What was sampled for one row. `stopped` says that the last token is a stop token."""
+    """What was sampled for one row. `stopped` says that the last token is a stop token, `ended` that no token is left
+    to sample."""
 
     tokens: np.ndarray  # int32 [t]
     logprobs: np.ndarray  # float32 [t]
+    versions: np.ndarray  # int32 [t], the weight version that sampled each token
     stopped: bool
+    ended: bool
 
 
 def decode(
     model: Any,
     prompts: Sequence[Sequence[int]],
     prompt_of_row: Sequence[int],
+    begun: Sequence[int],
     seeds: Sequence[int],
     sampling: SamplingParams,
     stop_tokens: frozenset[int],
     name_of_row: Callable[[int], str],
+    before_step: Callable[[], int | None],
 ) -> list[Response]:
-    """Samples one response per row; row i continues prompts[prompt_of_row[i]] with the random numbers of seeds[i].
-    Raises EngineError, naming a row, for logits that are NaN or infinite.
+    """Samples one response per row; row i continues prompts[prompt_of_row[i]], of which the last begun[i] tokens are
+    sampled ones, with the random numbers of seeds[i]. Raises EngineError, naming a row, for logits that are NaN or
+    infinite.
+
+    before_step is called before each step of the model, and returns the version of its weights. If it returns None,
+    all rows end with the tokens that they have.
 
     `model` is a causal language model of transformers, in eval mode, whose layers all have full attention. Prompts
     (distinct, at least one token each) are padded on the left, so that all rows write the same column of the cache.
@@ -49,22 +59,25 @@ def decode(
     device = model.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     cache = GrowingCache(model.config.num_hidden_layers, limit=int(lengths.max()) + sampling.max_tokens)
+    record = _Record(sampling.max_tokens - np.array(begun))
+    if (version := before_step()) is None:
+        return record.responses()
     prompt_logits = _prefill(model, cache, prompts, lengths)
 
     prompt_of = torch.tensor(prompt_of_row, device=device)
     cache.select_rows(prompt_of)
     logits = prompt_logits[prompt_of]
-    batch = _Batch(cache, torch.tensor(seeds, device=device), cache.length - lengths[prompt_of])
-    record = _Record(len(seeds), sampling.max_tokens)
+    first = torch.tensor(begun, device=device)
+    batch = _Batch(cache, torch.tensor(seeds, device=device), cache.length - lengths[prompt_of], first)
     stops = np.array(sorted(stop_tokens), dtype=np.int64)
 
-    for position in range(sampling.max_tokens):
+    for position in range(record.longest):
         if (slots := broken(logits, sampling.temperature).nonzero()).numel():
             where = f"{name_of_row(int(record.row_of_slot[int(slots[0])]))}: token {position + 1} of its response"
             raise EngineError(Problem(where, "logits that are NaN or infinite", "finite numbers", DIVERGED_FIX))
-        tokens, logprobs = draw(logits, uniforms(batch.seeds, torch.full_like(batch.seeds, position)), sampling)
-        running = record.add(position, tokens.cpu().numpy(), logprobs.cpu().numpy(), stops)
-        if not running.any() or position + 1 == sampling.max_tokens:
+        tokens, logprobs = draw(logits, uniforms(batch.seeds, batch.begun + position), sampling)
+        running = record.add(position, tokens.cpu().numpy(), logprobs.cpu().numpy(), version, stops)
+        if not running.any() or (version := before_step()) is None:
             break
         if running.sum() < COMPACT_BELOW * len(running):
             kept = torch.from_numpy(running.nonzero()[0]).to(device)
@@ -95,16 +108,17 @@ def _prefill(model: Any, cache: GrowingCache, prompts: Sequence[Sequence[int]], 
 
 @dataclass
 class _Batch:
-    """The rows that still occupy the model: their cache, seeds and left padding, all int64 [rows]."""
+    """The rows that still occupy the model: their cache, seeds, left padding and tokens sampled before, all int64
+    [rows]."""
 
     cache: GrowingCache
     seeds: torch.Tensor
     padding: torch.Tensor
+    begun: torch.Tensor
 
     def keep(self, rows: torch.Tensor) -> None:
         self.cache.select_rows(rows)
-        self.seeds = self.seeds[rows]
-        self.padding = self.padding[rows]
+        self.seeds, self.padding, self.begun = self.seeds[rows], self.padding[rows], self.begun[rows]
 
     def step(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
         """Appends one token to every row and returns the logits [rows, vocab] after it."""
@@ -122,32 +136,46 @@ class _Batch:
 class _Record:
     """Tokens of all rows, on the host. A slot whose row has ended goes on, unrecorded, until it is dropped."""
 
-    def __init__(self, rows: int, max_tokens: int) -> None:
-        self.tokens = np.zeros((rows, max_tokens), dtype=np.int32)
-        self.logprobs = np.zeros((rows, max_tokens), dtype=np.float32)
+    def __init__(self, limits: np.ndarray) -> None:
+        """limits: int64 [rows], most tokens of each."""
+        rows, self.longest = len(limits), int(limits.max())
+        self.tokens = np.zeros((rows, self.longest), dtype=np.int32)
+        self.logprobs = np.zeros((rows, self.longest), dtype=np.float32)
+        self.versions = np.zeros((rows, self.longest), dtype=np.int32)
         self.lengths = np.zeros(rows, dtype=np.int64)
+        self.limits = limits
         self.stopped = np.zeros(rows, dtype=bool)
         self.row_of_slot = np.arange(rows)
 
-    def add(self, position: int, tokens: np.ndarray, logprobs: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    def add(
+        self, position: int, tokens: np.ndarray, logprobs: np.ndarray, version: int, stops: np.ndarray
+    ) -> np.ndarray:
         """Records what each slot drew; returns which slots go on, bool [slots]."""
-        running = ~self.stopped[self.row_of_slot]
+        running = self._running()
         rows = self.row_of_slot[running]
         self.tokens[rows, position] = tokens[running]
         self.logprobs[rows, position] = logprobs[running]
+        self.versions[rows, position] = version
         self.lengths[rows] = position + 1
         self.stopped[rows] = np.isin(tokens[running], stops)
-        return ~self.stopped[self.row_of_slot]
+        return self._running()
+
+    def _running(self) -> np.ndarray:
+        return (~self.stopped & (self.lengths < self.limits))[self.row_of_slot]
 
     def keep(self, running: np.ndarray) -> None:
         self.row_of_slot = self.row_of_slot[running]
 
     def responses(self) -> list[Response]:
         return [
-            Response(tokens[:length].copy(), logprobs[:length].copy(), bool(stopped))
-            for tokens, logprobs, length, stopped in zip(
-                self.tokens, self.logprobs, self.lengths, self.stopped, strict=True
+            Response(
+                tokens=self.tokens[row, :length].copy(),
+                logprobs=self.logprobs[row, :length].copy(),
+                versions=self.versions[row, :length].copy(),
+                stopped=bool(self.stopped[row]),
+                ended=bool(self.stopped[row] or length == self.limits[row]),
             )
+            for row, length in enumerate(self.lengths)
         ]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from megagrpo.errors import EngineError, Problem
+from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest
 
@@ -16,10 +16,15 @@ if TYPE_CHECKING:
     from megagrpo.weights.transport.choice import Channel
 
 MemoryTag = Literal["weights", "kv_cache"]
+Done = Callable[[int, "Sample | MegagrpoError"], None]
+"""Takes a ticket and what became of its request, in any thread."""
 
 
 class Engine(Protocol):
     """Holds the policy on one or several engine ranks, and samples from it.
+
+    Samples: `begin` hands requests over, each with a ticket, and returns. The engine calls `done` once for each, when
+    its sample is there. A request that begins while the weights are not verified waits for them.
 
     An update of the weights has four steps, and no token is sampled between the first and the last:
 
@@ -66,8 +71,12 @@ class Engine(Protocol):
         """The digests agree: generation goes on, and tokens sampled from now on carry `version`."""
         ...
 
-    def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        """One sample for each request, in the same order."""
+    def begin(self, requests: Mapping[int, Request], done: Done) -> None:
+        """Samples for requests, by ticket. Raises EngineError for a prompt without tokens."""
+        ...
+
+    def give_back(self, tickets: Collection[int]) -> None:
+        """Ends these requests soon: their samples have the tokens so far, and finish "abort"."""
         ...
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
@@ -145,8 +154,8 @@ class UpdateProtocol:
         self._require(self.state is not EngineState.CLOSED, "lose_weights", "an engine that is not closed")
         self.state, self.incoming = EngineState.UNVERIFIED, None
 
-    def check_serving(self) -> None:
-        self._require(self.state is EngineState.SERVING, "generate", "weights whose update was committed")
+    def check_open(self) -> None:
+        self._require(self.state is not EngineState.CLOSED, "begin", "an engine that is not closed")
 
     def close(self) -> None:
         self.state, self.incoming = EngineState.CLOSED, None
@@ -156,7 +165,7 @@ class UpdateProtocol:
             raise EngineError(Problem(f"{self.name}: {called}", f"the engine is {self.state.value}", needed))
 
 
-def check_prompts(requests: Sequence[Request], engine: str) -> None:
+def check_prompts(requests: Collection[Request], engine: str) -> None:
     """Raises EngineError for a prompt without tokens: there is nothing to sample after."""
     if empty := [request for request in requests if not request.tokens]:
         raise EngineError(Problem(f"{engine}: prompt {empty[0].prompt_id}", given="no tokens", needed="at least one"))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.schema import Recipe
@@ -56,20 +59,20 @@ def sample_seed(recipe_seed: int, step: int, prompt_id: str, index: int) -> int:
     return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
 
 
-def assign(requests: Sequence[Request], engines: int) -> list[list[int]]:
-    """Indices of the requests for each engine, in their order.
+def nothing_sampled(request: Request) -> Sample:
+    """The sample of a request that ended before its first token."""
+    nothing = np.zeros(0, dtype=np.int32)
+    return Sample(request.prompt_id, request.index, nothing, nothing.astype(np.float32), nothing, "abort", "")
 
-    All requests with one prompt go to one engine, which reads the prompt once for all of them. Prompts go to the
-    engine with the fewest requests so far, those with most samples first: no engine gets more than the smallest share
-    plus the samples of one prompt.
-    """
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for index, request in enumerate(requests):
-        by_prompt.setdefault(request.tokens, []).append(index)
-    of_engine: list[list[int]] = [[] for _ in range(engines)]
-    for indices in sorted(by_prompt.values(), key=len, reverse=True):
-        min(of_engine, key=len).extend(indices)
-    return [sorted(indices) for indices in of_engine]
+
+def after_begun(request: Request, sample: Sample) -> Sample:
+    """The whole sample, from what was sampled after `request.read`. Its text is that of `sample` alone."""
+    begun = request.begun
+    if begun is None:
+        return sample
+    tokens = np.concatenate([begun.tokens, sample.tokens])
+    logprobs = np.concatenate([begun.logprobs, sample.logprobs])
+    return replace(sample, tokens=tokens, logprobs=logprobs, versions=np.concatenate([begun.versions, sample.versions]))
 
 
 def groups_of(prompts: Sequence[Prompt], samples: Sequence[Sample], samples_per_prompt: int) -> list[Group]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from megagrpo.errors import EngineError, ModelError, Problem
+from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem
+from megagrpo.recipe.schema.run import Pause
 from megagrpo.rollout.decoding import Response, decode
-from megagrpo.rollout.engine import MemoryTag, UpdateProtocol, check_prompts
+from megagrpo.rollout.engine import Done, Engine, EngineState, MemoryTag, UpdateProtocol, check_prompts
+from megagrpo.rollout.requests import after_begun, nothing_sampled
 from megagrpo.tokenizer import load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
@@ -23,12 +26,16 @@ from megagrpo.weights.transport.buckets import BucketReceiver
 from megagrpo.weights.transport.choice import Channel, open_receiver
 from megagrpo.weights.views import model_tensors, torch_dtype
 
+CLOSE_SECONDS = 5.0
+"""For a step of the model to end."""
 
-class TransformersEngine:
-    """Implements Engine (rollout/engine.py).
+
+class TransformersEngine(Engine):
+    """Samples in a thread of its own, batch after batch: all requests that wait when a batch ends are in the next ones.
 
     `model_directory` holds config.json, safetensors and, unless `tokenizer_directory` is given, the tokenizer.
     `requests_at_once` responses are decoded in one batch, by `threads` CPU threads (a setting of the whole process).
+    `pause` is what becomes of a batch when an update begins. retract: it ends, and its responses are the next batch.
 
     Raises ModelError if the model or the tokenizer cannot be loaded, or if the files lack any of its tensors.
     """
@@ -41,6 +48,7 @@ class TransformersEngine:
         dtype: str,
         requests_at_once: int,
         threads: int,
+        pause: Pause = "retract",
         tokenizer_directory: str | None = None,
         name: str = "transformers engine",
     ) -> None:
@@ -51,6 +59,16 @@ class TransformersEngine:
         self._requests_at_once = requests_at_once
         self._protocol = UpdateProtocol(name)
         self._receiver: BucketReceiver | None = None
+        self._threads, self._pause = threads, pause
+        self._changed = threading.Condition()
+        """Of all that follows, and of the protocol's state."""
+        self._waiting: dict[int, tuple[Request, Done]] = {}
+        self._running: dict[int, tuple[Request, Done]] = {}
+        self._given_back: set[int] = set()
+        self._samples = False
+        """Whether the thread uses the weights."""
+        self._worker = threading.Thread(target=self._work, name=f"samples of {name}", daemon=True)
+        self._worker.start()
 
     def manifests(self) -> list[Manifest]:
         return [self._manifest]
@@ -63,7 +81,9 @@ class TransformersEngine:
         self._protocol.connect()
 
     def begin_update(self, version: int) -> None:
-        self._protocol.begin(version)
+        with self._changed:
+            self._protocol.begin(version)
+            self._changed.wait_for(lambda: not self._samples)
 
     def receive(self, version: int) -> None:
         self._protocol.check_receiving()
@@ -79,24 +99,96 @@ class TransformersEngine:
         return [] if self._receiver is None else [self._receiver.bucket_digests(tensor, frozenset(destinations))]
 
     def commit_update(self, version: int) -> None:
-        self._protocol.commit(version)
+        with self._changed:
+            self._protocol.commit(version)
+            self._changed.notify_all()
 
-    def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        self._protocol.check_serving()
-        check_prompts(requests, self._protocol.name)
-        if not requests:
-            return []
-        responses: dict[int, Response] = {}
-        for batch in _batches(requests, self._requests_at_once):
-            with torch.inference_mode():
-                responses |= zip(batch, self._decode([requests[i] for i in batch]), strict=True)
-        return self._samples(requests, [responses[i] for i in range(len(requests))])
+    # --- samples ------------------------------------------------------------------------------------------------------
+
+    def begin(self, requests: Mapping[int, Request], done: Done) -> None:
+        self._protocol.check_open()
+        check_prompts(requests.values(), self._protocol.name)
+        with self._changed:
+            self._waiting |= {ticket: (request, done) for ticket, request in requests.items()}
+            self._changed.notify_all()
+
+    def give_back(self, tickets: Collection[int]) -> None:
+        with self._changed:
+            self._given_back |= self._running.keys() & tickets
+            waiting = {ticket: self._waiting.pop(ticket) for ticket in tickets if ticket in self._waiting}
+        for ticket, (request, done) in waiting.items():
+            done(ticket, request.begun or nothing_sampled(request))
+
+    def _work(self) -> None:
+        torch.set_num_threads(self._threads)  # of this thread: OpenMP counts them for each
+        while self._next_batches():
+            for batch in _batches(self._running, self._requests_at_once):
+                try:
+                    with torch.inference_mode():
+                        samples = self._decode([self._running[ticket][0] for ticket in batch])
+                except (MegagrpoError, RuntimeError) as error:
+                    failure = error if isinstance(error, MegagrpoError) else self._failure(error)
+                    self._answer(dict.fromkeys(batch, failure))
+                else:
+                    self._answer(dict(zip(batch, samples, strict=True)))
+
+    def _next_batches(self) -> bool:
+        """Waits for requests, and for weights to sample with. False: the engine is closed."""
+        with self._changed:
+            self._rest()
+            self._changed.wait_for(lambda: self._closed or (self._serves and bool(self._waiting)))
+            self._running, self._waiting = self._waiting, {}
+            self._samples = True
+            return not self._closed
+
+    def _answer(self, answers: Mapping[int, Sample | MegagrpoError]) -> None:
+        """Hands answers on. Responses that an update ended go on after it."""
+        for ticket, answer in answers.items():
+            with self._changed:
+                request, done = self._running.pop(ticket)
+                goes_on = ticket not in self._given_back and not self._closed
+                if goes_on and isinstance(answer, Sample) and answer.finish == "abort":
+                    self._waiting[ticket] = replace(request, begun=answer), done
+                    continue
+                self._given_back.discard(ticket)
+            done(ticket, answer)
+
+    def _before_step(self) -> int | None:
+        """The version of the weights of a step of the model. None: the batch is to end."""
+        with self._changed:
+            if self._closed or self._given_back:
+                return None
+            if not self._serves and self._pause == "retract":
+                return None
+            if not self._serves and self._pause == "in_place":
+                self._rest()
+                self._changed.wait_for(lambda: self._closed or self._serves)
+                self._samples = True
+            return self._protocol.version
+
+    def _rest(self) -> None:
+        self._samples = False
+        self._changed.notify_all()
+
+    @property
+    def _serves(self) -> bool:
+        return self._protocol.state is EngineState.SERVING
+
+    @property
+    def _closed(self) -> bool:
+        return self._protocol.state is EngineState.CLOSED
+
+    def _failure(self, error: RuntimeError) -> EngineError:
+        return EngineError(Problem(f"{self._protocol.name}: a batch failed", given=str(error)))
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Releases nothing: its memory is that of this process."""
 
     def close(self) -> None:
-        self._protocol.close()
+        with self._changed:
+            self._protocol.close()
+            self._changed.notify_all()
+        self._worker.join(CLOSE_SECONDS)
         self._disconnect()
         self._model = None
 
@@ -108,55 +200,57 @@ class TransformersEngine:
     def _tensors(self) -> dict[str, torch.Tensor]:
         return model_tensors(self._model, self._manifest)
 
-    def _decode(self, requests: Sequence[Request]) -> list[Response]:
+    def _decode(self, requests: Sequence[Request]) -> list[Sample]:
         """One batch of requests with the same sampling parameters."""
         sampling = requests[0].sampling
         own = self._model.generation_config.eos_token_id  # one end-of-sequence token, several, or none
-        distinct = {request.tokens: None for request in requests}
+        read = [request.read for request in requests]
+        distinct = dict.fromkeys(read)
         place = {prompt: i for i, prompt in enumerate(distinct)}
 
         def name_of_row(row: int) -> str:
             at, version = requests[row], self._protocol.version
             return f"{self._protocol.name}: sample {at.index} of prompt {at.prompt_id}, by weights of version {version}"
 
-        return decode(
+        responses = decode(
             self._model,
             prompts=list(distinct),
-            prompt_of_row=[place[request.tokens] for request in requests],
+            prompt_of_row=[place[tokens] for tokens in read],
+            begun=[sampling.max_tokens - request.tokens_left for request in requests],
             seeds=[request.seed for request in requests],
             sampling=sampling,
             stop_tokens=frozenset(sampling.stop_tokens) | frozenset([own] if isinstance(own, int) else own or ()),
             name_of_row=name_of_row,
+            before_step=self._before_step,
         )
+        return self._whole(requests, responses)
 
-    def _samples(self, requests: Sequence[Request], responses: Sequence[Response]) -> list[Sample]:
-        finishes: list[FinishReason] = ["stop" if response.stopped else "length" for response in responses]
-        ended = zip(responses, finishes, strict=True)
-        texts = response_texts(self._tokenizer, [(response.tokens, finish) for response, finish in ended])
-        return [
-            Sample(
-                prompt_id=request.prompt_id,
-                index=request.index,
-                tokens=response.tokens,
-                logprobs=response.logprobs,
-                versions=np.full(len(response.tokens), self._protocol.version, dtype=np.int32),
-                finish=finish,
-                text=text,
-            )
-            for request, response, finish, text in zip(requests, responses, finishes, texts, strict=True)
+    def _whole(self, requests: Sequence[Request], responses: Sequence[Response]) -> list[Sample]:
+        """Samples with what had begun of them before."""
+        samples = [
+            after_begun(request, Sample(request.prompt_id, request.index, *sampled, finish=_finish(response), text=""))
+            for request, response in zip(requests, responses, strict=True)
+            for sampled in [(response.tokens, response.logprobs, response.versions)]
         ]
+        texts = response_texts(self._tokenizer, [(sample.tokens, sample.finish) for sample in samples])
+        return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
 
 
-def _batches(requests: Sequence[Request], at_once: int) -> Iterator[list[int]]:
-    """Indices of requests to decode together. They have the same sampling parameters; equal prompts are side by side,
+def _finish(response: Response) -> FinishReason:
+    return "stop" if response.stopped else "length" if response.ended else "abort"
+
+
+def _batches(requests: Mapping[int, tuple[Request, Done]], at_once: int) -> list[list[int]]:
+    """Tickets of requests to decode together. They have the same sampling parameters; equal prompts are side by side,
     and prompts are ordered by length, so that little is padded."""
     by_sampling: dict[SamplingParams, dict[tuple[int, ...], list[int]]] = {}
-    for index, request in enumerate(requests):
-        by_sampling.setdefault(request.sampling, {}).setdefault(request.tokens, []).append(index)
+    for ticket, (request, _) in requests.items():
+        by_sampling.setdefault(request.sampling, {}).setdefault(request.read, []).append(ticket)
+    batches = []
     for by_prompt in by_sampling.values():
-        ordered = [index for prompt in sorted(by_prompt, key=len) for index in by_prompt[prompt]]
-        for start in range(0, len(ordered), at_once):
-            yield ordered[start : start + at_once]
+        ordered = [ticket for prompt in sorted(by_prompt, key=len) for ticket in by_prompt[prompt]]
+        batches += [ordered[start : start + at_once] for start in range(0, len(ordered), at_once)]
+    return batches
 
 
 def _load_model(directory: str, device: str, dtype: str) -> Any:

@@ -8,7 +8,8 @@ It is written before the step trains, so that a step that fails can be looked at
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,9 @@ class Sampled:
     left_over: int = 0  # groups with signal that the last round brought beyond those wanted
     # float64 [groups], for remax: score of the greedy response to each prompt of `groups`, NaN where its reward failed
     baselines: np.ndarray | None = None
+    metrics: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of how they were sampled, if that was in the background
 
 
 @dataclass(frozen=True)

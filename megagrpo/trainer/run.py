@@ -14,6 +14,7 @@ from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
+from megagrpo.trainer.sampling import Sampling
 from megagrpo.trainer.stopping import Stopping
 from megagrpo.types import Prompt
 
@@ -59,3 +60,5 @@ class Run(TrainRun):
     scorer: Scorer
     weights: WeightSync
     stopping: Stopping
+    sampling: Sampling | None = None
+    """What is sampled in the background, unless a step samples all of its prompts itself."""

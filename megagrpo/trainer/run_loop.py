@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from megagrpo.checkpoint.pending import Pending, pending_of
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState, changes
 from megagrpo.cluster import runtime
@@ -79,6 +80,7 @@ class StepDone:
     responses: int = 0  # generated for training
     kl_coefficient: float | None = None  # of the next step
     failure: MegagrpoError | None = None  # ends the run once the step is saved
+    pending: Pending | None = None  # what is sampled in the background after it
 
 
 class Training(Protocol):
@@ -120,6 +122,7 @@ class Progress:
     evaluation: dict[str, float] | None = None  # of exactly these weights
     unlogged: dict[str, float] | None = None  # of the step, if it still waits for its evaluation
     early: EarlyStopping | None = None  # None: the recipe has no rule
+    pending: Pending | None = None  # groups that no step has trained on; None: no schedule samples in the background
 
 
 def run_to_end(
@@ -151,7 +154,7 @@ def run_to_end(
         cursor = Cursor(data.items, seed=recipe.seed, shuffle=recipe.data.shuffle)
         if resumed:
             cursor.restore(resumed.state.data_cursor)
-        progress = first_progress(recipe, cursor, resumed.state if resumed else None)
+        progress = first_progress(recipe, cursor, resumed)
         steps = total_steps(recipe, len(cursor))
 
         runs, unlogged = resumed.state.tracker_runs if resumed else None, progress.unlogged is not None
@@ -199,25 +202,27 @@ def run_to_end(
     return 0
 
 
-def first_progress(recipe: AnyRecipe, cursor: Cursor[Any], state: TrainerState | None) -> Progress:
-    """Where the run stands before its first step now. state: of the checkpoint that it continues from.
+def first_progress(recipe: AnyRecipe, cursor: Cursor[Any], saved: Checkpoint | None) -> Progress:
+    """Where the run stands before its first step now. saved: the checkpoint that it continues from.
 
     Early stopping keeps its best value only if it still watches the same metric.
     """
-    coefficient, early = None, None
+    coefficient, early, state = None, None, saved.state if saved else None
     if isinstance(recipe, Recipe):
         coefficient = first_kl_coefficient(recipe, state)
         rule = recipe.eval.early_stopping
         early = EarlyStopping(rule) if rule else None
-        saved = state.recipe.get("eval") if state else None
-        before = saved.get("early_stopping") if isinstance(saved, dict) else None
+        section = state.recipe.get("eval") if state else None
+        before = section.get("early_stopping") if isinstance(section, dict) else None
         if state and rule and isinstance(before, dict) and before.get("metric") == rule.metric:
             early = EarlyStopping(rule, state.best_evaluation, state.evaluations_without_best)
     if state is None:
         return Progress(coefficient, cursor.state(), early=early)
     evaluation = dict(state.evaluation) if state.evaluation else None
     unlogged = dict(state.unlogged) if state.unlogged else None
-    return Progress(coefficient, cursor.state(), state.step, state.episodes, evaluation, unlogged, early)
+    return Progress(
+        coefficient, cursor.state(), state.step, state.episodes, evaluation, unlogged, early, pending_of(saved)
+    )
 
 
 def first_kl_coefficient(recipe: Recipe, state: TrainerState | None) -> float:
@@ -262,11 +267,12 @@ def _with_new_ranks(setup: Setup[Any, Any], training: AnyTraining, begun: Progre
     """Back at the newest checkpoint. begun: where the run was when this process took it up."""
     training.ranks.end_lost()  # or the save that is under way would wait for a rank that is stopped
     saved = setup.saving.newest_again()
-    setup.cursor.restore(saved.state.data_cursor if saved else begun.data_cursor)
-    progress = first_progress(setup.recipe, setup.cursor, saved.state if saved else None)
-    setup.tracker.say(f"continuing after step {progress.step} from {saved.path if saved else 'the model'}")
+    step = saved.state.step if saved else 0
+    setup.tracker.say(f"continuing after step {step} from {saved.path if saved else 'the model'}")
     with setup.stopping.giving_up():
         training = training.with_new_ranks(saved)
+    setup.cursor.restore(saved.state.data_cursor if saved else begun.data_cursor)
+    progress = first_progress(setup.recipe, setup.cursor, saved)
     setup.tracker.rewind(progress.step, unlogged=progress.unlogged is not None)
     setup.clock.take()
     return training, progress
@@ -350,7 +356,8 @@ def _step(setup: Setup[Any, Any], training: Training, before: Progress) -> tuple
     progress = replace(
         before,
         kl_coefficient=done.kl_coefficient,
-        data_cursor=setup.cursor.state(),
+        data_cursor=done.pending.cursor if done.pending else setup.cursor.state(),
+        pending=done.pending,
         step=before.step + 1,
         episodes=before.episodes + done.responses,
         evaluation=None,
@@ -402,7 +409,7 @@ def _save(setup: Setup[Any, Any], training: Training, progress: Progress, *, goe
             evaluations_without_best=progress.early.evaluations_without_best if progress.early else 0,
             tracker_runs=setup.tracker.run_ids,
         )
-        setup.saving.begin(training.ranks, state)
+        setup.saving.begin(training.ranks, state, progress.pending)
     if not goes_on:
         setup.saving.finish()
 

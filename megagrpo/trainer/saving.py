@@ -10,7 +10,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
+from megagrpo.checkpoint.pending import PENDING, Pending, write_pending
+from megagrpo.checkpoint.store import Checkpoint, CheckpointStore, describe
 from megagrpo.checkpoint.trainer_state import TrainerState, allow_changes
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.errors import CheckpointError, MegagrpoError, Problem, RecipeError
@@ -57,8 +58,9 @@ class Saving:
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._jobs: deque[Future[None]] = deque()
 
-    def begin(self, ranks: TrainRanks, state: TrainerState) -> None:
-        """Copies the state of `state.step`, once the save before is over; a thread then makes it a checkpoint."""
+    def begin(self, ranks: TrainRanks, state: TrainerState, pending: Pending | None = None) -> None:
+        """Copies the state of `state.step`, once the save before is over; a thread then makes it a checkpoint, with the
+        groups that no step has trained on."""
         self.wait()
         self._failure = None
         try:
@@ -70,11 +72,14 @@ class Saving:
                 raise
             self._failed(error)
         else:
-            self._jobs.append(self._thread.submit(self._write, ranks, state, directory))
+            self._jobs.append(self._thread.submit(self._write, ranks, state, directory, pending))
 
-    def _write(self, ranks: TrainRanks, state: TrainerState, directory: Path) -> None:
+    def _write(self, ranks: TrainRanks, state: TrainerState, directory: Path, pending: Pending | None) -> None:
         try:
             written = ranks.write_snapshot(directory)
+            if pending is not None:
+                write_pending(directory / PENDING, pending)
+                written.append(describe(directory, directory / PENDING))
         except MegagrpoError:
             self._store.abandon(state.step)
             raise

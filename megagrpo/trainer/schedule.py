@@ -1,4 +1,9 @@
-"""When the stages of a step run: what waits for what, whose memory is free meanwhile, and what a stop gives up."""
+"""When the stages of a step run: what waits for what, whose memory is free meanwhile, and what a stop gives up.
+
+synchronous      sample all, train, sync
+carrying_over    the same, but sampling ends when the step has its groups; the others go on in the next step
+asynchronous     engines sample while the ranks train
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,10 @@ from dataclasses import dataclass
 
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.errors import EngineError, MegagrpoError, WeightSyncError
+from megagrpo.recipe.schema.schedule import SyncConfig
+from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import Run
+from megagrpo.trainer.sampling import Sampling
 from megagrpo.trainer.step import load, sample, solved_prompts, sync, train
 from megagrpo.trainer.step_metrics import step_metrics
 from megagrpo.types import Group
@@ -26,17 +34,51 @@ class Step:
 
 
 def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
-    """Step `step` (the first is 1), one stage after another: samples come from the weights that are then trained.
+    """Step `step` (the first is 1), in the order of the recipe's schedule.
 
     The weight version afterwards is `step`, unless the run is told to stop. Raises StopRequested if it is told so
     before everything is scored; the training ranks are then as before the step.
     """
+    if run.sampling is None:
+        return synchronous(run, step, kl_coefficient)
+    if isinstance(run.recipe.schedule, SyncConfig):
+        return carrying_over(run, run.sampling, step, kl_coefficient)
+    return asynchronous(run, run.sampling, step, kl_coefficient)
+
+
+def synchronous(run: Run, step: int, kl_coefficient: float) -> Step:
+    """One stage after another: samples come from the weights that are then trained."""
     with run.stopping.giving_up(), run.policy.released():
         sampled = sample(run, step)
         run.rollouts.release_memory()
+    return trained_step(run, sampled, step, kl_coefficient)
+
+
+def carrying_over(run: Run, sampling: Sampling, step: int, kl_coefficient: float) -> Step:
+    """Sampling ends when the step has its groups. What is not complete goes on in the next step."""
+    with run.stopping.giving_up(), run.policy.released():
+        with run.clock.phase("rollout"):
+            sampling.go_on()
+            sampled = sampling.take()
+            sampling.pause()
+        run.rollouts.release_memory()
+    return trained_step(run, sampled, step, kl_coefficient)
+
+
+def asynchronous(run: Run, sampling: Sampling, step: int, kl_coefficient: float) -> Step:
+    """Engines go on sampling while the step trains, and while they get its weights. With one_step_off they begin no
+    more than the next step's prompts, and finish them before they get weights."""
+    with run.stopping.giving_up(), run.clock.phase("rollout"):
+        sampling.go_on()
+        sampled = sampling.take()
+    return trained_step(run, sampled, step, kl_coefficient)
+
+
+def trained_step(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -> Step:
+    """What all schedules do with a step's samples."""
     rate = run.recipe.data.no_resampling_pass_rate
     if rate is not None:
-        run.cursor.set_aside(solved_prompts(sampled.all, rate))
+        (run.sampling or run.cursor).set_aside(solved_prompts(sampled.all, rate))
 
     loaded = load(run, sampled, step, kl_coefficient)
     trained = train(run, loaded, step, kl_coefficient)
@@ -46,6 +88,9 @@ def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
             sync(run, version=step)
         except (EngineError, WeightSyncError) as error:
             failure = error
+        else:
+            if run.sampling:
+                run.sampling.advance(step)
 
     metrics = step_metrics(run, sampled, loaded, trained, step, kl_coefficient)
     mismatch = trained.policy.mismatch if trained.policy else None

@@ -43,7 +43,7 @@ def step_metrics(
         metrics |= {"lr": trained.lr} | update_metrics(trained.policy)
         if trained.policy.kl is not None:
             metrics["kl/coefficient"] = kl_coefficient
-    return metrics | {"weights/version": float(step)}
+    return {**metrics, **sampled.metrics, "weights/version": float(step)}
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

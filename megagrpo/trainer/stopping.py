@@ -68,8 +68,8 @@ class Stopping:
             raise StopRequested
 
     def check(self) -> None:
-        """The same, but only inside `giving_up`. Every wait calls it a few times a second."""
-        if self._may_give_up:
+        """The same, but only inside `giving_up`, and in the main thread. Every wait calls it a few times a second."""
+        if self._may_give_up and threading.current_thread() is threading.main_thread():
             self.stop_here()
 
     def error(self, checkpoint: Path | None) -> RunStopped:

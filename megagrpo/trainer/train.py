@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo.batching.work import work_of
+from megagrpo.checkpoint.pending import pending_of
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime, check_files
@@ -19,13 +20,15 @@ from megagrpo.errors import MismatchError
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import with_absolute_directories
 from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.evaluation import evaluation_metrics, reading_of
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.run_loop import Setup, StepDone, run_to_end
+from megagrpo.trainer.sampling import Sampling
 from megagrpo.trainer.schedule import grpo_step
-from megagrpo.trainer.step import require_version
+from megagrpo.trainer.step import require_version, with_signal
 from megagrpo.trainer.step_metrics import report_mismatch
 from megagrpo.types import Prompt
 
@@ -53,6 +56,11 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
 
     # Engines start while the ranks do, except on shared GPUs: a starting engine takes the memory that is free there.
     early = None if ray.shares_gpus else start_engines()
+    schedule, rollout = recipe.schedule, recipe.rollout
+    # A run that is continued finishes what had begun, whatever its schedule is now.
+    in_background = (
+        not (isinstance(schedule, SyncConfig) and schedule.carry_over == 0) or pending_of(setup.resumed) is not None
+    )
     of_ranks = closing.enter_context(ExitStack())
 
     def start_policy(saved: Checkpoint | None) -> Policy:
@@ -72,25 +80,48 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
             weights.sync(version=saved.state.step if saved else 0)
         return weights
 
+    def start_sampling(rollouts: Rollouts, scorer: Scorer, saved: Checkpoint | None) -> Sampling | None:
+        if not in_background:
+            return None
+        sampling = Sampling(
+            recipe,
+            setup.total_steps,
+            setup.cursor,
+            rollouts,
+            scorer,
+            lambda group: rollout.dynamic_sampling is None or bool(with_signal([group], recipe)),
+            step=saved.state.step if saved else 0,
+            pending=pending_of(saved),
+        )
+        of_ranks.callback(sampling.close)
+        return sampling
+
     def start_again(run: Run, saved: Checkpoint | None) -> Run:
+        if run.sampling:
+            run.sampling.pause()
         of_ranks.close()
         run.rollouts.release_memory()  # ranks that start take the memory that is free
         policy = start_policy(saved)
-        return replace(run, policy=policy, weights=bring_weights(policy, run.rollouts, saved))
+        weights = bring_weights(policy, run.rollouts, saved)
+        sampling = start_sampling(run.rollouts, run.scorer, saved)
+        return replace(run, policy=policy, weights=weights, sampling=sampling)
 
     policy = start_policy(setup.resumed)
     rollouts = early or start_engines()
     rollouts.wait_until_ready()
-    scorer = Scorer(recipe.reward, recipe.rollout.response_tokens_max, stopping.check, setup.tracker.say)
+    judged = rollout.prompts_per_step * rollout.samples_per_prompt if in_background else 1
+    scorer = Scorer(recipe.reward, rollout.response_tokens_max, stopping.check, setup.tracker.say, judged)
     closing.callback(scorer.close)
+    weights = bring_weights(policy, rollouts, setup.resumed)
     run = Run(
+        sampling=start_sampling(rollouts, scorer, setup.resumed),
         recipe=recipe,
         total_steps=setup.total_steps,
         cursor=setup.cursor,
         rollouts=rollouts,
         scorer=scorer,
         policy=policy,
-        weights=bring_weights(policy, rollouts, setup.resumed),
+        weights=weights,
         clock=setup.clock,
         work=work_of(checked.architecture),
         stopping=stopping,
@@ -125,6 +156,7 @@ class GrpoTraining:
             responses=len(tokens),
             kl_coefficient=done.kl_coefficient,
             failure=done.failure or (MismatchError(excess) if excess else None),
+            pending=run.sampling.pending() if run.sampling else None,
         )
 
     def evaluate(self) -> dict[str, float]:

@@ -185,7 +185,10 @@ def _in_bounded_time(
             failed.append(str(error).partition("\n")[0])
 
     def missing() -> Problem:
-        return member.late(where, f"{few(sorted(set(awaited)))} did not send them")
+        late = (
+            f"{few(sorted(set(awaited)))} did not send them" if awaited else "this rank did not send and receive them"
+        )
+        return member.late(where, late)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -129,6 +129,7 @@ def in_torch(directory: Path, case: Case) -> Step:
         "return_mean": target.mean().item(),
         "explained_variance": 1 - ((target - old).var(correction=0) / target.var(correction=0)).item(),
         "grad_norm": result.grad_norm,
+        "skipped_steps": 0,
     }
     return Step(value.detach().numpy(), metrics, result)
 

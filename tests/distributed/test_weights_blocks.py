@@ -43,7 +43,7 @@ def test_ranks_fetch_from_each_other_what_they_lack_of_a_block() -> None:
     ("fault", "error", "says"),
     [
         (ABSENT, WeightSyncError, "train rank 3 did not begin to exchange them within 3 s"),
-        (SILENT, RankError, "train rank 3 did not send them within 3 s"),
+        (SILENT, RankError, "train rank 3"),  # it may notice itself, before the others do
         (DEAD, RankError, "while train rank 3 should have sent them"),
     ],
 )

@@ -68,8 +68,8 @@ def after(method: str, fault: Callable[[Any], None], *, times: int = 1) -> Calla
     def plant(actor: Any) -> None:
         engine, whole, left = actor.engine, getattr(actor.engine, method), [None] * times
 
-        def faulty(argument: Any) -> Any:
-            result = whole(argument)
+        def faulty(*arguments: Any) -> Any:
+            result = whole(*arguments)
             if left:
                 left.pop()
                 fault(engine)
@@ -125,26 +125,38 @@ def test_wrong_bytes_are_named_by_tensor_and_bucket_and_replaced_by_another_sync
     assert cluster.versions() == {5}
 
 
-def test_an_engine_that_dies_while_it_generates_is_brought_back_and_asked_again(cluster: Cluster) -> None:
+def test_requests_of_an_engine_that_dies_go_to_the_others_and_the_next_sync_brings_it_back(cluster: Cluster) -> None:
     cluster.weights.sync(6)
     cluster.said.clear()
-    cluster.in_engine("engine 0", after("generate", die))
+    cluster.in_engine("engine 0", after("begin", die))
     assert cluster.versions() == {6}
-    assert "engine 0 died" in cluster.said[0]
-    assert restarted(cluster) == ["restarting engine 0"]
+    assert list(cluster.rollouts.lost) == ["engine 0"]
     cluster.weights.sync(7)
+    assert restarted(cluster) == ["restarting engine 0"]
     assert cluster.versions() == {7}
+    assert not cluster.rollouts.lost
+
+
+def test_a_run_whose_engines_have_all_died_brings_them_back_before_it_samples_on(cluster: Cluster) -> None:
+    cluster.weights.sync(8)
+    cluster.said.clear()
+    for engine in cluster.rollouts.actors:
+        cluster.in_engine(engine, after("begin", die))
+    assert cluster.versions() == {8}
+    (line,) = restarted(cluster)
+    assert sorted(line.removeprefix("restarting ").split(", ")) == ["engine 0", "engine 1"]
+    assert any("died" in line for line in cluster.said)
 
 
 def test_wrong_bytes_that_come_again_stop_the_run_and_nothing_generates_with_them(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.weights.sync(8)
+    cluster.weights.sync(9)
     # The same process again, as if the machine's memory were at fault.
     monkeypatch.setattr(cluster.rollouts, "restart", lambda engines: None)
     cluster.in_engine("engine 1", after("receive", flip_a_bit, times=100))
     with pytest.raises(WeightSyncError, match=r"up_proj.weight on engine 1 rank 0(.|\n)*bucket \d+ "):
-        cluster.weights.sync(9)
-    assert cluster.weights.version == 8
+        cluster.weights.sync(10)
+    assert cluster.weights.version == 9
     state = cluster.in_engine("engine 1", lambda actor: actor.engine._protocol.state.value)
     assert state == "holding unverified weights"

@@ -13,7 +13,7 @@ from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.types import SamplingParams
 from megagrpo.weights.transport.choice import TransportName
 from megagrpo.weights.transport.disk import DiskFiles
-from tests.rollout_engines import model_directory
+from tests.rollout_engines import generate, model_directory
 from tests.rollout_engines import request as ask
 from tests.sglang.servers import CONTEXT, WAIT_SECONDS, Policy, Served, difference, serve_layout
 
@@ -46,7 +46,7 @@ def test_every_rank_is_synced_and_verified_and_samples_from_what_came(
             directory = served.weights(version)
             policy.sync(version, directory)
             asked = [ask(prompt, SamplingParams(24), seed=i) for i, prompt in enumerate(PROMPTS)]
-            for one, sample in zip(asked, engine.generate(asked), strict=True):
+            for one, sample in zip(asked, generate(engine, asked), strict=True):
                 assert (sample.versions == version).all()
                 assert difference(directory, one, sample).max() < 1e-5
         policy.close()
@@ -57,10 +57,10 @@ def test_a_sync_while_it_samples_leaves_no_token_without_its_version(served: Ser
     with served.trained() as (engine, trainer), ThreadPoolExecutor(1) as pool:
         new = served.weights(1)
         asked = [ask(prompt, SamplingParams(200), seed=i) for i, prompt in enumerate(PROMPTS)]
-        generating = pool.submit(engine.generate, asked)
+        generating = pool.submit(generate, engine, asked)
         served.wait_for_batches(3)
         trainer.sync(1, new)
-        samples = generating.result(WAIT_SECONDS) + engine.generate(asked)
+        samples = generating.result(WAIT_SECONDS) + generate(engine, asked)
         directories = {0: served.directory, 1: new}
         for one, sample in zip(asked * 2, samples, strict=True):
             for version in {int(version) for version in sample.versions}:

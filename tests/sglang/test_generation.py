@@ -5,7 +5,7 @@ import pytest
 
 from megagrpo.errors import EngineError
 from megagrpo.types import SamplingParams
-from tests.rollout_engines import END, request
+from tests.rollout_engines import END, generate, request
 from tests.sglang.servers import CONTEXT, ENDLESS, ENDLESS_PROMPT, Served, difference, logits_of
 
 PROMPTS = ([5, 6, 9, 11], [20, 21, 22, 23, 24, 25, 26], [90])
@@ -25,7 +25,7 @@ def test_logprobs_are_those_of_transformers_over_the_whole_vocabulary(
 ) -> None:
     served: Served = request.getfixturevalue(which)
     asked = [ask(prompt, sampling, seed=i, index=i) for i, prompt in enumerate(PROMPTS)]
-    for one, sample in zip(asked, served.engine.generate(asked), strict=True):
+    for one, sample in zip(asked, generate(served.engine, asked), strict=True):
         assert difference(served.directory, one, sample).max() < 1e-5
         assert (sample.prompt_id, sample.index) == (one.prompt_id, one.index)
         assert sample.versions.tolist() == [0] * len(sample.tokens)
@@ -42,8 +42,8 @@ def test_a_seed_makes_the_same_sample_alone_and_among_others(which: str, request
     seeds = [1, 2**62 + 1, 2**62 + 2, 2**63 - 1]  # the last ones differ in their lower or upper half only
     asked = [ask(PROMPTS[1], SamplingParams(20), seed=seed) for seed in seeds]
     others = [ask(prompt, SamplingParams(20), seed=100 + i) for i, prompt in enumerate(PROMPTS * 4)]
-    alone = [engine.generate([one])[0].tokens.tolist() for one in asked]
-    among = [sample.tokens.tolist() for sample in engine.generate([*others, *asked])[len(others) :]]
+    alone = [generate(engine, [one])[0].tokens.tolist() for one in asked]
+    among = [sample.tokens.tolist() for sample in generate(engine, [*others, *asked])[len(others) :]]
     assert among == alone
     assert len({tuple(tokens) for tokens in alone}) == len(seeds)
 
@@ -56,7 +56,7 @@ def test_sampled_frequencies_are_the_models_probabilities_and_answers_come_in_th
         ask(PROMPTS[0], SamplingParams(1 if seed else 40, stop_tokens=()), seed=seed, index=seed)
         for seed in range(draws)
     ]
-    samples = tied_server.engine.generate(asked)
+    samples = generate(tied_server.engine, asked)
     assert [sample.index for sample in samples] == list(range(draws))
     drawn = np.array([sample.tokens[0] for sample in samples])
     probabilities = logits_of(tied_server.directory, PROMPTS[0], [0]).softmax(-1)[0].numpy()
@@ -71,10 +71,10 @@ def test_sampled_frequencies_are_the_models_probabilities_and_answers_come_in_th
 
 
 def test_stop_tokens_end_a_response_are_kept_in_it_and_left_out_of_its_text(tied_server: Served) -> None:
-    (free,) = tied_server.engine.generate([ask(PROMPTS[0], SamplingParams(12), seed=3)])
+    (free,) = generate(tied_server.engine, [ask(PROMPTS[0], SamplingParams(12), seed=3)])
     stop = int(free.tokens[4])
     first = free.tokens.tolist().index(stop)
-    (stopped,) = tied_server.engine.generate([ask(PROMPTS[0], SamplingParams(12, stop_tokens=(stop,)), seed=3)])
+    (stopped,) = generate(tied_server.engine, [ask(PROMPTS[0], SamplingParams(12, stop_tokens=(stop,)), seed=3)])
     assert stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
     assert stopped.finish == "stop"
     assert stopped.text == "".join(f"w{token}" for token in free.tokens[:first])
@@ -83,7 +83,7 @@ def test_stop_tokens_end_a_response_are_kept_in_it_and_left_out_of_its_text(tied
 
 
 def test_the_models_own_end_token_ends_a_response(tied_server: Served) -> None:
-    samples = tied_server.engine.generate([ask(PROMPTS[0], SamplingParams(120), seed=seed) for seed in range(24)])
+    samples = generate(tied_server.engine, [ask(PROMPTS[0], SamplingParams(120), seed=seed) for seed in range(24)])
     ended = [sample for sample in samples if END in sample.tokens]
     assert len(ended) > 3
     for sample in ended:
@@ -96,7 +96,7 @@ def test_requests_past_their_time_limit_which_counts_while_they_wait_are_aborted
 ) -> None:
     asked = [ask(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(4)]
     with tied_server.trained(timeout_seconds=1.0, requests_at_once=1) as (engine, _):
-        first, *others = engine.generate(asked)
+        first, *others = generate(engine, asked)
     assert first.finish == "abort"
     assert 0 < len(first.tokens) < ENDLESS.max_tokens
     assert difference(tied_server.directory, asked[0], first).max() < 1e-5
@@ -107,8 +107,8 @@ def test_a_prompt_that_does_not_fit_is_refused_with_what_the_server_says_and_end
     tied_server: Served,
 ) -> None:
     with pytest.raises(EngineError, match="context length"):
-        tied_server.engine.generate([ask(ENDLESS_PROMPT, ENDLESS), ask([5] * (CONTEXT + 4), SamplingParams(4))])
+        generate(tied_server.engine, [ask(ENDLESS_PROMPT, ENDLESS), ask([5] * (CONTEXT + 4), SamplingParams(4))])
     tied_server.wait_for_requests(0)
     with pytest.raises(EngineError, match="no tokens"):
-        tied_server.engine.generate([ask([], SamplingParams(4))])
-    assert tied_server.engine.generate([]) == []
+        generate(tied_server.engine, [ask([], SamplingParams(4))])
+    assert generate(tied_server.engine, []) == []

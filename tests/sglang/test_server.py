@@ -30,7 +30,7 @@ from megagrpo.rollout.sglang.server import (
 from megagrpo.types import SamplingParams
 from megagrpo.weights.families import read_architecture
 from tests.loop.small_run import wait_until
-from tests.rollout_engines import model_directory, request
+from tests.rollout_engines import generate, model_directory, request
 from tests.sglang.servers import START_SECONDS, WAIT_SECONDS, Served, client_of, serve_directory, settings
 from tests.sglang.test_weights import check_holds, check_logprobs
 
@@ -251,12 +251,12 @@ def test_a_converted_model_samples_what_the_original_does_and_takes_other_weight
     # The second is longer than what the model's rotary embeddings were scaled from.
     prompts = ((5, 6, 9, 11), tuple(range(20, 110)))
     asked = [request(prompt, SamplingParams(24), seed=seed) for seed, prompt in enumerate(prompts)]
-    check_logprobs(converted_server.engine.generate(asked), asked, {0: original})
+    check_logprobs(generate(converted_server.engine, asked), asked, {0: original})
     check_holds(converted_server.engine, original)
     with converted_server.trained() as (engine, trainer):
         trainer.sync(1, other)
         check_holds(engine, other)
-        samples = engine.generate(asked)
+        samples = generate(engine, asked)
     assert all((sample.versions == 1).all() for sample in samples)
     check_logprobs(samples, asked, {1: other})
 
@@ -271,7 +271,7 @@ def test_a_server_that_is_killed_is_named_with_its_log_and_nothing_of_it_stays(c
     scheduler = next(process for process in processes if "scheduler" in Path(f"/proc/{process}/cmdline").read_text())
     os.kill(scheduler, signal.SIGKILL)
     with pytest.raises(EngineError) as caught:
-        engine.generate([request([5, 6], SamplingParams(200), seed=seed) for seed in range(100)])
+        generate(engine, [request([5, 6], SamplingParams(200), seed=seed) for seed in range(100)])
     assert "engine 0" in str(caught.value)
     assert f"{server.log} ends with" in str(caught.value)
     engine.close()
@@ -279,7 +279,7 @@ def test_a_server_that_is_killed_is_named_with_its_log_and_nothing_of_it_stays(c
     assert not [file for file in files if file.exists()]
     assert not Path(server._directory).exists()
     with pytest.raises(EngineError, match="closed"):
-        engine.generate([request([5, 6], SamplingParams(3))])
+        generate(engine, [request([5, 6], SamplingParams(3))])
 
 
 def test_a_note_of_leftovers_removes_nothing_but_a_servers_own(tmp_path: Path) -> None:

@@ -3,15 +3,16 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import numpy as np
 import psutil
 import pytest
 
-from megagrpo.errors import EngineError
-from megagrpo.rollout.sglang.engine import Pause
+from megagrpo.recipe.schema.run import Pause
 from megagrpo.rollout.sglang.server import members
 from megagrpo.types import SamplingParams
-from tests.rollout_engines import request
+from tests.rollout_engines import generate, request
 from tests.sglang.servers import AT_ONCE, ENDLESS, ENDLESS_PROMPT, WAIT_SECONDS, Served, difference
 
 PROMPT = (5, 6, 9, 11)
@@ -31,7 +32,7 @@ def test_samples_that_begin_after_an_update_in_place_are_wholly_of_the_new_weigh
     # They end by themselves: those that wait for them begin only then.
     running = [request(ENDLESS_PROMPT, SamplingParams(200, temperature=0.0), index=i) for i in range(AT_ONCE)]
     with tied_server.trained(pause="in_place") as (engine, trainer):
-        future = pool.submit(engine.generate, [*running, *OTHERS])
+        future = pool.submit(generate, engine, [*running, *OTHERS])
         tied_server.wait_for_requests(AT_ONCE)
         tied_server.wait_for_batches(5)
         trainer.sync(1, new)
@@ -49,9 +50,9 @@ def test_a_sample_that_waited_in_the_server_during_an_update_in_place_is_wholly_
 ) -> None:
     new, one = tied_server.weights(1), request((*range(5, 45),), SamplingParams(max_tokens=8), seed=3)
     with tied_server.trained(pause="in_place") as (engine, trainer):
-        engine.generate([one])  # the server keeps the prompt's keys and values
+        generate(engine, [one])  # the server keeps the prompt's keys and values
         tied_server.post("/pause_generation", {"mode": "in_place"})  # what the engine now sends waits there
-        future = pool.submit(engine.generate, [one])
+        future = pool.submit(generate, engine, [one])
         while engine._client.run(engine._gate.count()) == 0:
             time.sleep(0.01)
         time.sleep(0.3)  # it is on the way to the server, which does not count it before it goes on
@@ -61,13 +62,45 @@ def test_a_sample_that_waited_in_the_server_during_an_update_in_place_is_wholly_
     assert difference(new, one, sample).max() < 1e-5
 
 
+def test_what_is_given_back_goes_on_where_it_ended(tied_server: Served, pool: ThreadPoolExecutor) -> None:
+    """On any engine: here on the same one, among other requests."""
+    asked = [request(PROMPT, SamplingParams(40), seed=seed, index=seed) for seed in range(AT_ONCE)]
+    with tied_server.trained() as (engine, _):
+        whole = generate(engine, asked)
+        future = pool.submit(generate, engine, asked)
+        tied_server.wait_for_requests(AT_ONCE)
+        tied_server.wait_for_batches(3)
+        engine.give_back(range(AT_ONCE))
+        begun = future.result(WAIT_SECONDS)
+        assert any(0 < len(sample.tokens) < 40 and sample.finish == "abort" for sample in begun)
+        again = [
+            replace(one, begun=sample) if sample.finish == "abort" else one
+            for one, sample in zip(asked, begun, strict=True)
+        ]
+        for one, sample in zip(whole, generate(engine, again), strict=True):
+            assert sample.tokens.tolist() == one.tokens.tolist()
+            assert (sample.finish, sample.text) == (one.finish, one.text)
+            np.testing.assert_allclose(sample.logprobs, one.logprobs, atol=1e-4)
+
+
+def test_requests_are_finished_before_an_update_that_waits_for_them(
+    tied_server: Served, pool: ThreadPoolExecutor
+) -> None:
+    asked = [request(PROMPT, SamplingParams(60), seed=seed, index=seed) for seed in range(AT_ONCE)]
+    with tied_server.trained(pause="finish") as (engine, trainer):
+        future = pool.submit(generate, engine, asked)
+        tied_server.wait_for_requests(AT_ONCE)
+        trainer.sync(1, tied_server.weights(1))
+        assert all((sample.versions == 0).all() for sample in future.result(WAIT_SECONDS))
+
+
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
 def test_no_token_is_sampled_while_an_update_is_open(
     pause: Pause, tied_server: Served, pool: ThreadPoolExecutor
 ) -> None:
     asked = [request(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(AT_ONCE)]
     with tied_server.trained(pause=pause) as (engine, trainer):
-        future = pool.submit(engine.generate, asked)
+        future = pool.submit(generate, engine, asked)
         tied_server.wait_for_requests(AT_ONCE)
         tied_server.wait_for_batches(5)
         engine.begin_update(1)
@@ -75,16 +108,17 @@ def test_no_token_is_sampled_while_an_update_is_open(
         time.sleep(0.3)
         assert tied_server.batches() == before
         assert not future.done()
-        with pytest.raises(EngineError, match="receiving weights"):
-            engine.generate(asked[:1])
+        later = pool.submit(generate, engine, [request(PROMPT, SamplingParams(3))], AT_ONCE)
         trainer.send(1, tied_server.directory)
-        with pytest.raises(EngineError, match="unverified"):
-            engine.generate(asked[:1])
+        time.sleep(0.1)
         assert tied_server.batches() == before
+        assert not later.done()
         engine.commit_update(1)
         tied_server.wait_for_batches(1)
-        tied_server.abort_all()
+        engine.give_back(range(AT_ONCE))
         future.result(WAIT_SECONDS)
+        (sample,) = later.result(WAIT_SECONDS)
+        assert (sample.versions == 1).all()
 
 
 def test_a_server_that_waits_for_weights_takes_no_core(tied_server: Served) -> None:
@@ -106,14 +140,20 @@ def test_an_update_that_was_left_open_on_a_server_is_ended_by_the_next_engine(ti
         left.close()  # as if its process had died: the server's update stays open
         with tied_server.trained() as (engine, trainer):
             trainer.sync(2, new)
-            (sample,) = engine.generate(OTHERS[:1])
+            (sample,) = generate(engine, OTHERS[:1])
     assert (sample.versions == 2).all()
     assert difference(new, OTHERS[0], sample).max() < 1e-5
 
 
-def test_an_external_server_is_not_sampled_from_before_it_has_our_weights(tied_server: Served) -> None:
+def test_an_external_server_is_not_sampled_from_before_it_has_our_weights(
+    tied_server: Served, pool: ThreadPoolExecutor
+) -> None:
     with tied_server.trained() as (engine, _):
         engine.release_memory()  # not a server that can: nothing happens
-        assert engine.generate(OTHERS[:1])
-    with tied_server.borrowed() as engine, pytest.raises(EngineError, match="unverified"):
-        engine.generate(OTHERS[:1])
+        assert generate(engine, OTHERS[:1])
+    with tied_server.borrowed() as engine:
+        future = pool.submit(generate, engine, OTHERS[:1])
+        time.sleep(0.3)
+        assert not future.done()
+        engine.give_back([0])
+        assert future.result(WAIT_SECONDS)[0].finish == "abort"

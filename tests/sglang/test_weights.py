@@ -31,6 +31,7 @@ from megagrpo.weights.transport.buckets import BucketSender, bucket_problems
 from megagrpo.weights.transport.choice import TransportName
 from megagrpo.weights.transport.disk import DiskFiles
 from megagrpo.weights.transport.sglang import read_plan, serialize
+from tests.rollout_engines import generate
 from tests.rollout_engines import request as ask
 from tests.sglang.servers import AT_ONCE, BUCKET_BYTES, WAIT_SECONDS, Policy, Served, difference
 from tests.unit.test_weights_transport import Corrupting
@@ -105,12 +106,12 @@ def test_every_rank_holds_what_the_training_ranks_sent_and_samples_from_it(polic
         policy.sync(version, directory)
         check_holds(policy.engine, directory)
         asked = ask(PROMPT, SamplingParams(24), seed=version)
-        (sample,) = policy.engine.generate([asked])
+        (sample,) = generate(policy.engine, [asked])
         assert (sample.versions == version).all()
         check_logprobs([sample], [asked], {version: directory})
         # Again with some of its tokens in the prompt, whose keys and values are cached already.
         longer = ask((*PROMPT, *sample.tokens.tolist()[:12]), SamplingParams(12), seed=version)
-        check_logprobs(policy.engine.generate([longer]), [longer], {version: directory})
+        check_logprobs(generate(policy.engine, [longer]), [longer], {version: directory})
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_ten_syncs_while_it_generates(policy: Policy) -> None:
     policy.sync(1, directories[1])
     asked = [ask((5, 6, 9 + i % 7, 11), SamplingParams(230), seed=i, index=i) for i in range(2 * AT_ONCE)]
     with ThreadPoolExecutor(1) as pool:
-        generating = pool.submit(policy.engine.generate, asked)
+        generating = pool.submit(generate, policy.engine, asked)
         for version in range(2, 12):
             policy.served.wait_for_batches(3)
             policy.sync(version, directories[version])

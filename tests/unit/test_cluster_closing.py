@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,7 @@ def test_an_engine_that_is_still_starting_does_not_hold_up_the_end_of_a_run(monk
     engines = object.__new__(Rollouts)
     engines.actors = dict(actors.by_name)
     engines._other_nodes = {name: [] for name in actors.by_name}
+    engines._collecting = threading.Thread()
     engines._starting = {name: f"start {name}" for name in actors.by_name}  # type: ignore[misc]
     engines.close()
     assert sorted(actors.asked) == ["close engine 0", "close engine 1"]

@@ -63,7 +63,7 @@ class Sync(WeightSync):
         self.transport = TransportName.SHARED_MEMORY
         self._device = policy.device
         self.brought: list[int] = []
-        run.rollouts.actors = {"engine 0": SimpleNamespace()}
+        run.rollouts.actors, run.rollouts.lost = {"engine 0": SimpleNamespace()}, {}
 
     def _bring(self, version: int, engines: list[str], lost: Any = ()) -> None:
         assert "parameters" in self._device.policy

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from megagrpo.errors import EngineError, ModelError
 from megagrpo.rollout.transformers_engine import TransformersEngine
 from megagrpo.types import Request, Sample, SamplingParams
-from tests.rollout_engines import END, model_directory, request, start_engine
+from tests.rollout_engines import END, generate, model_directory, request, start_engine
 from tests.tiny_models import TINY_FAMILIES
 
 PROMPTS = [[5], [9, 8, 3, 1, 2], [4, 4, 4], list(range(20, 37)), [100, 3]]
@@ -47,7 +47,7 @@ def test_greedy_responses_and_logprobs_are_those_of_transformers(family: str, tm
     path = model_directory(family, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     greedy = SamplingParams(max_tokens=12, temperature=0.0)
-    samples = start_engine(path).generate([request(prompt, greedy) for prompt in PROMPTS])
+    samples = generate(start_engine(path), [request(prompt, greedy) for prompt in PROMPTS])
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
         assert sample.tokens.tolist() == expected[0, len(prompt) :].tolist()
@@ -66,7 +66,7 @@ def test_sampled_logprobs_are_those_of_a_full_forward_pass_after_rows_left_the_b
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(qwen2, dtype=torch.float32).eval()
     requests = many_requests()
-    samples = engine.generate(requests)
+    samples = generate(engine, requests)
     lengths = [len(sample.tokens) for sample in samples]
     assert min(lengths) < 5, "the test needs short responses"
     assert max(lengths) == 24, "the test needs long responses"
@@ -83,15 +83,15 @@ def test_what_is_drawn_does_not_depend_on_batching_order_or_other_requests(
     qwen2: Path, engine: TransformersEngine
 ) -> None:
     requests = many_requests()
-    expected = tokens_of(engine.generate(requests))
+    expected = tokens_of(generate(engine, requests))
     shuffled = random.Random(0).sample(range(len(requests)), len(requests))
     for small in (start_engine(qwen2, requests_at_once=7), start_engine(qwen2, requests_at_once=1)):
-        samples = small.generate([requests[i] for i in shuffled])
+        samples = generate(small, [requests[i] for i in shuffled])
         assert tokens_of(samples) == [expected[i] for i in shuffled]
         assert [(s.prompt_id, s.index) for s in samples] == [
             (requests[i].prompt_id, requests[i].index) for i in shuffled
         ]
-    assert tokens_of(engine.generate(requests[3:5])) == expected[3:5]
+    assert tokens_of(generate(engine, requests[3:5])) == expected[3:5]
     assert len({tuple(tokens) for tokens in expected}) > 0.9 * len(expected), "seeds draw different responses"
 
 
@@ -103,20 +103,20 @@ def test_requests_with_different_sampling_share_a_call(engine: TransformersEngin
         )
         for i, asked in enumerate(many_requests())
     ]
-    samples = engine.generate(mixed)
-    assert tokens_of(samples) == [tokens_of(engine.generate([asked]))[0] for asked in mixed]
+    samples = generate(engine, mixed)
+    assert tokens_of(samples) == [tokens_of(generate(engine, [asked]))[0] for asked in mixed]
     assert all((sample.versions == 0).all() for sample in samples)
-    whole = tokens_of(engine.generate(many_requests()))
+    whole = tokens_of(generate(engine, many_requests()))
     assert tokens_of(samples)[3::4] == [tokens[:1] for tokens in whole[3::4]], "one token is the least to be asked for"
 
 
 def test_stop_tokens_end_a_response_are_kept_in_it_and_left_out_of_its_text(engine: TransformersEngine) -> None:
-    (free,) = engine.generate([request(PROMPTS[1], SamplingParams(max_tokens=8, temperature=0.0))])
+    (free,) = generate(engine, [request(PROMPTS[1], SamplingParams(max_tokens=8, temperature=0.0))])
     assert free.finish == "length"
     stop = int(free.tokens[4])
     end = free.tokens.tolist().index(stop) + 1
-    (stopped,) = engine.generate(
-        [request(PROMPTS[1], SamplingParams(max_tokens=8, temperature=0.0, stop_tokens=(stop,)))]
+    (stopped,) = generate(
+        engine, [request(PROMPTS[1], SamplingParams(max_tokens=8, temperature=0.0, stop_tokens=(stop,)))]
     )
     assert stopped.tokens.tolist() == free.tokens[:end].tolist()
     assert stopped.finish == "stop"
@@ -130,13 +130,13 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_sample_and_the_w
         with torch.no_grad():
             weight[7] = value
         with pytest.raises(EngineError, match=r"sample 0 of prompt p.* version 0: token 1 of its response(.|\n)*lr"):
-            broken.generate([request([3, 4], SamplingParams(max_tokens=4, temperature=1e-3), prompt_id="p")])
+            generate(broken, [request([3, 4], SamplingParams(max_tokens=4, temperature=1e-3), prompt_id="p")])
 
 
 def test_no_requests_give_no_samples_and_an_empty_prompt_is_refused(engine: TransformersEngine) -> None:
-    assert engine.generate([]) == []
+    assert generate(engine, []) == []
     with pytest.raises(EngineError, match="no tokens"):
-        engine.generate([request([], LONG_TAIL)])
+        generate(engine, [request([], LONG_TAIL)])
 
 
 def test_a_model_without_a_tensor_or_a_tokenizer_is_refused(qwen2: Path, tmp_path: Path) -> None:

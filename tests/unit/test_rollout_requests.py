@@ -1,12 +1,10 @@
-"""Prompts to requests, samples to groups, and requests to engines."""
+"""Prompts to requests, and samples to groups."""
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megagrpo.errors import EngineError
-from megagrpo.rollout.requests import assign, groups_of, requests_for
+from megagrpo.rollout.requests import groups_of, requests_for
 from megagrpo.types import Prompt, Request, Sample, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=4)
@@ -52,18 +50,3 @@ def test_samples_that_were_not_asked_for_are_refused(keep: slice) -> None:
     prompts = [prompt("a"), prompt("b")]
     with pytest.raises(EngineError):
         groups_of(prompts, [answer(request) for request in requests_of(prompts)][keep], 2)
-
-
-@given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 5))
-def test_every_request_has_one_engine_prompts_stay_together_and_loads_are_even(names: list[int], engines: int) -> None:
-    requests = [Request(str(name), i, (name,), i, SAMPLING) for i, name in enumerate(names)]
-    of_engine = assign(requests, engines)
-    assert len(of_engine) == engines
-    assert sorted(i for indices in of_engine for i in indices) == list(range(len(names)))
-    assert all(indices == sorted(indices) for indices in of_engine)
-    for name in set(names):
-        assert sum(any(names[i] == name for i in indices) for indices in of_engine) == 1
-    loads = [len(indices) for indices in of_engine]
-    if len({names.count(name) for name in names}) == 1 and len(set(names)) % engines == 0:
-        assert len(set(loads)) == 1, "equal groups are dealt out evenly"
-    assert max(loads) - min(loads) <= max((names.count(name) for name in names), default=0)

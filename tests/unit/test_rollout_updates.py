@@ -1,10 +1,13 @@
 """Weights into the embedded engine: the order of calls, digests of what arrived, and what is sampled afterwards."""
 
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import EngineError
+from megagrpo.recipe.schema.run import Pause
 from megagrpo.rollout.engine import Engine, EngineState, UpdateProtocol
 from megagrpo.types import SamplingParams
 from megagrpo.weights.digest import digests
@@ -20,7 +24,7 @@ from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
 from megagrpo.weights.transport.rendezvous import RendezvousHost
-from tests.rollout_engines import model_directory, request, start_engine
+from tests.rollout_engines import generate, model_directory, request, start_engine
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 ASKED = [request([5, 6, 7, 8], GREEDY)]
@@ -30,7 +34,7 @@ ASKED = [request([5, 6, 7, 8], GREEDY)]
 def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_path: Path) -> None:
     old, new = model_directory(family, tmp_path / "old", seed=0), model_directory(family, tmp_path / "new", seed=1)
     engine: Engine = start_engine(old)
-    (before,) = engine.generate(ASKED)
+    (before,) = generate(engine, ASKED)
 
     (source,) = checkpoint.manifests(new)
     tensors = load_file(new / "model.safetensors")
@@ -53,7 +57,7 @@ def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_pa
     engine.commit_update(3)
     sender.close()
 
-    (after,) = engine.generate(ASKED)
+    (after,) = generate(engine, ASKED)
     model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32)
     expected = model.generate(torch.tensor([ASKED[0].tokens]), max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert after.tokens.tolist() == expected[0, 4:].tolist()
@@ -64,24 +68,69 @@ def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_pa
 def test_nothing_is_generated_from_open_or_unverified_weights_nor_after_closing(tmp_path: Path) -> None:
     engine = start_engine(model_directory("qwen2", tmp_path))
     engine.begin_update(1)
-    with pytest.raises(EngineError, match="receiving weights"):
-        engine.generate(ASKED)
-    with pytest.raises(EngineError, match="connect first"):
-        engine.receive(1)
-    engine.end_update(1)
-    with pytest.raises(EngineError, match="unverified"):
-        engine.generate(ASKED)
-    engine.commit_update(1)
-    engine.generate(ASKED)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(generate, engine, ASKED)
+        with pytest.raises(EngineError, match="connect first"):
+            engine.receive(1)
+        engine.end_update(1)
+        assert not wait([future], timeout=0.2).done
+        engine.commit_update(1)
+        (sample,) = future.result(60)
+    assert (sample.versions == 1).all()
     engine.close()
     engine.close()
     with pytest.raises(EngineError, match="closed"):
-        engine.generate(ASKED)
+        generate(engine, ASKED)
+
+
+LONG = SamplingParams(max_tokens=60, temperature=1.3)
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place", "finish"])
+def test_responses_that_run_when_an_update_begins_go_on_as_the_recipe_says(pause: Pause, tmp_path: Path) -> None:
+    engine = start_engine(model_directory("qwen2", tmp_path, eos_token_id=None), pause=pause)
+    asked = [request([5, 6, 7], LONG, seed=seed, index=seed) for seed in range(4)]
+    whole = generate(engine, asked)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(generate, engine, asked)
+        while not engine._samples:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        engine.begin_update(1)  # with the same weights
+        done = future.done()
+        engine.end_update(1)
+        engine.commit_update(1)
+        samples = future.result(60)
+    mixed = [len(set(sample.versions.tolist())) == 2 for sample in samples]
+    assert all(mixed) != (pause == "finish") or done, "the update came too late for the test"
+    for one, sample in zip(whole, samples, strict=True):
+        assert sample.tokens.tolist() == one.tokens.tolist()
+        assert (np.diff(sample.versions) >= 0).all()
+        np.testing.assert_allclose(sample.logprobs, one.logprobs, atol=1e-5)
+
+
+def test_what_is_given_back_goes_on_where_it_ended_and_leaves_the_others_alone(tmp_path: Path) -> None:
+    engine = start_engine(model_directory("qwen2", tmp_path, eos_token_id=None))
+    asked = [request([5, 6, 7], LONG, seed=seed, index=seed) for seed in range(4)]
+    whole = generate(engine, asked)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(generate, engine, asked)
+        while not engine._samples:
+            time.sleep(0.001)
+        engine.give_back([1, 3, 99])
+        samples = future.result(60)
+    ends = [sample.finish for sample in samples]
+    assert ends[0] == ends[2] == "length"
+    again = [replace(one, begun=sample) for one, sample in zip(asked, samples, strict=True) if sample.finish == "abort"]
+    samples = [sample for sample in samples if sample.finish != "abort"] + generate(engine, again)
+    samples.sort(key=lambda sample: sample.index)
+    assert [sample.tokens.tolist() for sample in samples] == [one.tokens.tolist() for one in whole]
+    assert [(sample.finish, sample.text) for sample in samples] == [(one.finish, one.text) for one in whole]
 
 
 CALLS = st.sampled_from(
     [(name, number) for name in ("begin", "end", "commit") for number in (1, 2)]
-    + [(name,) for name in ("check_receiving", "check_serving", "lose_weights", "close")]
+    + [(name,) for name in ("check_receiving", "check_open", "lose_weights", "close")]
 )
 
 
@@ -97,7 +146,7 @@ def test_calls_out_of_turn_are_refused_and_change_nothing(calls: list[tuple[Any,
             "end": (state == EngineState.RECEIVING and number == incoming, (EngineState.UNVERIFIED, version, incoming)),
             "commit": (state == EngineState.UNVERIFIED and number == incoming, (EngineState.SERVING, number, None)),
             "check_receiving": (state == EngineState.RECEIVING, (state, version, incoming)),
-            "check_serving": (state == EngineState.SERVING, (state, version, incoming)),
+            "check_open": (state != EngineState.CLOSED, (state, version, incoming)),
             "lose_weights": (state != EngineState.CLOSED, (EngineState.UNVERIFIED, version, None)),
             "close": (True, (EngineState.CLOSED, version, None)),
         }[name]

@@ -122,7 +122,7 @@ def test_a_run_continues_from_a_checkpoint_whose_recipe_lacks_an_evaluation(save
     watched = ["eval.files=[{path: a.jsonl}]", "eval.early_stopping={metric: mean@1, patience: 2}"]
     run = step_fakes.make_run(*watched, scores=lambda prompt: [1.0] * 4)
     state = TrainerState(2, 2, run.cursor.state(), saved, best_evaluation=0.5)
-    begun = run_loop.first_progress(run.recipe, run.cursor, state)
+    begun = run_loop.first_progress(run.recipe, run.cursor, step_fakes.checkpoint_of(state))
     assert begun.early is not None
     assert (begun.step, begun.early.best) == (2, None)
 

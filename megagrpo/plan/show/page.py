@@ -167,7 +167,7 @@ def _time(time: StepTime) -> str:
 def _schedules(plan: Plan) -> str:
     lines = [(time.name, *schedules.figures(time, plan.schedules[0])) for time in plan.schedules]
     table = _table(("", *schedules.HEADS), lines, numbers=range(1, len(schedules.HEADS) + 1), names=(0,))
-    told = schedules.judgement(plan.schedules, colocated=plan.recipe.cluster.placement == "colocated")
+    told = schedules.judgement(plan.schedules, plan.grpo)
     return f"{table}<p>{escape(told)}</p>"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megagrpo.plan.schedules import ScheduleTime, best
 from megagrpo.plan.search import Split
 from megagrpo.plan.units import second_text
+from megagrpo.recipe.schema import Recipe
 
 HEADS = ("a step", "speed", "trainer waits", "engines idle", "slots empty", "staleness", "old tokens")
 
@@ -25,9 +26,9 @@ def figures(time: ScheduleTime, sync: ScheduleTime) -> tuple[str, ...]:
     )
 
 
-def judgement(times: Sequence[ScheduleTime], *, colocated: bool) -> str:
-    """Which is best, and what it costs. sync is the first of them."""
-    found, sync = best(times), times[0]
+def judgement(times: Sequence[ScheduleTime], recipe: Recipe) -> str:
+    """Which is best, and what it costs, and which is the recipe's. sync is the first of them."""
+    found, sync, own = best(times), times[0], recipe.schedule
     if found is sync:
         text = "best here: sync, whose samples are never stale"
     else:
@@ -35,7 +36,10 @@ def judgement(times: Sequence[ScheduleTime], *, colocated: bool) -> str:
         late = f"groups are trained {found.staleness:.1f} versions late in the mean, {found.staleness_max} at most"
         old = f"{found.old_tokens:.0%} of their tokens are more than one version old"
         text = f"best here: {found.name}, {faster}; its price: {late}, and {old}"
-    if colocated:
+    if own != sync.schedule:
+        ours = next(time for time in times if time.schedule == own)
+        text += f"; the recipe's is {ours.name}: {second_text(ours.seconds)} a step, not the sum of its phases"
+    if recipe.cluster.placement == "colocated":
         text += "; engines on devices of their own can sample during training, too: --search compares"
     return text
 

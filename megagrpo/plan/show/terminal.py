@@ -248,7 +248,7 @@ def _schedules(plan: Plan) -> RenderableType | None:
         table.add_column(head if len(head) < 8 else head.replace(" ", "\n"), justify="right", no_wrap=True)
     for time in plan.schedules:
         table.add_row(time.name, *schedules.figures(time, plan.schedules[0]))
-    told = schedules.judgement(plan.schedules, colocated=plan.recipe.cluster.placement == "colocated")
+    told = schedules.judgement(plan.schedules, plan.grpo)
     return Group(_title("schedules, simulated"), table, Text(told))
 
 

@@ -13,7 +13,8 @@ from megagrpo.recipe.schema.data import DataConfig
 from megagrpo.recipe.schema.eval import EvalConfig, metric_rules
 from megagrpo.recipe.schema.reward import RewardConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
-from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, TrackConfig, WeightsConfig
+from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, Pause, TrackConfig, WeightsConfig
+from megagrpo.recipe.schema.schedule import AsyncConfig, OneStepOffConfig, ScheduleConfig, SyncConfig
 from megagrpo.recipe.schema.train import TrainConfig, device_rules, dtype_rules, length_rules, longest_rules
 from megagrpo.section import Section, Seed
 
@@ -41,6 +42,9 @@ class Recipe(Section):
     rollout: RolloutConfig
     reward: RewardConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    schedule: ScheduleConfig = SyncConfig(kind="sync")
+    """What waits for what: sync, one_step_off or async, or a mapping with settings of one. See docs/schedules.md."""
+
     train: TrainConfig
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
@@ -51,6 +55,7 @@ class Recipe(Section):
     def rules(self) -> Iterator[Problem]:
         prompt, response = self.data.prompt_tokens_max, self.rollout.response_tokens_max
         yield from self._batch()
+        yield from self._schedule()
         yield from self._advantage()
         yield from self._critic()
         yield from length_rules(self.train, ("total_steps", "total_epochs", "total_episodes"), "add total_steps: N")
@@ -94,6 +99,53 @@ class Recipe(Section):
             given = f"{overlong.buffer_tokens}, and responses of up to {rollout.response_tokens_max} tokens"
             fix = "lower it, or raise rollout.response_tokens_max"
             yield Problem("reward.overlong.buffer_tokens", given, f"at most {rollout.response_tokens_max}", fix)
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Most prompts that have begun and that no step has taken."""
+        schedule, step = self.schedule, self.rollout.prompts_per_step
+        if isinstance(schedule, SyncConfig):
+            return step + schedule.carry_over
+        if isinstance(schedule, OneStepOffConfig):
+            return step
+        return schedule.prompts_at_once or step * (1 + schedule.max_staleness)
+
+    @property
+    def pause(self) -> Pause:
+        """What engines do with requests that run when an update begins."""
+        return "finish" if isinstance(self.schedule, OneStepOffConfig) else self.weights.pause
+
+    def _schedule(self) -> Iterator[Problem]:
+        schedule, step, cluster = self.schedule, self.rollout.prompts_per_step, self.cluster
+        if isinstance(schedule, SyncConfig) and not schedule.carry_over:
+            return
+        kind = "sync with carry_over" if isinstance(schedule, SyncConfig) else schedule.kind
+        if not isinstance(schedule, SyncConfig) and cluster.placement == "colocated" and self.rollout.devices_of_engine:
+            given = f"{kind}, with cluster.placement: colocated"
+            needed = "engines with devices of their own: they sample while the ranks train"
+            fix = "placement: disaggregated, or {kind: sync, carry_over: N, max_staleness: 2}"
+            yield Problem("schedule.kind", given, needed, fix)
+        if self.algorithm.advantage.name == "remax":
+            given = f"{kind}, with algorithm.advantage.name: remax"
+            needed = "sync: responses and their greedy baselines are of one weight version"
+            yield Problem("schedule.kind", given, needed, "kind: sync without carry_over, or another advantage")
+        if self.rollout.dynamic_sampling and isinstance(schedule, OneStepOffConfig):
+            given = "one_step_off, with rollout.dynamic_sampling"
+            needed = "sync or async: replacements would be sampled while the ranks wait"
+            yield Problem("schedule.kind", given, needed, "kind: async, with max_staleness: 1")
+        if isinstance(schedule, AsyncConfig) and schedule.prompts_at_once is not None:
+            least, most = step, step * (1 + schedule.max_staleness)
+            if not least <= schedule.prompts_at_once <= most:
+                given = f"{schedule.prompts_at_once}, with {step} prompts in a step"
+                needed = f"from {least}, which a step trains on, to {most}, which max_staleness lets begin"
+                yield Problem("schedule.prompts_at_once", given, needed, "remove it, or raise max_staleness")
+        if isinstance(schedule, SyncConfig) and schedule.carry_over > step * schedule.max_staleness:
+            given = f"{schedule.carry_over}, with {step} prompts in a step"
+            needed = f"at most prompts_per_step x max_staleness = {step * schedule.max_staleness}"
+            yield Problem("schedule.carry_over", given, needed, "lower it, or raise max_staleness")
+        if self.weights.given("pause") and isinstance(schedule, OneStepOffConfig):
+            needed = "nothing: with one_step_off engines finish what runs before an update"
+            yield Problem("weights.pause", self.weights.pause, needed, "remove it")
 
     def _advantage(self) -> Iterator[Problem]:
         advantage, rollout, reward = self.algorithm.advantage, self.rollout, self.reward

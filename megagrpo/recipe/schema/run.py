@@ -10,6 +10,8 @@ from pydantic import Field
 from megagrpo.errors import Problem, brief
 from megagrpo.section import Count, NonNegativeInt, PositiveInt, Seconds, Section
 
+Pause = Literal["retract", "in_place", "finish"]
+
 
 class ModelConfig(Section):
     """The policy to start from; the reference policy is a frozen copy of the same weights."""
@@ -47,10 +49,10 @@ class WeightsConfig(Section):
     """Only for transfer: disk. A directory that all training ranks and engines reach. The default is weights/ in the
     run's directory."""
 
-    pause: Literal["retract", "in_place"] = "retract"
+    pause: Pause = "retract"
     """What an engine does with requests that still run when an update begins. retract: it computes their keys and
-    values again with the new weights. in_place: it goes on with those of the old weights. Under today's schedule no
-    request of the run is left then: this is for asynchronous schedules and for servers that are shared with others."""
+    values again with the new weights. in_place: it goes on with those of the old weights. finish: the update waits for
+    their ends. With schedule: sync no request is left then."""
 
     timeout_seconds: Seconds = 600.0
     """Longest time of one attempt at a sync, and of any wait in it."""

@@ -6,16 +6,17 @@ import asyncio
 import json
 import threading
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
 
-from megagrpo.errors import EngineError, MegagrpoError, Problem
+from megagrpo.errors import EngineError, Problem
+from megagrpo.rollout.requests import after_begun
 from megagrpo.types import FinishReason, Request, Sample
 
 CONNECT_ATTEMPTS = 3
@@ -73,21 +74,21 @@ class SglangClient:
     async def post_async(self, path: str, body: Mapping[str, Any], timeout_seconds: float) -> Mapping[str, Any]:
         return await self._answer("POST", path, body, timeout_seconds)
 
-    async def generate(self, request: Request, rid: str, timeout_seconds: float) -> Mapping[str, Any]:
-        """The server's answer to one request. At the time limit the request is aborted and keeps its tokens so far.
+    async def generate(self, request: Request, rid: str, version: int, up: asyncio.Event) -> Mapping[str, Any]:
+        """The server's answer to one request. Once `up` is set the request is aborted and keeps its tokens so far.
 
         Raises BrokenConnection if the request may be sent again: a server that still runs has dropped it.
         """
-        answer = asyncio.ensure_future(self._answer("POST", "/generate", generate_body(request, rid), None))
+        answer = asyncio.ensure_future(self._answer("POST", "/generate", generate_body(request, rid, version), None))
         try:
-            done, _ = await asyncio.wait({answer}, timeout=timeout_seconds)
+            done = await _in_time(answer, up)
             for _ in range(round(ABORT_SECONDS / ABORT_AGAIN_SECONDS)):
                 if done:
                     break
                 await self.abort(rid)
-                done, _ = await asyncio.wait({answer}, timeout=ABORT_AGAIN_SECONDS)
+                done = bool((await asyncio.wait({answer}, timeout=ABORT_AGAIN_SECONDS))[0])
             if not done:
-                given = f"no answer {ABORT_SECONDS:g} s after it was aborted, which was after {timeout_seconds:g} s"
+                given = f"no answer {ABORT_SECONDS:g} s after the request was aborted"
                 raise EngineError(self._failure("POST /generate", given))
             return answer.result()
         finally:
@@ -165,16 +166,18 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-def generate_body(request: Request, rid: str) -> dict[str, Any]:
-    """The body of SGLang's /generate for one sample. With n > 1, all samples of a prompt would have the seed of the
+def generate_body(request: Request, rid: str, version: int) -> dict[str, Any]:
+    """The body of SGLang's /generate for one sample. It shares keys and values of its prompt only with requests of the
+    same weight version: others' may be of other weights. With n > 1, all samples of a prompt would have the seed of the
     first, could not be aborted alone, and would be answered together."""
     sampling = request.sampling
     return {
         "rid": rid,
-        "input_ids": list(request.tokens),
+        "input_ids": list(request.read),
         "return_logprob": True,
+        "extra_key": str(version),
         "sampling_params": {
-            "max_new_tokens": sampling.max_tokens,
+            "max_new_tokens": request.tokens_left,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
@@ -207,14 +210,8 @@ def read_sample(
                 needed="a finite logprob for each token, a known end, and a weight version of this run for each token",
             )
         )
-    text = text_of(tokens, finish)
-    return Sample(request.prompt_id, request.index, tokens, logprobs, versions, finish, text)
-
-
-def aborted_sample(request: Request) -> Sample:
-    """The sample of a request whose time was up before it was sent."""
-    nothing = np.zeros(0, dtype=np.int32)
-    return Sample(request.prompt_id, request.index, nothing, nothing.astype(np.float32), nothing, "abort", "")
+    sample = after_begun(request, Sample(request.prompt_id, request.index, tokens, logprobs, versions, finish, ""))
+    return replace(sample, text=text_of(sample.tokens, finish))
 
 
 def _versions(meta: Mapping[str, Any], count: int) -> np.ndarray | None:
@@ -244,22 +241,19 @@ class RequestGate:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running = 0
-        self._holds = 0
-        self._failure: MegagrpoError | None = None
 
     @asynccontextmanager
-    async def turn(self, deadline: float) -> AsyncIterator[bool]:
-        """Waits for this request's turn. False: `deadline`, on the loop's clock, came first.
-
-        Raises what `fail` was called with.
-        """
-        if not await _in_time(self._turns.acquire(), deadline):
+    async def turn(self, up: asyncio.Event) -> AsyncIterator[bool]:
+        """Waits for this request's turn. False: `up` was set first."""
+        turn = asyncio.ensure_future(self._turns.acquire())
+        if not await _in_time(turn, up):
+            turn.cancel()
             yield False
             return
         try:
-            may_run = await _in_time(self._open.wait(), deadline)
-            if self._failure is not None:
-                raise self._failure
+            opened = asyncio.ensure_future(self._open.wait())
+            may_run = await _in_time(opened, up)
+            opened.cancel()
             yield may_run
         finally:
             self._turns.release()
@@ -279,29 +273,23 @@ class RequestGate:
         return self._running
 
     async def hold(self) -> None:
-        self._holds += 1
         self._open.clear()
 
     async def release(self) -> None:
         self._open.set()
 
-    async def drained(self) -> bool:
-        """Returns once nothing is on the way. False if `hold` was called again meanwhile, for another update."""
-        held = self._holds
+    async def drained(self) -> None:
+        """Returns once nothing is on the way."""
         await self._idle.wait()
-        return held == self._holds
-
-    async def fail(self, error: MegagrpoError) -> None:
-        """Every request that waits for a turn, now or later, gets this error."""
-        self._failure = error
-        self._open.set()
 
 
-async def _in_time(waiting: Awaitable[object], deadline: float) -> bool:
-    """Whether what is waited for came before the deadline."""
+async def _in_time(waiting: asyncio.Future[Any], up: asyncio.Event) -> bool:
+    """Whether what is waited for came before `up` was set. Does not cancel it."""
+    if up.is_set():
+        return waiting.done()
+    end = asyncio.ensure_future(up.wait())
     try:
-        async with asyncio.timeout_at(deadline):
-            await waiting
-    except TimeoutError:
-        return False
-    return True
+        await asyncio.wait({waiting, end}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        end.cancel()
+    return waiting.done()

@@ -4,21 +4,22 @@ started, or an external one."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.rollout.engine import MemoryTag, UpdateProtocol, check_prompts
+from megagrpo.recipe.schema.run import Pause
+from megagrpo.rollout.engine import Done, Engine, MemoryTag, UpdateProtocol, check_prompts
+from megagrpo.rollout.requests import nothing_sampled
 from megagrpo.rollout.sglang.arguments import OWNED
 from megagrpo.rollout.sglang.client import (
     BrokenConnection,
     Endpoint,
     RequestGate,
     SglangClient,
-    aborted_sample,
     new_request_id,
     read_sample,
 )
@@ -33,7 +34,6 @@ from megagrpo.weights.sides import sglang as sglang_side
 from megagrpo.weights.transport.choice import Channel
 from megagrpo.weights.transport.sglang import ServerWeights
 
-Pause = Literal["retract", "in_place"]
 NOTHING_OPEN = "no weight-update session is open"  # how SGLang refuses /end_weight_update
 
 
@@ -65,14 +65,13 @@ def check_server(
         raise EngineError(Problem(f"{name}: the server is not what the recipe says", given, needed, fix))
 
 
-class SglangEngine:
-    """Implements Engine (rollout/engine.py) over a Server, which `close` ends, or the Endpoint of an external one.
+class SglangEngine(Engine):
+    """An engine over a Server, which `close` ends, or the Endpoint of an external one.
 
     `model_directory` holds the model's config.json as this process sees it; `engine` is this engine's number. At most
-    `requests_at_once` requests are on the way. A request that runs or waits `timeout_seconds` after `generate` was
-    called is aborted with the tokens that it has. `control_timeout_seconds` limits every other request to the server.
-    `pause` is what becomes of running requests when an update begins (weights.pause in the recipe). A pipeline finishes
-    them first.
+    `requests_at_once` requests are on the way. A request that runs or waits `timeout_seconds` after it began is aborted
+    with the tokens that it has. `control_timeout_seconds` limits every other request to the server. `pause` is what
+    becomes of running requests when an update begins. A pipeline finishes them first.
 
     A server that megagrpo started has no weights until the first update; those of an external one are unknown. Raises
     EngineError if a server's layout or dtype is another, ModelError if SGLang cannot hold the model so, or if there is
@@ -106,13 +105,14 @@ class SglangEngine:
         self._protocol = UpdateProtocol(name)
         self._timeout, self._control_timeout = timeout_seconds, control_timeout_seconds
         # SGLang's pipelines go on sampling while they are paused: an update waits until all requests have ended.
-        self._drains = layout.pipeline > 1
-        self._pause: Pause = "retract" if self._drains else pause
+        self._pause: Pause = "finish" if layout.pipeline > 1 else pause
         endpoint = Endpoint(server.url, server.api_key)
         self._client = SglangClient(endpoint, failure=self._failure, timeout_seconds=control_timeout_seconds)
         self._gate = RequestGate(requests_at_once)
         self._paused = self._update_open = False
         self._released: set[MemoryTag] = set()
+        self._ends: dict[int, asyncio.Event] = {}
+        """By ticket of a request: set when it is to end with the tokens that it has. Lives on the client's loop."""
         try:
             self._info = self._client.get("/server_info")
             check_server(self._info, name, layout, dtype, architecture)
@@ -129,54 +129,67 @@ class SglangEngine:
             raise
         self._weights = ServerWeights(self._client.post, name, self._manifests, self._info)
         if self._server is None or self._info.get("load_format") == "dummy":
-            self._protocol.lose_weights()
+            self._lose_weights()
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        """One sample for each request. If one fails, the others are aborted.
-
-        An update may begin meanwhile, in another thread. Requests that are not sent yet then wait for its end, and
-        those that run are paused as the recipe says.
+    def begin(self, requests: Mapping[int, Request], done: Done) -> None:
+        """An update may begin meanwhile. Requests that are not sent yet then wait for its end, and those that run are
+        paused as the recipe says.
         """
-        self._protocol.check_serving()
-        check_prompts(requests, self._protocol.name)
+        self._protocol.check_open()
+        check_prompts(requests.values(), self._protocol.name)
         self._resume_memory(["kv_cache"])
-        return self._client.run(self._generate_all(requests))
+        self._client.run(self._begin(requests, done))
 
-    async def _generate_all(self, requests: Sequence[Request]) -> list[Sample]:
-        deadline = asyncio.get_running_loop().time() + self._timeout
-        tasks = [asyncio.ensure_future(self._generate_one(request, deadline)) for request in requests]
+    def give_back(self, tickets: Collection[int]) -> None:
+        self._client.run(self._give_back(tickets))
+
+    async def _begin(self, requests: Mapping[int, Request], done: Done) -> None:
+        self._ends |= {ticket: asyncio.Event() for ticket in requests}
+        for ticket, request in requests.items():
+            self._client.start(self._answer(ticket, request, done))
+
+    async def _give_back(self, tickets: Collection[int]) -> None:
+        for ticket in self._ends.keys() & tickets:
+            self._ends[ticket].set()
+
+    async def _answer(self, ticket: int, request: Request, done: Done) -> None:
+        end = self._ends[ticket]
+        timer = asyncio.get_running_loop().call_later(self._timeout, end.set)
         try:
-            return list(await asyncio.gather(*tasks))
+            answer: Sample | MegagrpoError = await self._generate_one(request, end)
+        except MegagrpoError as error:
+            answer = error
         finally:
-            for task in tasks:
-                task.cancel()
+            timer.cancel()
+            del self._ends[ticket]
+        done(ticket, answer)
 
-    async def _generate_one(self, request: Request, deadline: float) -> Sample:
+    async def _generate_one(self, request: Request, end: asyncio.Event) -> Sample:
         while True:
-            async with self._gate.turn(deadline) as wanted:
+            async with self._gate.turn(end) as wanted:
                 if not wanted:
-                    return aborted_sample(request)
+                    return request.begun or nothing_sampled(request)
                 sent_to = self._protocol.version
                 try:
-                    answer = await self._send(request, deadline)
+                    answer = await self._send(request, end)
                 except BrokenConnection:
                     # The seed is the same, and a server that still runs has dropped the first request.
-                    answer = await self._send(request, deadline)
+                    answer = await self._send(request, end)
             sample = read_sample(request, answer, self._text, self._protocol.name)
             # A request that was sent to one version, and has only tokens of later ones, waited in the server while
             # weights were written in place: it used keys and values of its prompt that the old weights had made.
-            stale = self._pause == "in_place" and sample.finish != "abort" and (sample.versions > sent_to).all()
+            new = sample.versions[len(sample.versions) - len(answer["output_ids"]) :]
+            stale = self._pause == "in_place" and sample.finish != "abort" and (new > sent_to).all()
             if not stale:
                 return sample
 
-    async def _send(self, request: Request, deadline: float) -> Mapping[str, Any]:
+    async def _send(self, request: Request, end: asyncio.Event) -> Mapping[str, Any]:
         rid = new_request_id()
-        left = max(0.0, deadline - asyncio.get_running_loop().time())
         with self._gate.running():
             try:
-                return await self._client.generate(request, rid, left)
+                return await self._client.generate(request, rid, self._protocol.version, end)
             except asyncio.CancelledError:
                 # SGLang notices a closed connection late, and would go on sampling until then.
                 self._client.start(self._client.abort(rid))
@@ -201,10 +214,10 @@ class SglangEngine:
     def begin_update(self, version: int) -> None:
         self._protocol.begin(version)
         self._client.run(self._gate.hold())
-        if self._drains:
+        if self._pause == "finish":
             self._client.run(self._gate.drained())
         if not self._paused:
-            self._client.post("/pause_generation", {"mode": "in_place" if self._drains else self._pause})
+            self._client.post("/pause_generation", {"mode": "in_place" if self._pause == "finish" else self._pause})
             self._paused = True
         self._resume_memory(["weights"])
         self._open_update()
@@ -229,17 +242,13 @@ class SglangEngine:
     def commit_update(self, version: int) -> None:
         self._protocol.check_commit(version)
         self._client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        # In place, running requests use the cache. Others do not take keys and values of other versions from it.
         if self._pause != "in_place" and "kv_cache" not in self._released:
             self._client.post("/flush_cache", {})
         self._client.post("/continue_generation", {})
         self._paused = False
         self._protocol.commit(version)
-        if self._pause == "in_place":
-            # Running requests keep the keys and values of the old weights, and the cache can only be flushed once they
-            # have ended. New requests wait until it has been.
-            self._client.start(self._flush_when_drained())
-        else:
-            self._client.run(self._gate.release())
+        self._client.run(self._gate.release())
 
     def _open_update(self) -> None:
         if not self._update_open:
@@ -249,16 +258,6 @@ class SglangEngine:
     def _end_update(self) -> None:
         self._client.post("/end_weight_update", {})
         self._update_open = False
-
-    async def _flush_when_drained(self) -> None:
-        if not await self._gate.drained():
-            return
-        try:
-            await self._client.post_async("/flush_cache", {}, self._control_timeout)
-        except MegagrpoError as error:
-            await self._gate.fail(error)
-        else:
-            await self._gate.release()
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -273,7 +272,12 @@ class SglangEngine:
         self._client.post("/release_memory_occupation", {"tags": wanted})
         self._released |= set(wanted)
         if "weights" in wanted:
-            self._protocol.lose_weights()
+            self._lose_weights()
+
+    def _lose_weights(self) -> None:
+        """Requests wait for the next update's end."""
+        self._protocol.lose_weights()
+        self._client.run(self._gate.hold())
 
     def _resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Takes back what was released. Weights come back with what an update brings."""

@@ -1,0 +1,60 @@
+"""What a checkpoint keeps of groups that no step has trained on: their samples so far, and when they began."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+
+from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.checkpoint.store import Checkpoint
+from megagrpo.errors import Problem, UnusableCheckpointError, first_line
+from megagrpo.types import Group
+
+PENDING = "pending.safetensors"
+"""In a checkpoint's rank directory."""
+Count = Annotated[int, pydantic.Field(ge=0, le=10**12)]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Groups in the order of their numbers: first those that have begun, then prompts that were drawn and have not."""
+
+    groups: Sequence[Group]  # with the samples that are there, and scores if all are and were scored
+    numbers: Sequence[int]  # of those that have begun
+    versions: Sequence[int]  # the newest weights when they began
+    next_number: int
+    cursor: Mapping[str, Any]  # the place in the data behind them
+
+
+@dataclass(frozen=True)
+class _Notes:
+    numbers: tuple[Count, ...]
+    versions: tuple[Count, ...]
+    next_number: Count
+    cursor: dict[str, Any]
+
+
+def write_pending(path: Path, pending: Pending) -> None:
+    """Raises CheckpointError."""
+    notes = {name: getattr(pending, name) for name in ("numbers", "versions", "next_number", "cursor")}
+    write_groups(path, pending.groups, notes)
+
+
+def pending_of(checkpoint: Checkpoint | None) -> Pending | None:
+    """None if the checkpoint has none. Raises UnusableCheckpointError if its file is not as it was written."""
+    path = checkpoint.rank_directory / PENDING if checkpoint else None
+    if path is None or not path.exists():
+        return None
+    groups, values = read_groups(path)
+    try:
+        notes = pydantic.TypeAdapter(_Notes).validate_python(values)
+    except pydantic.ValidationError as error:
+        raise UnusableCheckpointError(Problem(str(path), first_line(error), "pending groups")) from None
+    if not len(notes.numbers) == len(notes.versions) <= len(groups):
+        given = f"{len(notes.numbers)} numbers and {len(notes.versions)} versions of {len(groups)} groups"
+        raise UnusableCheckpointError(Problem(str(path), given, "a number and a version of each that has begun"))
+    return Pending(groups, notes.numbers, notes.versions, notes.next_number, notes.cursor)

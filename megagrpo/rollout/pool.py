@@ -1,0 +1,170 @@
+"""Which engine gets which request: requests are pulled by engines with free slots, and go on elsewhere if one is lost.
+
+Knows no process and no clock. Requests that are wanted together are an Order: a group's, or a part of an evaluation's.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megagrpo.errors import EngineError, Problem
+from megagrpo.types import Request, Sample
+
+LOSSES_MAX = 3
+"""Engines that may be lost with one request on them: it may be what ends them."""
+
+
+@dataclass(eq=False)
+class Order:
+    """Requests that are wanted together. `on_complete` is called once the last sample is there.
+
+    While an order is withdrawn, `requests` have what was sampled of them, and it can be added again.
+    """
+
+    requests: list[Request]
+    on_complete: Callable[[Order], None] = lambda order: None
+    samples: dict[int, Sample] = field(default_factory=dict)
+    """By index of the request."""
+    continued: int = 0
+    """Times that a request went on after tokens of its own."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.samples) == len(self.requests)
+
+    def there(self) -> tuple[Sample, ...]:
+        """The samples that are there, in the order of their requests."""
+        return tuple(self.samples[index] for index in sorted(self.samples))
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request of an order on its way through the pool."""
+
+    order: Order
+    index: int
+    losses: int = 0
+
+    @property
+    def request(self) -> Request:
+        return self.order.requests[self.index]
+
+
+class Pool:
+    """Requests that wait, and requests on engines. Orders are served in the order in which they came.
+
+    An order's requests go to one engine while it has room, because it then reads their prompt once. `slots` is how many
+    requests one engine runs at once; None: any number, and the engine with the fewest gets the next order.
+    """
+
+    def __init__(self, slots: int | None) -> None:
+        self.slots = slots
+        self.engines: dict[str, dict[int, Ticket]] = {}
+        """Requests that run, by engine and number of their ticket."""
+        self._waiting: deque[Ticket] = deque()
+        self._withdrawn: set[Order] = set()
+        self._next = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not any(self.engines.values())
+
+    @property
+    def free_share(self) -> float:
+        """Share of the slots of all engines that are free. Of engines without a limit: share of those with nothing."""
+        if not self.engines:
+            return 1.0
+        if self.slots is None:
+            return sum(not running for running in self.engines.values()) / len(self.engines)
+        return 1 - sum(map(len, self.engines.values())) / (self.slots * len(self.engines))
+
+    def add(self, orders: Iterable[Order]) -> None:
+        """The requests without a sample wait for engines."""
+        for order in orders:
+            self._withdrawn.discard(order)
+            self._waiting += (
+                Ticket(order, index) for index in range(len(order.requests)) if index not in order.samples
+            )
+
+    def join(self, engine: str) -> None:
+        """Its weights are those of all others: it may have requests."""
+        self.engines.setdefault(engine, {})
+
+    def leave(self, engine: str) -> None:
+        """It is lost. What ran there goes on elsewhere, first. Raises EngineError if a request was lost too often."""
+        lost = list(self.engines.pop(engine, {}).values())
+        for ticket in reversed(lost):
+            ticket.losses += 1
+            if ticket.order not in self._withdrawn:
+                self._waiting.appendleft(ticket)
+        worst = max(lost, key=lambda ticket: ticket.losses, default=None)
+        if worst is not None and worst.losses >= LOSSES_MAX:
+            at = worst.request
+            given = f"{worst.losses} engines were lost while they sampled it, {engine} the last"
+            fix = "look at the engines' logs for the first error"
+            raise EngineError(
+                Problem(f"sample {at.index} of prompt {at.prompt_id}", given, "an engine that lives", fix)
+            )
+
+    def hand_out(self) -> dict[str, dict[int, Request]]:
+        """Requests that go to engines now, by engine and ticket."""
+        handed: dict[str, dict[int, Request]] = {}
+        rooms = [(-self._room(engine), rank, engine) for rank, engine in enumerate(self.engines)]
+        heapq.heapify(rooms)
+        while self._waiting and rooms and rooms[0][0] != 0:
+            negative, rank, engine = heapq.heappop(rooms)
+            together = self._next_together(-negative)
+            for ticket in together:
+                self.engines[engine][self._next] = ticket
+                handed.setdefault(engine, {})[self._next] = ticket.request
+                self._next += 1
+            heapq.heappush(rooms, (negative + len(together), rank, engine))
+        return handed
+
+    def answered(self, engine: str, answers: Mapping[int, Sample]) -> list[Order]:
+        """Takes samples from an engine; the orders that they complete. What was given back goes on when its order is
+        added again."""
+        completed = []
+        for number, sample in answers.items():
+            ticket = self.engines.get(engine, {}).pop(number, None)
+            if ticket is None:  # the engine left, and the request went elsewhere
+                continue
+            order = ticket.order
+            if order in self._withdrawn and sample.finish == "abort":
+                order.requests[ticket.index] = replace(ticket.request, begun=sample)
+                order.continued += bool(len(sample.tokens))
+                continue
+            order.samples[ticket.index] = sample
+            if order.complete:
+                self._withdrawn.discard(order)
+                completed.append(order)
+        return completed
+
+    def withdraw(self, orders: Iterable[Order]) -> dict[str, list[int]]:
+        """Takes orders back. What waits, waits no more; what runs is in the answer, by engine, to be given back."""
+        self._withdrawn |= set(orders)
+        self._waiting = deque(ticket for ticket in self._waiting if ticket.order not in self._withdrawn)
+        running = {
+            engine: [number for number, ticket in tickets.items() if ticket.order in self._withdrawn]
+            for engine, tickets in self.engines.items()
+        }
+        return {engine: numbers for engine, numbers in running.items() if numbers}
+
+    def running(self, orders: Iterable[Order]) -> bool:
+        """Whether an engine still has requests of these orders."""
+        wanted = set(orders)
+        return any(ticket.order in wanted for tickets in self.engines.values() for ticket in tickets.values())
+
+    def _room(self, engine: str) -> int:
+        """Free slots. Without a limit, a large number less what runs: the engine with the fewest has most room."""
+        return (self.slots or 2**60) - len(self.engines[engine])
+
+    def _next_together(self, room: int) -> Sequence[Ticket]:
+        """The next requests of one order, at most `room`."""
+        together = [self._waiting.popleft()]
+        while self._waiting and len(together) < room and self._waiting[0].order is together[0].order:
+            together.append(self._waiting.popleft())
+        return together

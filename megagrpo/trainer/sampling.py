@@ -1,0 +1,271 @@
+"""Groups that are sampled and scored in the background, until a step takes them.
+
+What may begin, and which groups a step takes, is Admission's to say (algorithm/admission.py). Samples come by the
+thread of the engines (cluster/rollouts.py); a thread here scores them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megagrpo.algorithm.admission import Admission, Admitted
+from megagrpo.checkpoint.pending import Pending
+from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.data.cursor import Cursor
+from megagrpo.errors import EngineError, MegagrpoError, Problem
+from megagrpo.recipe.schema import Recipe
+from megagrpo.reward.scorer import Scorer
+from megagrpo.rollout.pool import Order
+from megagrpo.rollout.requests import groups_of
+from megagrpo.trainer.batches import Sampled
+from megagrpo.types import Group, Prompt
+
+CLOSE_SECONDS = 5.0
+LOOK_SECONDS = 0.2
+
+
+@dataclass(eq=False)
+class Begun:
+    """A prompt that has begun and that no step has taken."""
+
+    admitted: Admitted
+    prompt: Prompt
+    order: Order
+    since: float
+    group: Group | None = None
+    """With scores, once it is complete."""
+
+
+class Sampling:
+    """The groups that are on their way. Nothing begins before `go_on`. Methods are for the thread that trains.
+
+    Raises what engines and rewards raise: from `take`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        steps: int,
+        cursor: Cursor[Prompt],
+        rollouts: Rollouts,
+        scorer: Scorer,
+        teaches: Callable[[Group], bool],
+        step: int = 0,
+        pending: Pending | None = None,
+    ) -> None:
+        """steps: of the whole run. teaches: whether a step may train on a scored group; another takes the place of one
+        that it may not. step, pending: of the checkpoint that the run continues from."""
+        self._cursor, self._rollouts, self._scorer, self._teaches = cursor, rollouts, scorer, teaches
+        self._per_step = recipe.rollout.prompts_per_step
+        self._changed = rollouts.changed
+        """Guards all that follows."""
+        self._drawn: deque[Prompt] = deque()
+        self._begun: dict[int, Begun] = {}
+        self._of_order: dict[Order, Begun] = {}
+        self._unscored: deque[Begun] = deque()
+        self._dropped: list[Group] = []
+        self._paused = True
+        self._failure: MegagrpoError | None = None
+        self._closed = False
+        self._admission = Admission(
+            per_step=self._per_step,
+            max_staleness=recipe.schedule.max_staleness,
+            at_once=recipe.prompts_at_once,
+            steps=steps,
+            step=step,
+            number=pending.next_number if pending else step * self._per_step,
+        )
+        if pending:
+            self._restore(pending)
+        self._thread = threading.Thread(target=self._score, name="scores samples", daemon=True)
+        self._thread.start()
+
+    # --- what the schedule asks ---------------------------------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Prompts begin as they may, and what `pause` took back goes on."""
+        with self._changed:
+            if self._paused:
+                self._paused = False
+                self._rollouts.add([begun.order for begun in self._incomplete()])
+            self._admit()
+
+    def take(self) -> Sampled:
+        """The groups of the next step, once they are there. Raises EngineError if a token is of another version than
+        their staleness lets it be."""
+        taken: list[Admitted] = []
+
+        def ready() -> bool:
+            if self._failure is not None:
+                raise self._failure
+            taken.extend(self._admission.take() or ())
+            return bool(taken)
+
+        self._rollouts.wait(ready)
+        with self._changed:
+            begun = [self._begun.pop(admitted.number) for admitted in taken]
+            dropped, self._dropped = self._dropped, []
+            self._admit()
+            oldest = min((each.since for each in self._begun.values()), default=None)
+            idle = self._rollouts.idle_share()
+        groups = [each.group for each in begun if each.group is not None]
+        version = self._admission.version
+        for each in begun:
+            require_versions(each, version)
+        metrics = staleness_metrics(groups, version) | {
+            "staleness/carried_over": float(sum(each.admitted.version < version for each in begun)),
+            "staleness/continued": float(sum(each.order.continued for each in begun)),
+            "staleness/oldest_seconds": 0.0 if oldest is None else time.monotonic() - oldest,
+            "engines/idle_share": idle,
+        }
+        return Sampled(groups, [*groups, *dropped], metrics=metrics)
+
+    def advance(self, version: int) -> None:
+        """Engines sample with this version from now on."""
+        with self._changed:
+            self._admission.advance(version)
+            self._admit()
+
+    def pause(self) -> None:
+        """Takes back what is not complete: engines have nothing to do for it until `go_on`."""
+        with self._changed:
+            self._paused = True
+            orders = [begun.order for begun in self._incomplete()]
+        self._rollouts.withdraw(orders)
+
+    def set_aside(self, ids: Iterable[str]) -> None:
+        """No prompt of these ids begins again."""
+        with self._changed:
+            self._cursor.set_aside(ids)
+
+    def pending(self) -> Pending:
+        """What is on its way now, and the place in the data behind it."""
+        with self._changed:
+            begun = list(self._begun.values())
+            groups = [each.group or Group(each.prompt, each.order.there()) for each in begun]
+            return Pending(
+                groups=(*groups, *(Group(prompt, ()) for prompt in self._drawn)),
+                numbers=tuple(each.admitted.number for each in begun),
+                versions=tuple(each.admitted.version for each in begun),
+                next_number=self._admission.next_number,
+                cursor=self._cursor.state(),
+            )
+
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join(CLOSE_SECONDS)
+
+    # --- prompts begin ------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        orders = []
+        while self._admission.room and not self._paused:
+            if not self._drawn:
+                if self._cursor.exhausted:
+                    break
+                self._drawn += self._cursor.next(self._per_step)
+            orders.append(self._begin(self._admission.admit(), self._drawn.popleft()))
+        if orders:
+            self._rollouts.add(orders)
+
+    def _begin(self, admitted: Admitted, prompt: Prompt) -> Order:
+        # Seeds are those of a synchronous run, whose steps take prompts in this order.
+        step = admitted.number // self._per_step + 1
+        order = self._rollouts.order(prompt, step, self._completed)
+        self._begun[admitted.number] = self._of_order[order] = Begun(admitted, prompt, order, time.monotonic())
+        return order
+
+    def _restore(self, pending: Pending) -> None:
+        for number, version, group in zip(pending.numbers, pending.versions, pending.groups, strict=False):
+            order = self._begin(self._admission.readmit(number, version), group.prompt)
+            order.samples = {sample.index: sample for sample in group.samples}
+            if order.complete:
+                self._completed(order)
+        self._drawn += (group.prompt for group in pending.groups[len(pending.numbers) :])
+
+    def _incomplete(self) -> list[Begun]:
+        return [begun for begun in self._begun.values() if not begun.order.complete]
+
+    # --- the thread that scores ---------------------------------------------------------------------------------------
+
+    def _completed(self, order: Order) -> None:
+        """Called by the engines' thread."""
+        with self._changed:
+            self._unscored.append(self._of_order.pop(order))
+            self._changed.notify_all()
+
+    def _score(self) -> None:
+        while not self._closed:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._unscored) or self._closed, LOOK_SECONDS)
+                complete = list(self._unscored)
+                self._unscored.clear()
+            if not complete or self._closed:
+                continue
+            try:
+                scored = self._scored(complete)
+            except MegagrpoError as error:
+                self._failure = error
+                return
+            with self._changed:
+                for begun, group in zip(complete, scored, strict=True):
+                    self._take_in(begun, group)
+                self._admit()
+                self._changed.notify_all()
+
+    def _scored(self, complete: Sequence[Begun]) -> list[Group]:
+        groups = [
+            group
+            for begun in complete
+            for group in groups_of([begun.prompt], begun.order.there(), len(begun.order.requests))
+        ]
+        return self._scorer.score(groups)
+
+    def _take_in(self, begun: Begun, group: Group) -> None:
+        number = begun.admitted.number
+        if not self._teaches(group):
+            self._admission.drop(number)
+            del self._begun[number]
+            self._dropped.append(group)
+            return
+        begun.group = group
+        self._admission.complete(number)
+
+
+def require_versions(begun: Begun, newest: int) -> None:
+    """Raises EngineError unless every token was sampled by a version from the group's first to the newest."""
+    first = begun.admitted.version
+    for sample in begun.group.samples if begun.group else ():
+        if len(sample.versions) and not (first <= sample.versions.min() and sample.versions.max() <= newest):
+            given = f"tokens sampled by weight versions {sorted(set(sample.versions.tolist()))}"
+            needed = f"versions {first}, the newest when it began, to {newest}, the policy's"
+            raise EngineError(Problem(f"sample {sample.index} of prompt {sample.prompt_id}", given, needed))
+
+
+def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """How many versions older than the policy the weights are that sampled each token."""
+    samples = [sample for group in groups for sample in group.samples if len(sample.tokens)]
+    counts = np.zeros(version + 1, np.int64)  # tokens by age
+    mixed = 0
+    for sample in samples:
+        first, last = sample.versions[0], sample.versions[-1]
+        if first == last:  # versions only grow
+            counts[version - first] += len(sample.tokens)
+        else:
+            mixed += 1
+            of_sample = np.bincount(version - sample.versions)
+            counts[: len(of_sample)] += of_sample
+    tokens, ages = max(int(counts.sum()), 1), counts.nonzero()[0]
+    return {
+        "staleness/mean": float(counts @ np.arange(version + 1) / tokens),
+        "staleness/max": float(ages.max(initial=0)),
+        "staleness/above_1_share": float(counts[2:].sum() / tokens),
+        "staleness/mixed_share": mixed / max(len(samples), 1),
+        **{f"staleness/{age}_share": float(counts[age] / tokens) for age in ages},
+    }

@@ -1,0 +1,154 @@
+"""Requests to engines: none is lost or sampled twice, whatever engines do; loads are even, and orders stay together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from megagrpo.errors import EngineError
+from megagrpo.rollout.pool import LOSSES_MAX, Order, Pool
+from megagrpo.types import Request, Sample, SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=100)
+
+
+def order(name: str, count: int) -> Order:
+    return Order([Request(name, index, (1, 2), index, SAMPLING) for index in range(count)])
+
+
+def sample(request: Request, tokens: int, finish: str = "stop") -> Sample:
+    """What the engine answers: the tokens so far, and `tokens` more."""
+    begun = 0 if request.begun is None else len(request.begun.tokens)
+    none = np.zeros(begun + tokens, np.int32)
+    return Sample(request.prompt_id, request.index, none, none.astype(np.float32), none, finish, "")  # type: ignore[arg-type]
+
+
+class Pools(RuleBasedStateMachine):
+    """Engines join, answer, give back and are lost; orders come, are withdrawn and come again."""
+
+    @initialize(slots=st.sampled_from([None, 1, 3, 8]))
+    def start(self, slots: int | None) -> None:
+        self.pool = Pool(slots)
+        self.on_engine: dict[str, dict[int, Request]] = {}
+        self.orders: list[Order] = []
+        self.completed: list[Order] = []
+        self.away: list[Order] = []
+        self.tokens: dict[tuple[str, int], int] = {}
+
+    def hand_out(self) -> None:
+        for engine, requests in self.pool.hand_out().items():
+            self.on_engine[engine] |= requests
+
+    @rule(count=st.integers(1, 6))
+    def add(self, count: int) -> None:
+        self.orders.append(order(str(len(self.orders)), count))
+        self.pool.add([self.orders[-1]])
+        self.hand_out()
+
+    @rule(engine=st.sampled_from("abc"))
+    def join(self, engine: str) -> None:
+        self.pool.join(engine)
+        self.on_engine.setdefault(engine, {})
+        self.hand_out()
+
+    @rule(engine=st.sampled_from("abc"))
+    def leave(self, engine: str) -> None:
+        self.on_engine.pop(engine, None)
+        for ticket in self.pool.engines.get(engine, {}).values():
+            ticket.losses = 0  # how often is another test's matter
+        self.pool.leave(engine)
+        self.hand_out()
+
+    @precondition(lambda self: any(self.on_engine.values()))
+    @rule(data=st.data(), tokens=st.integers(0, 3))
+    def answer(self, data: st.DataObject, tokens: int) -> None:
+        engine = data.draw(st.sampled_from(sorted(name for name, running in self.on_engine.items() if running)))
+        ticket = data.draw(st.sampled_from(sorted(self.on_engine[engine])))
+        request = self.on_engine[engine].pop(ticket)
+        self.completed += self.pool.answered(engine, {ticket: sample(request, tokens)})
+        self.hand_out()
+
+    @rule()
+    def withdraw(self) -> None:
+        self.away = [each for each in self.orders if not each.complete]
+        for engine, tickets in self.pool.withdraw(self.away).items():
+            answers = {ticket: sample(self.on_engine[engine].pop(ticket), 2, "abort") for ticket in tickets}
+            self.completed += self.pool.answered(engine, answers)
+        assert not self.pool.running(self.away)
+        assert self.pool.idle
+
+    @rule()
+    def add_again(self) -> None:
+        self.pool.add(self.away)
+        self.away = []
+        self.hand_out()
+
+    @invariant()
+    def engines_have_what_the_pool_says_and_no_more_than_their_slots(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        assert {name: set(running) for name, running in self.pool.engines.items()} == {
+            name: set(running) for name, running in self.on_engine.items()
+        }
+        if self.pool.slots:
+            assert all(len(running) <= self.pool.slots for running in self.on_engine.values())
+            waits = sum(len(each.requests) - len(each.samples) for each in self.orders if each not in self.away)
+            runs = sum(map(len, self.on_engine.values()))
+            assert runs == min(waits, self.pool.slots * len(self.on_engine)), "a slot is free while a request waits"
+
+    @invariant()
+    def no_request_runs_twice_and_orders_complete_once(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        running = [(each.prompt_id, each.index) for on in self.on_engine.values() for each in on.values()]
+        assert len(set(running)) == len(running)
+        assert len(set(map(id, self.completed))) == len(self.completed)
+        assert set(map(id, self.completed)) == {id(each) for each in self.orders if each.complete}
+        for each in self.orders:
+            for index, got in each.samples.items():
+                begun = each.requests[index].begun
+                assert begun is None or len(got.tokens) >= len(begun.tokens), "tokens were lost"
+
+
+TestPools = Pools.TestCase
+
+
+def test_a_request_that_ends_one_engine_after_another_ends_the_run() -> None:
+    pool = Pool(8)
+    for engine in "abc":
+        pool.join(engine)
+    pool.add([order("p", 1)])
+    for _ in range(LOSSES_MAX - 1):
+        (engine,) = pool.hand_out()
+        pool.leave(engine)
+    (engine,) = pool.hand_out()
+    with pytest.raises(EngineError, match="sample 0 of prompt p"):
+        pool.leave(engine)
+
+
+@given(st.lists(st.integers(1, 4), max_size=40), st.integers(1, 5))
+def test_without_a_limit_orders_stay_together_and_loads_are_even(counts: list[int], engines: int) -> None:
+    pool = Pool(None)
+    for engine in range(engines):
+        pool.join(f"engine {engine}")
+    pool.add(order(str(i), count) for i, count in enumerate(counts))
+    handed = pool.hand_out()
+    assert sorted((r.prompt_id, r.index) for to in handed.values() for r in to.values()) == sorted(
+        (str(i), index) for i, count in enumerate(counts) for index in range(count)
+    )
+    for i in range(len(counts)):
+        assert sum(any(request.prompt_id == str(i) for request in to.values()) for to in handed.values()) == 1
+    loads = [len(handed.get(f"engine {engine}", {})) for engine in range(engines)]
+    assert max(loads) - min(loads) <= max(counts, default=0)
+
+
+def test_a_group_is_sampled_by_one_engine_that_has_room() -> None:
+    pool = Pool(8)
+    for engine in "ab":
+        pool.join(engine)
+    pool.add([order("p", 6), order("q", 6)])
+    handed = pool.hand_out()
+    assert sorted({request.prompt_id for request in to.values()} == {"p"} for to in handed.values()) == [False, True]
