@@ -50,6 +50,9 @@ class Pass:
     adapters: bool = False
     """Weights are frozen, and have low-rank adapters (train.lora)."""
 
+    outputs_freed: bool = False
+    """What a stage hands on is freed once it is sent (train.megatron.deallocate_pipeline_outputs)."""
+
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
 
@@ -93,7 +96,7 @@ def stage_bytes(work: Pass, stage: Stage, index: int, microbatches: int) -> int:
     """All that the layers of stage `index` keep at the fullest moment, with several microbatches on the way.
 
     The first layer keeps what the embedding or the stage before gave. What a stage hands on stays too, until its
-    gradient comes (Megatron's deallocate_pipeline_outputs is off).
+    gradient comes, unless `outputs_freed`.
     """
     again = work.recompute.layers
     kinds = [layer_bytes(work, experts) for experts in (False, True)]
@@ -103,7 +106,7 @@ def stage_bytes(work: Pass, stage: Stage, index: int, microbatches: int) -> int:
         kept = sum(count * kind for count, kind in zip(counts, kinds, strict=True))
         kept += len(layers[:again]) * work.hidden_bytes  # whole layers are recomputed from their inputs
         ends_model = stage.head and layers is stage.chunks[-1]
-        held += passes * (kept if ends_model else kept + work.hidden_bytes)
+        held += passes * (kept if ends_model or work.outputs_freed else kept + work.hidden_bytes)
     if stage.head:  # the last norm: its input is the last layer's output
         held += (3 if work.device == "cpu" else 2) * work.hidden_bytes
     return held

@@ -240,6 +240,7 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
         case.fused_layers,
         train.recomputed,
         adapters=train.lora is not None,
+        outputs_freed=bool(train.megatron.get("deallocate_pipeline_outputs")),
         expert_imbalance=case.assumptions.expert_imbalance,
     )
     with_gradients = _with_gradients(recipe, work, stage, index, sequences)

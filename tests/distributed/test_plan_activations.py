@@ -76,6 +76,7 @@ class Case:
     lengths: tuple[int, ...] = (384, 384)
     microbatches: int = 1
     lora: bool = False
+    freed: bool = False
 
     @property
     def train(self) -> schema.TrainConfig:
@@ -83,7 +84,8 @@ class Case:
         again = self.recompute
         recompute: Any = schema.train.RecomputeConfig(**again) if isinstance(again, dict) else again
         lora = schema.LoraConfig(rank=8) if self.lora else None
-        return schema.TrainConfig(total_steps=1, layout=layout, recompute=recompute, lora=lora)
+        megatron = {"deallocate_pipeline_outputs": True} if self.freed else {}
+        return schema.TrainConfig(total_steps=1, layout=layout, recompute=recompute, lora=lora, megatron=megatron)
 
 
 CASES = [
@@ -122,6 +124,8 @@ LONG = [
     Case("latent attention, selective", LATENT, recompute="selective"),
     Case("latent attention, full", LATENT, recompute="full"),
     Case("pipeline", DENSE, {"pipeline": 2}, microbatches=3),
+    Case("interleaved, outputs freed", DENSE, {"pipeline": 2, "virtual_pipeline": 2}, microbatches=4, freed=True),
+    Case("pipeline, full, outputs freed", DENSE, {"pipeline": 2}, recompute="full", microbatches=3, freed=True),
     Case("pipeline, full", DENSE, {"pipeline": 2}, recompute="full", microbatches=3),
     Case("experts, whole on tensor ranks", EXPERTS, {"tensor": 2, "expert": 2, "expert_tensor": 1}),
     Case("experts, cut over tensor ranks", EXPERTS, {"tensor": 2, "expert_tensor": 2}),
@@ -143,6 +147,7 @@ def planned(case: Case, stage: int) -> tuple[int, int]:
         transformer_engine=False,
         recompute=case.train.recomputed,
         adapters=case.lora,
+        outputs_freed=case.freed,
     )
     held = stages(arch.layers, layout)[stage]
     kept, forward = stage_bytes(work, held, stage, case.microbatches), forward_bytes(work, held)

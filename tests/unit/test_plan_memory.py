@@ -179,6 +179,8 @@ def test_more_recomputation_keeps_less_and_more_tokens_more(
     assert again[2] > again[0]
     assert stage_bytes(replace(work, tokens=9000), of_stage[0], 0, microbatches) > held[0]
     assert stage_bytes(work, of_stage[0], 0, microbatches + 1) >= held[0]
+    freed = stage_bytes(replace(work, outputs_freed=True), of_stage[0], 0, microbatches)
+    assert (freed < held[0]) == (pipeline > 1)
     every = [stage_bytes(work, stage, index, 8) for index, stage in enumerate(of_stage[:-1])]
     assert every == sorted(every, reverse=True)
 
@@ -377,6 +379,15 @@ def test_narrow_gradients_and_moments_take_half() -> None:
     assert narrow["gradients"] * 2 == wide["gradients"]
     assert narrow["optimizer"] * 3 == wide["optimizer"] * 2  # the main weights stay float32
     assert narrow["parameters"] == wide["parameters"]
+
+
+def test_outputs_of_stages_are_free_in_updates_if_megatron_frees_them() -> None:
+    layout = {"tensor": 8, "pipeline": 2, "data": 2}
+    train = {"total_steps": 1, "layout": layout, "megatron": {"deallocate_pipeline_outputs": True}}
+    here, freed = (
+        phases(held_by(merged(layout, train=changes)))["update"] for changes in (train | {"megatron": {}}, train)
+    )
+    assert sum(freed.values()) < sum(here.values())
 
 
 def test_the_reference_is_away_in_updates_if_it_is_offloaded() -> None:
