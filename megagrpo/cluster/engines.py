@@ -77,7 +77,11 @@ class EngineActor:
 
     @ray.method(concurrency_group="requests")
     def begin(self, requests: Mapping[int, Request]) -> None:
-        self.engine.begin(requests, self._answered)
+        try:
+            self.engine.begin(requests, self._answered)
+        except MegagrpoError as error:
+            for ticket in requests:
+                self._answered(ticket, error)
 
     @ray.method(concurrency_group="requests")
     def give_back(self, tickets: Sequence[int]) -> None:

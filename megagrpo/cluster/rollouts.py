@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class Rollouts:
         """When each request was handed to an engine, by ticket."""
         self._idle, self._counted = (0.0, 0.0), time.monotonic()
         """Free slots as a share, times seconds; and these seconds."""
-        self._failure: MegagrpoError | None = None
+        self._failure: MegagrpoError | OSError | None = None
         self._closed = False
         self._collecting = threading.Thread(target=self._collect, name="collects samples", daemon=True)
         self._collecting.start()
@@ -89,19 +89,23 @@ class Rollouts:
     def restart(self, engines: Iterable[str]) -> None:
         """Ends these engines, whatever they do, and starts new ones in their place. Raises EngineError."""
         engines = list(engines)
+        if not engines:
+            return
         with self.changed:
             for engine in engines:
                 self._leave(engine)
+                self.lost.pop(engine, None)
         self._end(engines)
         self._starting = self._start(engines)
         self.wait_until_ready()
         self.actors = {name: self.actors[name] for name in self._index}
 
     def serve(self, engines: Iterable[str]) -> None:
-        """These engines have the newest weights: they get requests."""
+        """These engines have the newest weights: they get requests, unless they were lost meanwhile."""
         with self.changed:
             for engine in engines:
-                self.lost.pop(engine, None)
+                if engine in self.lost:
+                    continue
                 self._pool.join(engine)
                 if engine not in self._asked.values():
                     self._ask(engine)
@@ -151,7 +155,7 @@ class Rollouts:
         started = self._recipe.rollout.engine == "sglang" and bool(self.actors)
         can = started and memory_saver and self._recipe.cluster.placement == "colocated"
         if can:
-            self._on_all("release_memory", lambda actor: actor.release_memory.remote(tags))
+            self._on_all("release_memory", lambda actor: actor.release_memory.remote(tags), without=self.lost)
         return bool(can)
 
     def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None]) -> Order:
@@ -167,11 +171,15 @@ class Rollouts:
             self._pool.add(orders)
             self._hand_out()
 
-    def withdraw(self, orders: Sequence[Order]) -> None:
-        """Takes orders back, with the tokens that were sampled of them. Raises as `wait` does."""
+    def drop(self, orders: Sequence[Order]) -> None:
+        """Takes orders back that are not added again."""
         with self.changed:
             for engine, tickets in self._pool.withdraw(orders).items():
                 self.actors[engine].give_back.remote(tickets)
+
+    def withdraw(self, orders: Sequence[Order]) -> None:
+        """Takes orders back, with the tokens that were sampled of them. Raises as `wait` does."""
+        self.drop(orders)
         self.wait(lambda: not self._pool.running(orders))
 
     def wait(self, until: Callable[[], bool]) -> None:
@@ -181,6 +189,7 @@ class Rollouts:
             with self.changed:
                 if self._failure is not None:
                     raise self._failure
+                require_alive(self._collecting)
                 if until():
                     return
                 gone = dict(self.lost) if not self._pool.engines else {}
@@ -253,18 +262,24 @@ class Rollouts:
     # --- the thread that collects -------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        while not self._closed:
-            with self.changed:
-                asked = list(self._asked)
-            if not asked:
-                time.sleep(SLICE_SECONDS)
-                continue
-            ray.wait(asked, num_returns=1, timeout=SLICE_SECONDS)
-            ready, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
-            for ref in ready:
-                self._take(ref)
-            with self.changed:
-                self._lose_silent()
+        try:
+            while not self._closed:
+                self._collect_once()
+        except (MegagrpoError, OSError) as error:
+            self._failure = error
+
+    def _collect_once(self) -> None:
+        with self.changed:
+            asked = list(self._asked)
+        if not asked:
+            time.sleep(SLICE_SECONDS)
+            return
+        ray.wait(asked, num_returns=1, timeout=SLICE_SECONDS)
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
+        for ref in ready:
+            self._take(ref)
+        with self.changed:
+            self._lose_silent()
 
     def _take(self, ref: ray.ObjectRef[Any]) -> None:
         """An engine's answer: its samples, or why it failed."""
@@ -316,13 +331,18 @@ class Rollouts:
         for engine, tickets in list(self._pool.engines.items()):
             silent = now - self._heard[engine]
             oldest = now - min((self._handed[ticket] for ticket in tickets), default=now)
-            if silent > ANSWER_SECONDS + ABORT_MARGIN_SECONDS:
+            if silent > ANSWER_SECONDS + ABORT_MARGIN_SECONDS and not self._has_answered(engine):
                 given = f"nothing after {silent:.0f} s"
                 self._lose(engine, EngineError(Problem(f"rollout: no answer from {engine}", given, "samples")))
             elif oldest > longest:
                 given = f"a request without a sample after {oldest:.0f} s"
                 needed = f"one within {longest:g} s (rollout.timeout_seconds, and a minute)"
                 self._lose(engine, EngineError(Problem(f"rollout: {engine}", given, needed)))
+
+    def _has_answered(self, engine: str) -> bool:
+        """Whether its answer is there, and this thread has not come to it yet."""
+        asked = [ref for ref, other in self._asked.items() if other == engine]
+        return bool(asked and ray.wait(asked, timeout=0)[0])
 
     def _lose(self, engine: str, error: MegagrpoError) -> None:
         self.lost[engine] = error
@@ -342,6 +362,8 @@ class Rollouts:
 
     def _stop_collecting(self) -> None:
         self._closed = True
+        with self.changed:
+            self._pool.engines.clear()
         if self._collecting.is_alive():
             self._collecting.join(CLOSE_SECONDS)
 
@@ -373,11 +395,18 @@ class Rollouts:
             api_key=os.environ.get(self._recipe.rollout.api_key_variable or ""),
         )
 
-    def _on_all(self, doing: str, method: Callable[[Any], Any]) -> dict[str, Any]:
+    def _on_all(self, doing: str, method: Callable[[Any], Any], without: Collection[str] = ()) -> dict[str, Any]:
         return wait_for(
-            {name: method(actor) for name, actor in self.actors.items()},
+            {name: method(actor) for name, actor in self.actors.items() if name not in without},
             doing=doing,
             timeout_seconds=self._recipe.cluster.start_timeout_seconds,
             error=EngineError,
             watch=self._runtime.watch,
         )
+
+
+def require_alive(thread: threading.Thread) -> None:
+    """Raises EngineError if a thread of the run has ended by an error that it does not expect."""
+    if not thread.is_alive():
+        given = "it has ended: its traceback is in the output of this process"
+        raise EngineError(Problem(f"the thread that {thread.name}", given, fix="report it"))

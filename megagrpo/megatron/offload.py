@@ -76,7 +76,8 @@ class Offload:
             if part not in self._released:
                 storages = self._storages(part)
                 total = 0 if part == "gradients" else sum(storage.nbytes() for storage in storages)
-                if total and part not in self._host:
+                # The optimizer has no moments before its first step: its part grows once.
+                if total and (part not in self._host or len(self._host[part].bytes) < total):
                     self._host[part] = HostMemory(total, pinned=storages[0].device.type == "cuda")
                 self._released[part] = _empty(storages, self._host[part].bytes if total else None)
         if torch.cuda.is_available():

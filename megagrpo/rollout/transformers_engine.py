@@ -115,6 +115,7 @@ class TransformersEngine(Engine):
     def give_back(self, tickets: Collection[int]) -> None:
         with self._changed:
             self._given_back |= self._running.keys() & tickets
+            self._changed.notify_all()
             waiting = {ticket: self._waiting.pop(ticket) for ticket in tickets if ticket in self._waiting}
         for ticket, (request, done) in waiting.items():
             done(ticket, request.begun or nothing_sampled(request))
@@ -162,7 +163,9 @@ class TransformersEngine(Engine):
                 return None
             if not self._serves and self._pause == "in_place":
                 self._rest()
-                self._changed.wait_for(lambda: self._closed or self._serves)
+                self._changed.wait_for(lambda: self._closed or self._serves or bool(self._given_back))
+                if not self._serves:
+                    return None
                 self._samples = True
             return self._protocol.version
 

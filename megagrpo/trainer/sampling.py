@@ -16,7 +16,7 @@ import numpy as np
 
 from megagrpo.algorithm.admission import Admission, Admitted
 from megagrpo.checkpoint.pending import Pending
-from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.cluster.rollouts import Rollouts, require_alive
 from megagrpo.data.cursor import Cursor
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import Recipe
@@ -71,7 +71,7 @@ class Sampling:
         self._unscored: deque[Begun] = deque()
         self._dropped: list[Group] = []
         self._paused = True
-        self._failure: MegagrpoError | None = None
+        self._failure: MegagrpoError | OSError | None = None
         self._closed = False
         self._admission = Admission(
             per_step=self._per_step,
@@ -96,14 +96,16 @@ class Sampling:
                 self._rollouts.add([begun.order for begun in self._incomplete()])
             self._admit()
 
-    def take(self) -> Sampled:
-        """The groups of the next step, once they are there. Raises EngineError if a token is of another version than
-        their staleness lets it be."""
+    def take(self, *, then_pause: bool = False) -> Sampled:
+        """The groups of the next step, once they are there. then_pause: no prompt begins in their place, as `pause`
+        follows. Raises EngineError if a token is of another version than their staleness lets it be, or if engines gave
+        up on all samples."""
         taken: list[Admitted] = []
 
         def ready() -> bool:
             if self._failure is not None:
                 raise self._failure
+            require_alive(self._thread)
             taken.extend(self._admission.take() or ())
             return bool(taken)
 
@@ -111,6 +113,7 @@ class Sampling:
         with self._changed:
             begun = [self._begun.pop(admitted.number) for admitted in taken]
             dropped, self._dropped = self._dropped, []
+            self._paused = then_pause
             self._admit()
             oldest = min((each.since for each in self._begun.values()), default=None)
             idle = self._rollouts.idle_share()
@@ -118,6 +121,9 @@ class Sampling:
         version = self._admission.version
         for each in begun:
             require_versions(each, version)
+        if all(sample.finish == "abort" for group in groups for sample in group.samples):
+            given, needed = "engines gave up on all of them", "one that ends within rollout.timeout_seconds"
+            raise EngineError(Problem(f"responses of step {version + 1}", given, needed, "raise it"))
         metrics = staleness_metrics(groups, version) | {
             "staleness/carried_over": float(sum(each.admitted.version < version for each in begun)),
             "staleness/continued": float(sum(each.order.continued for each in begun)),
@@ -131,6 +137,16 @@ class Sampling:
         with self._changed:
             self._admission.advance(version)
             self._admit()
+
+    def finish(self) -> None:
+        """Waits until everything that has begun is sampled."""
+        self._rollouts.wait(lambda: not self._incomplete())
+
+    def drop(self) -> None:
+        """Gives up everything that is on its way."""
+        with self._changed:
+            self._paused = True
+            self._rollouts.drop([begun.order for begun in self._incomplete()])
 
     def pause(self) -> None:
         """Takes back what is not complete: engines have nothing to do for it until `go_on`."""
@@ -185,7 +201,10 @@ class Sampling:
         for number, version, group in zip(pending.numbers, pending.versions, pending.groups, strict=False):
             order = self._begin(self._admission.readmit(number, version), group.prompt)
             order.samples = {sample.index: sample for sample in group.samples}
-            if order.complete:
+            if group.scores:
+                self._of_order.pop(order).group = group
+                self._admission.complete(number)
+            elif order.complete:
                 self._completed(order)
         self._drawn += (group.prompt for group in pending.groups[len(pending.numbers) :])
 
@@ -201,23 +220,26 @@ class Sampling:
             self._changed.notify_all()
 
     def _score(self) -> None:
-        while not self._closed:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._unscored) or self._closed, LOOK_SECONDS)
-                complete = list(self._unscored)
-                self._unscored.clear()
-            if not complete or self._closed:
-                continue
-            try:
-                scored = self._scored(complete)
-            except MegagrpoError as error:
-                self._failure = error
-                return
-            with self._changed:
-                for begun, group in zip(complete, scored, strict=True):
-                    self._take_in(begun, group)
+        try:
+            while not self._closed:
+                self._score_once()
+        except (MegagrpoError, OSError) as error:
+            self._failure = error
+
+    def _score_once(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._unscored) or self._closed, LOOK_SECONDS)
+            complete = list(self._unscored)
+            self._unscored.clear()
+        if not complete or self._closed:
+            return
+        scored = self._scored(complete)
+        with self._changed:
+            for begun, group in zip(complete, scored, strict=True):
+                self._take_in(begun, group)
+            if not self._closed:
                 self._admit()
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def _scored(self, complete: Sequence[Begun]) -> list[Group]:
         groups = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.errors import EngineError, MegagrpoError, WeightSyncError
-from megagrpo.recipe.schema.schedule import SyncConfig
+from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.sampling import Sampling
@@ -59,7 +59,7 @@ def carrying_over(run: Run, sampling: Sampling, step: int, kl_coefficient: float
     with run.stopping.giving_up(), run.policy.released():
         with run.clock.phase("rollout"):
             sampling.go_on()
-            sampled = sampling.take()
+            sampled = sampling.take(then_pause=True)
             sampling.pause()
         run.rollouts.release_memory()
     return trained_step(run, sampled, step, kl_coefficient)
@@ -82,6 +82,9 @@ def trained_step(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -
 
     loaded = load(run, sampled, step, kl_coefficient)
     trained = train(run, loaded, step, kl_coefficient)
+    if run.sampling and isinstance(run.recipe.schedule, OneStepOffConfig):
+        with run.clock.phase("rollout"):
+            run.sampling.finish()  # also before a stop: what was sampled is saved
     failure = None
     if not run.stopping.requested:
         try:

@@ -61,6 +61,9 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
     in_background = (
         not (isinstance(schedule, SyncConfig) and schedule.carry_over == 0) or pending_of(setup.resumed) is not None
     )
+    judged = rollout.prompts_per_step * rollout.samples_per_prompt if in_background else 1
+    scorer = Scorer(recipe.reward, rollout.response_tokens_max, stopping.check, setup.tracker.say, judged)
+    closing.callback(scorer.close)
     of_ranks = closing.enter_context(ExitStack())
 
     def start_policy(saved: Checkpoint | None) -> Policy:
@@ -98,8 +101,9 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
 
     def start_again(run: Run, saved: Checkpoint | None) -> Run:
         if run.sampling:
-            run.sampling.pause()
+            run.sampling.drop()
         of_ranks.close()
+        run.rollouts.restart(list(run.rollouts.lost))
         run.rollouts.release_memory()  # ranks that start take the memory that is free
         policy = start_policy(saved)
         weights = bring_weights(policy, run.rollouts, saved)
@@ -109,9 +113,6 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
     policy = start_policy(setup.resumed)
     rollouts = early or start_engines()
     rollouts.wait_until_ready()
-    judged = rollout.prompts_per_step * rollout.samples_per_prompt if in_background else 1
-    scorer = Scorer(recipe.reward, rollout.response_tokens_max, stopping.check, setup.tracker.say, judged)
-    closing.callback(scorer.close)
     weights = bring_weights(policy, rollouts, setup.resumed)
     run = Run(
         sampling=start_sampling(rollouts, scorer, setup.resumed),

@@ -30,7 +30,8 @@ def three_steps(rank: TrainRank, batch: RankBatch, advantages: Any, release: boo
             everything = [*named_tensors(policy.chunks).values(), *rank.reference.tensors]
             for chunk in policy.chunks:
                 everything += [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-            for shard in shards_of(policy.optimizer).values():
+            # Asked for its shards, an optimizer makes its moments: before the first step it has none.
+            for shard in shards_of(policy.optimizer).values() if metrics else ():
                 everything += shard.tensors.values()
             rank.release(PARTS)
             assert not any(tensor.untyped_storage().nbytes() for tensor in everything)
