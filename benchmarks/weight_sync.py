@@ -50,7 +50,7 @@ from megagrpo.weights.transport.sglang import ServerWeights
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "weight_sync"
 DTYPE = "bfloat16"
 TIMEOUT_SECONDS = 120.0
-START_SECONDS = 300.0
+START_SECONDS = 900.0
 LAYOUTS = (ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(data=2))
 RANKS = 2
 EXACT = (TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP)

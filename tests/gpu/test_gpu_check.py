@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megagrpo.doctor.packages import Finding
+from tools.gpu_check import training
 from tools.gpu_check.__main__ import REPOSITORY, TITLES, run_check
 from tools.gpu_check.figures import Figure
 
@@ -31,6 +34,7 @@ def test_checks_work_on_a_cpu_and_are_written_down(tmp_path: Path) -> None:
     command += ["--only", "packing", "updates"]
     ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"^updates .* at (most|least) .* ok$", ran.stdout, re.MULTILINE)
     found = json.loads(report.read_text())
     assert found["checks"].keys() == {"packing", "updates"}
     assert all(check["figures"] for check in found["checks"].values())
@@ -52,3 +56,10 @@ def test_a_check_that_fails_keeps_its_figures_and_names_the_end_of_its_output(tm
     figures, error = run_check("attention", "cpu", 1, tmp_path)
     assert [figure.name for figure in figures] == ["seen"]
     assert "FileExistsError" in error
+
+
+def test_a_missing_ray_is_the_last_checks_concern_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wrong = [Finding(part, "wrong", "not installed") for part in ("ray", "sglang", "torch")]
+    monkeypatch.setattr(training, "CHAPTERS", {"packages": lambda: wrong})
+    counted = next(training.environment(training.Setting("cpu", tmp_path)))
+    assert (counted.value, counted.note) == (1, "torch: not installed")

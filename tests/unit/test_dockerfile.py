@@ -71,7 +71,7 @@ def test_what_the_dockerfile_installs_first_is_pinned() -> None:
 def test_the_dockerfile_copies_what_is_there() -> None:
     text = (ROOT / "Dockerfile").read_text()
     copied = [path for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for path in line.split()[:-1]]
-    assert "requirements/gpu.txt" in copied
+    assert {"requirements/gpu.txt", "Makefile", "tools", "benchmarks"} <= set(copied)  # the last three: make gpu-check
     assert [path for path in copied if not (ROOT / path).exists()] == []
 
 

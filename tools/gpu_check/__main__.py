@@ -1,4 +1,4 @@
-"""Eleven checks for the first hour on a GPU, each with its figure, the range it should be in, and what to do if not.
+"""Eleven checks for a first GPU, perhaps half an hour: figures, the range each should be in, and what to do if not.
 
     python -m tools.gpu_check                       # one GPU: all checks, a table, and gpu_check.json
     python -m tools.gpu_check --gpus 2              # two data ranks in the training checks
@@ -65,6 +65,7 @@ def main() -> int:
         print("no GPU that torch sees: megagrpo doctor says more; --device cpu rehearses the checks")
         return 2
     results: dict[str, Any] = {}
+    rows: list[str] = []
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
         for name in given.only:
             print(f"{name}: {TITLES[name]}", flush=True)
@@ -74,11 +75,14 @@ def main() -> int:
                 print("\n".join(figure.drawn()), flush=True)
             if error:
                 print(f"  WRONG the check did not end: {error}", flush=True)
+            rows += [figure.row(name) for figure in figures] or [f"{name:<12} no figure"]
+            rows += [f"{name:<12} {'the check did not end':<92} WRONG"] if error else []
             seconds = time.monotonic() - began
             results[name] = {"seconds": seconds, "error": error, "figures": [figure.as_json() for figure in figures]}
     date = datetime.now(UTC).isoformat(timespec="seconds")
     report = {"date": date, "device": given.device, "machine": machine, "checks": results}
     given.output.write_text(json.dumps(report, indent=1) + "\n")
+    print("\n".join(["", f"{'check':<12} {'figure':<73}   {'expected':<16} fits", *rows, ""]))
     wrong = [name for name, result in results.items() if result["error"] or not fits(result["figures"])]
     print(f"{len(results) - len(wrong)} of {len(results)} checks are as expected; written to {given.output}")
     if wrong:

@@ -39,11 +39,23 @@ class Figure:
             case low, high:
                 return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
-    def drawn(self) -> Iterator[str]:
-        """Lines of the table."""
-        mark = "ok" if self.fits else "WRONG"
+    @property
+    def mark(self) -> str:
+        """A figure that is only reported has none."""
+        return "WRONG" if not self.fits else "ok" if self.expected else "-"
+
+    @property
+    def text(self) -> str:
         value = f"{self.value:.4g} {self.unit}".rstrip()
-        yield f"  {mark:<5} {self.name:<58} {value:>14}   {self.expected}".rstrip()
+        return f"{self.name:<58} {value:>14}"
+
+    def row(self, check: str) -> str:
+        """Of the table of all checks."""
+        return f"{check:<12} {self.text}   {self.expected:<16} {self.mark}"
+
+    def drawn(self) -> Iterator[str]:
+        """What is printed when the check has found it."""
+        yield f"  {self.mark:<5} {self.text}   {self.expected}".rstrip()
         if self.note:
             yield f"        {self.note}"
         if not self.fits and self.fix:

@@ -162,8 +162,8 @@ class ClusterConfig(Section):
     engine_devices: Count | None = None
     """Devices for engines when disaggregated; the default is one per engine."""
 
-    start_timeout_seconds: Seconds = 300.0
-    """Longest wait for all processes to start."""
+    start_timeout_seconds: Seconds = 900.0
+    """Longest wait for all processes to start. A first start on GPUs compiles kernels and captures graphs."""
 
     restarts_max: NonNegativeInt = 3
     """How often lost training ranks (killed, out of memory, or silent for step_timeout_seconds) are started again from
