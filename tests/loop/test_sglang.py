@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -139,7 +140,7 @@ def test_a_run_with_latent_attention_trains_on_what_an_external_server_samples(
 
     one = request(PROMPT, SamplingParams(8))
     with client_of(server) as client:
-        answer = client.run(client.generate(one, "a request of another client", START_SECONDS))
+        answer = client.run(client.generate(one, "a request of another client", steps, asyncio.Event()))
     sample = read_sample(one, answer, lambda tokens, finish: "", "the server")
     assert (sample.versions == steps).all()
     check_logprobs([sample], [one], {steps: output / "hugging_face"})
