@@ -20,6 +20,7 @@ from megagrpo.plan.parameters import adapter_parameters, total_parameters
 from megagrpo.plan.time import StepTime
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import checkpoint_directory, plan_devices, run_directory
+from megagrpo.recipe.kernels import auto_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture, critic_of
 
@@ -46,6 +47,7 @@ def impossible(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:
     """Why the recipe cannot run on its machines. Too little memory is one problem, since one change moves all kinds of
     devices."""
     yield from node_problems(case.recipe)
+    yield from auto_problems(case.recipe, case.fused_layers)
     if case.gpus is None:
         return
     gpu, engine = case.gpus.gpu, _engine(case)

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.plan.advice import CONTEXT_TOKENS_MIN, node_problems
-from megagrpo.plan.assumptions import longest_sequence
-from megagrpo.plan.case import Case
+from megagrpo.plan.assumptions import Assumptions, longest_sequence
+from megagrpo.plan.case import Case, machines_of
 from megagrpo.plan.communication import Seconds
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import expert_parameters, model_bytes, total_parameters
@@ -406,11 +406,12 @@ def savings(recipe: AnyRecipe, architecture: Architecture, layout: Values) -> li
 def recomputes(recipe: AnyRecipe, architecture: Architecture, layers: int) -> list[str | RecomputeConfig]:
     """From nothing to all layers: parts of this model's layers that take little time for what they save, and half of
     the `layers` of a model chunk. Attention's core is not among them: fused attention keeps next to nothing of it."""
-    train, found = recipe.train, list[str | RecomputeConfig](["none"])
+    found: list[str | RecomputeConfig] = ["none"]
     cheap: list[RecomputeModule] = []
     if architecture.latent is not None:
         cheap += ["mla_up_proj"]
-    if architecture.experts is not None and train.lora is None and train.layer_spec != "local":
+    case = Case(recipe, architecture, machines_of(recipe, Assumptions()))
+    if architecture.experts is not None and case.fused_layers:
         cheap += ["moe_act"]
     if architecture.has_dense_layers:
         cheap += ["mlp"]

@@ -19,6 +19,7 @@ from megagrpo.recipe.defaults import (
     plan_devices,
     run_directory,
 )
+from megagrpo.recipe.kernels import auto_problems
 from megagrpo.recipe.model_rules import divisors, either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.run import address_problem
@@ -30,20 +31,17 @@ from megagrpo.weights.sides.sglang import split_problems
 SQLITE, SQLITE_BEGIN = "sqlite:///", b"SQLite format 3\0"
 
 
-def package_problems(recipe: AnyRecipe) -> Iterator[Problem]:
+def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None) -> Iterator[Problem]:
     """Packages that the recipe switches on and that are missing, and wrong versions of all that the run uses.
 
     A missing SGLang is reported by sglang_problems: the recipe may name another environment that has it.
     """
     tracked, fused = recipe.track, recipe.train.layer_spec == "transformer_engine"
+    moments = recipe.train.optimizer.moment_dtype != "float32"
     switched_on = {
         "track.wandb": ("wandb", tracked.wandb is not None, "pip install megagrpo[wandb]"),
         "track.tensorboard": ("tensorboard", tracked.tensorboard, "pip install megagrpo[tensorboard]"),
-        "train.optimizer.moment_dtype": (
-            "transformer_engine",
-            recipe.train.optimizer.moment_dtype != "float32",
-            "pip install megagrpo[te], or remove it",
-        ),
+        "train.optimizer.moment_dtype": ("transformer_engine", moments, "pip install megagrpo[te], or remove it"),
         "train.layer_spec": ("transformer_engine", fused, "pip install megagrpo[te], or layer_spec: auto"),
     }
     for field, (package, needed, fix) in switched_on.items():
@@ -52,7 +50,7 @@ def package_problems(recipe: AnyRecipe) -> Iterator[Problem]:
     used = {
         "wandb": tracked.wandb is not None,
         "tensorboard": tracked.tensorboard,
-        "te": fused,
+        "te": fused or moments or fused_here(recipe, architecture),
         "sglang": isinstance(recipe, Recipe)
         and recipe.rollout.engine == "sglang"
         and recipe.rollout.sglang.python is None,
@@ -61,6 +59,20 @@ def package_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         if finding.state == "wrong":
             where, working = f"package {finding.part}", "a version that megagrpo works with"
             yield Problem(where, given=finding.found, needed=working, fix=finding.remedy)
+
+
+def fused_here(recipe: AnyRecipe, architecture: Architecture | None) -> bool:
+    """Whether training ranks on this machine have Transformer Engine's layers."""
+    if find_spec("transformer_engine") is None or (device := device_here(recipe)) == "cpu":
+        return False
+    if recipe.train.layer_spec != "auto" or architecture is None:
+        return recipe.train.layer_spec == "transformer_engine"
+    import torch
+
+    from megagrpo.megatron.config import layer_spec  # imports megatron: seconds
+
+    dtype = getattr(torch, dtype_name(recipe, device))
+    return layer_spec(architecture, recipe.train, dtype, device) == "transformer_engine"
 
 
 def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None) -> list[Problem]:
@@ -114,15 +126,20 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         yield Problem("rollout.layout.expert", f"{rollout.layout.expert} on CPUs", needed, fix="expert: 1")
 
 
-def device_problems(recipe: AnyRecipe, *, engines_too: bool = True) -> Iterator[Problem]:
-    """Settings of torch's allocator that forbid how weights travel, and, for a run that joins no cluster, too few GPUs
-    on this machine."""
-    if (problem := allocator_problem(recipe, os.environ)) and device_here(recipe) == "cuda":
-        yield problem
-    if recipe.cluster.device != "cuda" or recipe.cluster.address or os.environ.get("RAY_ADDRESS"):
-        return
+def device_problems(
+    recipe: AnyRecipe, architecture: Architecture | None = None, *, engines_too: bool = True
+) -> Iterator[Problem]:
+    """Settings of torch's allocator that forbid how weights travel, what the layers of this machine's cards cannot do,
+    and, for a run that joins no cluster, too few GPUs on this machine."""
     import torch  # takes a second; most other checks do without it
 
+    joins = bool(recipe.cluster.address or os.environ.get("RAY_ADDRESS"))
+    if architecture and (torch.cuda.is_available() or not joins):  # else the cluster's cards are not known here
+        yield from auto_problems(recipe, fused_here(recipe, architecture))
+    if (problem := allocator_problem(recipe, os.environ)) and device_here(recipe) == "cuda":
+        yield problem
+    if recipe.cluster.device != "cuda" or joins:
+        return
     devices, needed = torch.cuda.device_count(), plan_devices(recipe, "cuda", engines_too=engines_too).bundles
     if devices < needed:
         smaller = "a smaller train.layout" if devices else "cluster.device: cpu"

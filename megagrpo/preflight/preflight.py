@@ -89,8 +89,8 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
     if architecture and (not plan_only or runs_here(recipe)):
         problems += disk_problems(recipe, architecture, read_architecture(critic) if critic else None)
     if not plan_only:
-        problems += machine.device_problems(recipe, engines_too=engines_too)
-    problems += machine.package_problems(recipe)
+        problems += machine.device_problems(recipe, architecture, engines_too=engines_too)
+    problems += machine.package_problems(recipe, architecture)
     if isinstance(recipe, Recipe) and engines_too:
         problems += machine.engine_problems(recipe, architecture, plan_only)
     problems += machine.address_problems(recipe, plan_only)

@@ -6,6 +6,7 @@ pytorch/attention/dot_product_attention/utils.py, and common/fused_attn/fused_at
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -13,7 +14,8 @@ from typing import Literal
 
 from packaging.version import Version
 
-from megagrpo.recipe.schema import TrainConfig
+from megagrpo.errors import Problem
+from megagrpo.recipe.schema import AnyRecipe, TrainConfig
 from megagrpo.weights.families.architecture import Architecture
 
 LayerSpec = Literal["local", "transformer_engine"]
@@ -80,6 +82,18 @@ def layers_on(card: Capability, here: Installed, model: Attention) -> Layers:
     if here.flash_attn_2 is None and fused_kernel(card, helps, model) is not None:
         why += f"; flash-attn {FLASH_ATTN_2[1]} would be one"
     return Layers("local", own, why)
+
+
+def auto_problems(recipe: AnyRecipe, fused: bool) -> Iterator[Problem]:
+    """What is switched on and does not work where `layer_spec: auto` is Megatron's local layers, which it is unless
+    `fused`. The recipe's own rules refuse it with explicit local ones."""
+    train = recipe.train
+    if fused or train.layer_spec != "auto" or train.lora is not None or recipe.cluster.device == "cpu":
+        return
+    if "moe_act" in train.recomputed.modules:
+        needed = "transformer_engine's grouped experts, which auto takes on other cards or with flash-attn 2"
+        given = "moe_act with layer_spec: auto, which takes local layers there"
+        yield Problem("train.recompute.modules", given, needed, "moe in its place")
 
 
 def fused_kernel(card: Capability, here: Installed, model: Attention) -> str | None:

@@ -18,7 +18,7 @@ from megagrpo import cli
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang import server as server_module
-from megagrpo.rollout.sglang.engine import check_server
+from megagrpo.rollout.sglang.engine import AS_STARTED, check_server
 from megagrpo.rollout.sglang.server import (
     SHARED_MEMORY,
     Server,
@@ -69,6 +69,18 @@ def test_the_first_contact_names_every_argument_that_differs_from_the_recipe(
     (problem,) = caught.value.problems
     assert problem.given == given
     assert fix in problem.fix
+
+
+def test_quantized_weights_and_experts_in_an_order_of_other_kernels_are_refused(tmp_path: Path) -> None:
+    checked = "engine 0", EngineLayoutConfig(), "bfloat16", read_architecture(model_directory("qwen3_moe", tmp_path))
+    sizes = {"tp_size": 1, "ep_size": 1, "pp_size": 1, "dp_size": 1, "attn_dp_size": 1, "dtype": "bfloat16"}
+    info = AS_STARTED | sizes | {"device": "cuda", "moe_runner_backend": "triton", "quantization": None}
+    check_server(info, *checked)
+    check_server(info | {"device": "cpu", "moe_runner_backend": "auto"}, *checked)
+    check_server(info | {"quantization": "fp8"}, *checked, "fp8")
+    for changed in ({"moe_runner_backend": "flashinfer_trtllm"}, {"quantization": "fp8"}):
+        with pytest.raises(EngineError, match=next(iter(changed))):
+            check_server(info | changed, *checked)
 
 
 def test_an_engine_over_a_server_of_another_layout_is_refused(tied_server: Served) -> None:

@@ -76,4 +76,5 @@ def test_the_dockerfile_copies_what_is_there() -> None:
 
 
 def test_apex_is_pinned_to_a_commit() -> None:
-    assert re.search(r"^ARG APEX=[0-9a-f]{40}$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    [commit] = re.findall(r"^ARG APEX=([0-9a-f]{40})$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert f"git checkout {commit}" in (ROOT / "docs/gpu.md").read_text()

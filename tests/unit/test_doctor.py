@@ -8,7 +8,10 @@ import pytest
 from megagrpo.cli import main
 from megagrpo.doctor import doctor
 from megagrpo.doctor.packages import WITHOUT, Finding, fit_findings, package_findings
-from megagrpo.preflight.machine import package_problems
+from megagrpo.plan.parameters import known_models
+from megagrpo.preflight.machine import device_problems, package_problems
+from megagrpo.recipe.kernels import Installed
+from megagrpo.weights.families import read_architecture
 from tests.tiny_run import recipe_with
 
 REQUIRED = [
@@ -94,9 +97,27 @@ def test_the_command_prints_every_chapter_and_fails_if_something_is_wrong(
 def test_a_recipe_is_refused_for_wrong_versions_of_what_it_uses_only(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.8.1", "sglang": "0.4.0", "transformer-engine": "1.0"}
     monkeypatch.setattr(
-        "megagrpo.doctor.packages.installed_version", lambda name: versions.get(name, metadata.version(name))
+        "megagrpo.doctor.packages.installed_version", lambda name: versions.get(name) or metadata.version(name)
     )
     problems = {problem.where: problem for problem in package_problems(recipe_with("rollout.engine=sglang"))}
     assert set(problems) == {"package torch", "package sglang"}
     assert "pip install 'torch>=2.9'" in problems["package torch"].fix
     assert [problem.where for problem in package_problems(recipe_with())] == ["package torch"]
+    moments = package_problems(recipe_with("train.optimizer.moment_dtype=bfloat16", "model.dtype=bfloat16"))
+    assert "package transformer-engine" in {problem.where for problem in moments}
+
+
+def test_a_machines_layers_are_those_that_auto_takes_on_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("megagrpo.preflight.machine", "megagrpo.megatron.config"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: name)
+    monkeypatch.setattr("megagrpo.megatron.config.installed", lambda: Installed(transformer_engine=True))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("megagrpo.doctor.packages.installed_version", lambda name: "1.0")
+    model = read_architecture(known_models()["Qwen/Qwen3-30B-A3B"])
+    recipe = recipe_with("cluster.device=cuda", "model.dtype=bfloat16", "train.recompute={modules: [moe_act]}")
+    for card, fused in (((9, 0), True), ((8, 0), False)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda card=card: card)
+        packages = {problem.where for problem in package_problems(recipe, model)}
+        assert ("package transformer-engine" in packages) == fused
+        refused = {problem.where for problem in device_problems(recipe, model)}
+        assert ("train.recompute.modules" not in refused) == fused

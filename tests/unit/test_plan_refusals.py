@@ -50,6 +50,7 @@ IMPOSSIBLE: list[tuple[str, str, str, str, str]] = [
     (NODES, "rollout.layout.tensor=3", "rollout.layout", "attention heads: 64", "tensor of 1, 2, 4, 8, 16 or 32"),
     (EXPERTS, "train.layout.expert=32", "train.layout.expert", "expert 32", "raise data"),
     (EXPERTS, "train.layout.expert=5", "train.layout.expert", "128 experts", "expert of 1, 2, 4, 8, 16 or 32"),
+    (EXPERTS, "cluster.gpu=A100-80GB", "train.recompute.modules", "auto, which takes local", "moe in its place"),
     (EXPERTS, "rollout.layout.expert=3", "rollout.layout.expert", "3, with tensor 4", "expert: 1"),
     (LONG, "train.tokens_per_microbatch=8000", "train.tokens_per_microbatch", "x 4 context ranks", "raise it"),
     (LONG, f"rollout.response_tokens_max=40000 train.tokens_per_microbatch=12000 {NO_LOGPROBS}",

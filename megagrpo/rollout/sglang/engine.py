@@ -45,7 +45,12 @@ AS_STARTED = {
 
 
 def check_server(
-    info: Mapping[str, Any], name: str, layout: EngineLayoutConfig, dtype: str, architecture: Architecture
+    info: Mapping[str, Any],
+    name: str,
+    layout: EngineLayoutConfig,
+    dtype: str,
+    architecture: Architecture,
+    quantization: str | None = None,
 ) -> None:
     """Raises EngineError, naming all arguments that differ, unless the ranks of the server of this /server_info hold
     what the plan of a sync takes them to hold."""
@@ -54,6 +59,10 @@ def check_server(
     wanted |= {"attn_dp_size": layout.attention_data}
     if layout.attention_data > 1:
         wanted |= {"enable_dp_lm_head": True}
+    if quantization is None:  # else it is in config.json (arguments.py), and SGLang may take it from there
+        wanted |= {"quantization": None}
+    if architecture.experts is not None and info.get("device") != "cpu":
+        wanted |= {"moe_runner_backend": "triton"}
     if architecture.experts is not None and architecture.experts.shared_ffn:
         wanted |= {"disable_shared_experts_fusion": True}
     wrong = {argument: info.get(argument) for argument, value in wanted.items() if info.get(argument) != value}
@@ -115,7 +124,7 @@ class SglangEngine(Engine):
         """By ticket of a request: set when it is to end with the tokens that it has. Lives on the client's loop."""
         try:
             self._info = self._client.get("/server_info")
-            check_server(self._info, name, layout, dtype, architecture)
+            check_server(self._info, name, layout, dtype, architecture, quantization)
             if self._server is None:
                 # SGLang begins no update while one is open, which an earlier run may have left. A server that is paused
                 # stays so until the first commit, because its weights may be a mixture of two versions.
