@@ -195,6 +195,10 @@ def _unwise_engines(case: Case, recipe: Recipe, time: StepTime | None) -> Iterat
 
 
 def _unwise_training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:
+    if case.gpus and case.recipe.train.layer_spec == "transformer_engine" and not case.auto_is_fused:
+        given = f"transformer_engine, on {case.gpus.gpu.name}"
+        needed = "fused attention over packed sequences: without it all scores of the longest sequence are kept"
+        yield Problem("train.layer_spec", given, needed, "layer_spec: auto, or install flash-attn 2 where it helps")
     recipe, layout, train, longest = case.recipe, case.layout, case.recipe.train, longest_sequence(case.recipe)
     of_rank = minibatch_sequences(recipe) / layout.data * longest
     if train.tokens_per_microbatch * layout.context > 1.5 * max(of_rank, longest):

@@ -153,6 +153,12 @@ class Case:
         train = self.recipe.train
         if self.device != "cuda" or train.layer_spec != "auto" or train.lora is not None:
             return train.layer_spec == "transformer_engine"
+        return self.auto_is_fused
+
+    @cached_property
+    def auto_is_fused(self) -> bool:
+        """Whether transformer-engine's layers have a fused attention on these GPUs."""
+        train = self.recipe.train
         card = self.gpus.gpu.capability if self.gpus else GPUS["H100"].capability
         model = attention_of(self.architecture, train, half=self.item_bytes == 2)
         return layers_on(card, Installed(transformer_engine=True), model).spec == "transformer_engine"

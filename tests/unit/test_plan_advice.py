@@ -37,6 +37,8 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"train.layout": {"tensor": 8, "context": 2, "data": 8}}, "train.layout.context",
      {"train.layout": {"tensor": 8, "data": 16}}),
     ({**ONE_NODE, "train.recompute": "full", "cluster.gpu": "B300"}, "train.recompute", {"train.recompute": "none"}),
+    ({**ONE_NODE, "cluster.gpu": "A100-80GB", "train.layer_spec": "transformer_engine"}, "train.layer_spec",
+     {"train.layer_spec": "auto"}),
     ({"train.recompute": "selective"}, "train.recompute", {"train.recompute": "none"}),
     ({"train.recompute": {"modules": ["layernorm", "mlp"]}}, "train.recompute",
      {"train.recompute": {"modules": ["mlp"]}}),

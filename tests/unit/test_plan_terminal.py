@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.device_map import axes, device_map, rows
-from megagrpo.plan.parameters import stages
+from megagrpo.plan.parameters import stages, total_parameters
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.show.terminal import draw
 from megagrpo.plan.units import byte_text, second_text, spans
@@ -76,6 +76,13 @@ def test_a_sync_is_told_by_kind_of_link_with_its_lower_bound(of_70b: Plan) -> No
     first = lines.index(["weight_sync,", "busiest", "bytes", "seconds", "least", "bytes", "least", "seconds", "ratio"])
     assert lines[first + 1] == ["network", "8.21", "GiB", "470", "ms", "8.21", "GiB", "176", "ms", "2.7"]
     assert [line[:3] for line in lines[first + 2 : first + 4]] == [["within", "a", "node"], ["within", "a", "GPU"]]
+
+
+def test_the_start_says_what_engines_without_weights_do_not_read(of_70b: Plan) -> None:
+    weights = total_parameters(of_70b.architecture) * 2
+    start = of_70b.summary["start"]
+    assert start.startswith(byte_text(weights))
+    assert f"spares {byte_text(of_70b.grpo.rollout.engines * weights)} " in start
 
 
 def test_what_is_too_much_is_marked_beyond_the_card() -> None:
