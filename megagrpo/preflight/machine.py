@@ -38,6 +38,7 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
     """
     tracked, fused = recipe.track, recipe.train.layer_spec == "transformer_engine"
     moments = recipe.train.optimizer.moment_dtype != "float32"
+    rollout = recipe.rollout if isinstance(recipe, Recipe) else None
     switched_on = {
         "track.wandb": ("wandb", tracked.wandb is not None, "pip install megagrpo[wandb]"),
         "track.tensorboard": ("tensorboard", tracked.tensorboard, "pip install megagrpo[tensorboard]"),
@@ -51,9 +52,7 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
         "wandb": tracked.wandb is not None,
         "tensorboard": tracked.tensorboard,
         "te": fused or moments or fused_here(recipe, architecture),
-        "sglang": isinstance(recipe, Recipe)
-        and recipe.rollout.engine == "sglang"
-        and recipe.rollout.sglang.python is None,
+        "sglang": rollout is not None and rollout.engine == "sglang" and rollout.sglang.python is None,
     }
     for finding in package_findings(extras=[extra for extra, is_used in used.items() if is_used]):
         if finding.state == "wrong":

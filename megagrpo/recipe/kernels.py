@@ -85,12 +85,10 @@ def layers_on(card: Capability, here: Installed, model: Attention) -> Layers:
 
 
 def auto_problems(recipe: AnyRecipe, fused: bool) -> Iterator[Problem]:
-    """What is switched on and does not work where `layer_spec: auto` is Megatron's local layers, which it is unless
-    `fused`. The recipe's own rules refuse it with explicit local ones."""
+    """What fails where `auto` is Megatron's local layers: not `fused`. Recipe rules refuse it with explicit ones."""
     train = recipe.train
-    if fused or train.layer_spec != "auto" or train.lora is not None or recipe.cluster.device == "cpu":
-        return
-    if "moe_act" in train.recomputed.modules:
+    auto = train.layer_spec == "auto" and train.lora is None and recipe.cluster.device != "cpu"
+    if auto and not fused and "moe_act" in train.recomputed.modules:
         needed = "transformer_engine's grouped experts, which auto takes on other cards or with flash-attn 2"
         given = "moe_act with layer_spec: auto, which takes local layers there"
         yield Problem("train.recompute.modules", given, needed, "moe in its place")

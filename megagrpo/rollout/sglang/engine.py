@@ -59,8 +59,7 @@ def check_server(
     wanted |= {"attn_dp_size": layout.attention_data}
     if layout.attention_data > 1:
         wanted |= {"enable_dp_lm_head": True}
-    if quantization is None:  # else it is in config.json (arguments.py), and SGLang may take it from there
-        wanted |= {"quantization": None}
+    wanted |= {} if quantization else {"quantization": None}  # ours is in config.json: SGLang may name it or not
     if architecture.experts is not None and info.get("device") != "cpu":
         wanted |= {"moe_runner_backend": "triton"}
     if architecture.experts is not None and architecture.experts.shared_ffn:
