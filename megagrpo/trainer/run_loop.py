@@ -299,7 +299,8 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
                 progress, failure = _step(setup, training, progress)
                 if failure and not isinstance(failure, MismatchError):  # nothing can be evaluated
                     raise failure
-                saving.confirm()
+                if not (progress.unlogged or {}).get("skipped_steps"):  # its weights have made finite numbers
+                    saving.confirm()
             last = progress.step == setup.total_steps or cursor.exhausted
             if setup.held_out and (last or progress.step % recipe.eval.every_steps == 0):
                 progress = _evaluate(setup, training, progress)

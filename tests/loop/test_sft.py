@@ -112,6 +112,7 @@ def test_a_run_that_diverges_keeps_its_last_finite_checkpoint_and_continues_from
     model = with_tensors(inputs / "model", tmp_path / "model", tensors)
 
     wild = ("train.optimizer.lr=10", "train.optimizer.weight_decay=1e9", "train.optimizer.schedule=constant")
+    wild += ("train.optimizer.skipped_steps_max=0",)
     other = (f"model.path={model}", "name=other")
     how: Any = {"command": "sft", "environment": ray}
     diverged, refused = small_run.side_by_side(
