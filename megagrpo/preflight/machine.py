@@ -125,20 +125,26 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         yield Problem("rollout.layout.expert", f"{rollout.layout.expert} on CPUs", needed, fix="expert: 1")
 
 
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def device_problems(
     recipe: AnyRecipe, architecture: Architecture | None = None, *, engines_too: bool = True
 ) -> Iterator[Problem]:
     """Settings of torch's allocator that forbid how weights travel, what the layers of this machine's cards cannot do,
     and, for a run that joins no cluster, too few GPUs on this machine."""
-    import torch  # takes a second; most other checks do without it
-
     joins = bool(recipe.cluster.address or os.environ.get("RAY_ADDRESS"))
-    if architecture and (torch.cuda.is_available() or not joins):  # else the cluster's cards are not known here
+    if architecture and (not joins or _has_gpu()):  # else the cluster's cards are not known here
         yield from auto_problems(recipe, fused_here(recipe, architecture))
     if (problem := allocator_problem(recipe, os.environ)) and device_here(recipe) == "cuda":
         yield problem
     if recipe.cluster.device != "cuda" or joins:
         return
+    import torch  # takes a second; most other checks do without it
+
     devices, needed = torch.cuda.device_count(), plan_devices(recipe, "cuda", engines_too=engines_too).bundles
     if devices < needed:
         smaller = "a smaller train.layout" if devices else "cluster.device: cpu"

@@ -15,6 +15,7 @@ from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.errors import WeightSyncError
 from megagrpo.recipe.schema.run import WeightsConfig
+from megagrpo.rollout.pool import Pool
 
 
 class Actors:
@@ -49,7 +50,7 @@ def test_an_engine_that_is_still_starting_does_not_hold_up_the_end_of_a_run(monk
     engines = object.__new__(Rollouts)
     engines.actors = dict(actors.by_name)
     engines._other_nodes = {name: [] for name in actors.by_name}
-    engines._collecting = threading.Thread()
+    engines._collecting, engines.changed, engines._pool = threading.Thread(), threading.Condition(), Pool(None)
     engines._starting = {name: f"start {name}" for name in actors.by_name}  # type: ignore[misc]
     engines.close()
     assert sorted(actors.asked) == ["close engine 0", "close engine 1"]
