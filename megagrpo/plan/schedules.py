@@ -26,7 +26,8 @@ STEPS = 12
 """Steps that are looked at, after those in which a run fills up."""
 
 RESPONSES_MAX = 512
-"""Of a step of a plan's simulation. A larger run is simulated in part: fewer engines and prompts, in proportion."""
+"""Responses in a step of a plan's simulation. A larger run is simulated in part: fewer engines and prompts, in
+proportion."""
 
 BATCHES = 24
 """Sizes of batches for which the seconds of a token are computed."""
@@ -38,7 +39,7 @@ TRAINER_PHASES = ("reward", "logprobs", "update", "driver")
 """What the trainer does with the groups of a step, one after another."""
 
 TokenSeconds = Callable[[float, float], float]
-"""Of a token of each of so many responses that an engine decodes, with so many tokens before it in the mean."""
+"""Seconds of a token of each of so many responses that an engine decodes, with so many tokens before it in the mean."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Work:
 
     @classmethod
     def of(cls, case: Case, time: StepTime) -> Work:
-        """Of a GRPO recipe whose phases take that long when one follows the other. Prompts of all rounds of dynamic
-        sampling begin at once."""
+        """The work of a GRPO recipe whose phases take that long when one follows the other. Prompts of all rounds of
+        dynamic sampling begin at once."""
         by, seconds = Sampling.of(case), {phase.phase: phase.seconds for phase in time.phases}
         slots = max(1, int(by.at_once))
         return cls(
@@ -112,7 +113,7 @@ class ScheduleTime:
 
     schedule: ScheduleConfig
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
 
     trainer_waits: float
     """Share in which the trainer waits for responses."""
@@ -154,7 +155,7 @@ def compared(prompts: int, *, colocated: bool) -> list[ScheduleConfig]:
 
 
 def schedule_times(case: Case, time: StepTime) -> tuple[ScheduleTime, ...]:
-    """Of those that a GRPO recipe's placement can have, its own among them; sync is the first."""
+    """The schedules that a GRPO recipe's placement can have, its own among them; sync is the first."""
     work, own = Work.of(case, time), case.grpo.schedule
     kinds = compared(work.prompts, colocated=case.recipe.cluster.placement == "colocated")
     if own not in kinds:
@@ -163,7 +164,7 @@ def schedule_times(case: Case, time: StepTime) -> tuple[ScheduleTime, ...]:
 
 
 def steady_seconds(case: Case, time: StepTime, schedule: AsyncConfig) -> float:
-    """Of a step, if trainer and engines waited for nothing but each other: a bound, to compare many splits by."""
+    """Seconds of a step if trainer and engines waited only for each other: a bound, to compare many splits by."""
     by, lengths, prompts = (
         Sampling.of(case),
         case.lengths,

@@ -61,7 +61,7 @@ class TransformersEngine(Engine):
         self._receiver: BucketReceiver | None = None
         self._threads, self._pause = threads, pause
         self._changed = threading.Condition()
-        """Of all that follows, and of the protocol's state."""
+        """Guards all that follows, and the protocol's state."""
         self._waiting: dict[int, tuple[Request, Done]] = {}
         self._running: dict[int, tuple[Request, Done]] = {}
         self._given_back: set[int] = set()
