@@ -29,7 +29,7 @@ TRAINERS = (1 / 8, 5 / 32, 3 / 16, 1 / 4, 1 / 2)
 """Training GPUs for each engine, of the splits that are tried."""
 
 RESPONSES_MAX = 8192
-"""Of a step of a simulation: all of 64 engines. More engines are simulated in part."""
+"""Responses in a step of a simulation: all of 64 engines. More engines are simulated in part."""
 
 SYNC = SyncConfig(kind="sync")
 ASYNC = {bound: AsyncConfig(kind="async", max_staleness=bound) for bound in (2, 4)}

@@ -160,7 +160,7 @@ class Figures:
 
 
 def fetching_seconds(preparation: Preparation | None) -> float:
-    """Of what training ranks fetch of one another before they quantise: all of it before anything is sent."""
+    """The bytes that training ranks fetch of one another before they quantise: all of it before anything is sent."""
     if preparation is None or preparation.fetches is None:
         return 0.0
     return traffic_of(preparation.fetches, SPEEDS, BUCKET_BYTES).seconds

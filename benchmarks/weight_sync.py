@@ -108,7 +108,7 @@ class Devices:
 
     kind: str
     names: Sequence[str]
-    """Of all GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    """The names of all GPUs, as CUDA_VISIBLE_DEVICES has them."""
     ranks: tuple[int, ...]
     engine: tuple[int, ...]
 
@@ -135,7 +135,7 @@ class Devices:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the server: its own GPUs first, and those that send to it."""
+        """The GPUs of the server: its own GPUs first, and those that send to it."""
         seen = dict.fromkeys((*self.engine, *self.ranks))
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.names[gpu] for gpu in seen)} if seen else {}
 

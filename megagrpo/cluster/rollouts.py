@@ -1,7 +1,7 @@
 """The engines as the trainer sees them: prompts in, groups out.
 
 A thread collects samples and hands requests to engines with free slots. An engine that fails leaves: its requests go
-elsewhere, and the next weight sync brings it back. If none is left, whoever waits for samples has them brought back.
+elsewhere, and the next weight sync brings it back. If none is left, the thread that waits for samples brings them back.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Sampling:
     """Responses that an engine decodes at once."""
 
     samples: int
-    """Of each prompt."""
+    """Responses to each prompt."""
 
     @classmethod
     def of(cls, case: Case) -> Sampling:

@@ -1,7 +1,7 @@
 """Weights into the embedded engine: the order of calls, digests of what arrived, and what is sampled afterwards."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema.run import Pause
 from megagrpo.rollout.engine import Engine, EngineState, UpdateProtocol
-from megagrpo.types import SamplingParams
+from megagrpo.rollout.transformers_engine import TransformersEngine
+from megagrpo.types import Request, Sample, SamplingParams
 from megagrpo.weights.digest import digests
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint
@@ -86,16 +87,28 @@ def test_nothing_is_generated_from_open_or_unverified_weights_nor_after_closing(
 LONG = SamplingParams(max_tokens=60, temperature=1.3)
 
 
+def begun(engine: TransformersEngine, asked: list[Request], pool: ThreadPoolExecutor) -> Future[list[Sample]]:
+    """The samples to come, once each has some tokens."""
+    before_step, steps = engine._before_step, []
+
+    def counted() -> int | None:
+        steps.append(None)
+        return before_step()
+
+    engine._before_step = counted  # type: ignore[method-assign]
+    future = pool.submit(generate, engine, asked)
+    while len(steps) < 5:
+        time.sleep(0.001)
+    return future
+
+
 @pytest.mark.parametrize("pause", ["retract", "in_place", "finish"])
 def test_responses_that_run_when_an_update_begins_go_on_as_the_recipe_says(pause: Pause, tmp_path: Path) -> None:
     engine = start_engine(model_directory("qwen2", tmp_path, eos_token_id=None), pause=pause)
     asked = [request([5, 6, 7], LONG, seed=seed, index=seed) for seed in range(4)]
     whole = generate(engine, asked)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(generate, engine, asked)
-        while not engine._samples:
-            time.sleep(0.001)
-        time.sleep(0.02)
+        future = begun(engine, asked, pool)
         engine.begin_update(1)  # with the same weights
         done = future.done()
         engine.end_update(1)
@@ -114,9 +127,7 @@ def test_what_is_given_back_goes_on_where_it_ended_and_leaves_the_others_alone(t
     asked = [request([5, 6, 7], LONG, seed=seed, index=seed) for seed in range(4)]
     whole = generate(engine, asked)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(generate, engine, asked)
-        while not engine._samples:
-            time.sleep(0.001)
+        future = begun(engine, asked, pool)
         engine.give_back([1, 3, 99])
         samples = future.result(60)
     ends = [sample.finish for sample in samples]
