@@ -114,8 +114,8 @@ def start(
     )
 
 
-def end(process: subprocess.Popen[str], code: int = 0) -> str:
-    """What a run printed, once it has ended. Fails if it ended with another exit code."""
+def end(process: subprocess.Popen[str], code: int | None = 0) -> str:
+    """What a run printed, once it has ended. Fails if it ended with another exit code; None: any."""
     try:
         output, _ = process.communicate(timeout=RUN_SECONDS)
     except subprocess.TimeoutExpired:
@@ -123,7 +123,7 @@ def end(process: subprocess.Popen[str], code: int = 0) -> str:
         raise AssertionError(f"not over after {RUN_SECONDS:g} s: {process.communicate()[0]}") from None
     finally:
         process.kill()
-    assert process.returncode == code, output
+    assert code in (None, process.returncode), output
     return output
 
 
@@ -138,10 +138,20 @@ def side_by_side(*works: Callable[[], T]) -> list[T]:
         return [started.result() for started in [pool.submit(work) for work in works]]
 
 
-def wait_until(moment: Callable[[], bool], what: str, seconds: float = RUN_SECONDS) -> None:
+def wait_until(
+    moment: Callable[[], bool],
+    what: str,
+    seconds: float = RUN_SECONDS,
+    process: subprocess.Popen[str] | None = None,
+) -> None:
+    """Fails with what `process`, a started run, printed, if that ends first or hangs."""
     deadline = time.monotonic() + seconds
     while not moment():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        late, ended = time.monotonic() > deadline, process is not None and process.poll() is not None
+        if process is not None and (late or ended):
+            process.terminate()
+            raise AssertionError(f"{'ended' if ended else f'{seconds:g} s'} before {what}: {end(process, None)}")
+        assert not late, f"not within {seconds:g} s: {what}"
         time.sleep(0.05)
 
 

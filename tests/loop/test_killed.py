@@ -32,7 +32,9 @@ class Faulty:
         self.recipe, self.directory = small_run.write(values, output), output / "small"
         self.process = small_run.start(self.recipe, through=through or ("megagrpo.cli",))
         lines = self.directory / "metrics.jsonl"
-        small_run.wait_until(lambda: lines.exists() and lines.stat().st_size > 0, "the first step")
+        small_run.wait_until(
+            lambda: lines.exists() and lines.stat().st_size > 0, "the first step", process=self.process
+        )
         ranks = [pid for pid, actor in actors_of(self.process.pid).items() if actor == "RankActor"]
         mapped = {Path(area.path) for pid in ranks for area in psutil.Process(pid).memory_maps()}
         self.before = {path for path in mapped if path.match(f"{SHARED_MEMORY}/megagrpo-*")}
@@ -84,7 +86,7 @@ def test_a_lost_head_node_ends_the_run_with_its_code_wherever_the_driver_is(
         cluster.start_worker()
         through = ("tests.loop.altered_runs", "on_node", getattr(cluster, driver))
         process = small_run.start(recipe, through=through, environment=cluster.environment)
-        small_run.wait_until(lambda: lines.exists() and lines.stat().st_size > 0, "an evaluation")
+        small_run.wait_until(lambda: lines.exists() and lines.stat().st_size > 0, "an evaluation", process=process)
         cluster.kill(cluster.head)
         printed = small_run.end(process, EXIT_NODE_LOST)
     assert "node lost:" in printed
@@ -124,7 +126,7 @@ def test_a_full_disk_ends_a_run_with_one_sentence_and_the_same_command_continues
     inputs: Path, tmp_path: Path
 ) -> None:
     run = Faulty(inputs, tmp_path)
-    small_run.wait_until((run.directory / "checkpoints" / "step_000002").exists, "a checkpoint")
+    small_run.wait_until((run.directory / "checkpoints" / "step_000002").exists, "a checkpoint", process=run.process)
     run.limit(resource.RLIMIT_FSIZE, 1)
     printed = run.end(EXIT_RUN_FAILED)
     assert printed.count("machine error:") == 1
@@ -136,15 +138,17 @@ def test_a_full_disk_ends_a_run_with_one_sentence_and_the_same_command_continues
 @pytest.mark.long
 def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(inputs: Path, tmp_path: Path) -> None:
     run, saved = Faulty(inputs, tmp_path), tmp_path / "small" / "checkpoints"
-    small_run.wait_until((saved / "step_000002").exists, "a checkpoint")
+    small_run.wait_until((saved / "step_000002").exists, "a checkpoint", process=run.process)
     run.limit(resource.RLIMIT_FSIZE, 4096, driver=False)
     first, lines = time.monotonic(), run.directory / "metrics.jsonl"
     small_run.wait_until(
-        lambda: time.monotonic() > first + 1 and newest(saved) < len(lines.read_text().splitlines()) - 8, "steps"
+        lambda: time.monotonic() > first + 1 and newest(saved) < len(lines.read_text().splitlines()) - 8,
+        "steps",
+        process=run.process,
     )
     kept = newest(saved)
     run.limit(resource.RLIMIT_FSIZE, resource.RLIM_INFINITY, driver=False)
-    small_run.wait_until(lambda: newest(saved) > kept, "a later checkpoint")
+    small_run.wait_until(lambda: newest(saved) > kept, "a later checkpoint", process=run.process)
     run.process.send_signal(signal.SIGTERM)
     printed = run.end(EXIT_STOPPED)
     assert "a checkpoint could not be saved, the one before stays" in printed

@@ -79,7 +79,7 @@ def test_a_lost_node_that_had_engines_alone_ends_the_run_with_the_last_step_save
     with RayNodes(cpus_per_node=1) as cluster:
         cluster.start_worker()
         process = small_run.start(recipe, environment=cluster.environment)
-        small_run.wait_until(lambda: lines.exists() and lines.read_text().count("\n") > 2, "two steps")
+        small_run.wait_until(lambda: lines.exists() and lines.read_text().count("\n") > 2, "two steps", process=process)
         cluster.kill(cluster.worker)
         printed = small_run.end(process, EXIT_NODE_LOST)
     assert f"({cluster.worker})" in printed

@@ -46,8 +46,7 @@ class Interrupted:
         reached.unlink(missing_ok=True)
         self.hold.write_text(json.dumps({"metrics": str(self.directory / "metrics.jsonl"), "lines": step}))
         process = self.start(environment, *overrides)
-        small_run.wait_until(lambda: reached.exists() or process.poll() is not None, f"scores of step {step}")
-        assert process.poll() is None, process.communicate()[0]
+        small_run.wait_until(reached.exists, f"scores of step {step}", process=process)
         return process
 
     def signalled(self, name: str, call: str, nth: int, environment: Environment, *overrides: str, code: int) -> str:
