@@ -74,7 +74,7 @@ class Pool:
 
     @property
     def free_share(self) -> float:
-        """Share of the slots of all engines that are free. Of engines without a limit: share of those with nothing."""
+        """Share of the slots of all engines that are free. Without a limit: share of the engines with nothing."""
         if not self.engines:
             return 1.0
         if self.slots is None:

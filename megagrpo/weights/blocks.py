@@ -27,7 +27,7 @@ from megagrpo.weights.plan import WeightPlan, make_plan
 BLOCK = 128
 FLOAT8 = "float8_e4m3fn"
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of the tensors that are quantised, [rows, columns] by name."""
+"""[rows, columns] of the tensors that are quantised, by name."""
 
 
 def float8_name(tensor: str) -> str:
@@ -193,5 +193,5 @@ def storage_name(box: Box) -> str:
 
 
 def _alone(box: Box) -> Placement:
-    """Of a box in a storage that holds nothing else."""
+    """The box lies in a storage that holds nothing else."""
     return Placement(storage_name(box), (0, 0), (0, 1), box)

@@ -111,7 +111,7 @@ def test_the_same_seed_and_layout_give_the_same_numbers(case, several_alone):
 
 @pytest.mark.parametrize("name", ["tensor, data", "unequal, context, expert"])
 def test_exchanges_beside_passes_change_no_number(name: str, case: Case) -> None:
-    """Of several steps and updates: also weights that a forward pass brings are there when others read them."""
+    """Compares several steps and updates: also weights that a forward pass brings are there when others read them."""
     layout = ROWS[name].of("qwen3")
     found = []
     for overlap in ([], ["gradients", "parameters"]):

@@ -77,7 +77,7 @@ class RayNodes:
         end_all(self._raylets[address])
 
     def pids(self) -> list[int]:
-        """Of the process that each node descends from."""
+        """The process that each node descends from."""
         return [process.pid for process in self._raylets.values()]
 
     def _launch(self, address: str, *arguments: str) -> None:

@@ -163,7 +163,7 @@ def test_replicas_sum_gradients_and_get_weights_back(distributed, back):
 
 
 def planned_traffic(arch, layout, engine, engines, *, colocated=True, quantization=None):
-    """Of the real plan, for nodes of eight devices; training ranks fetch nothing before."""
+    """Bytes by link of the real plan, for nodes of eight devices; training ranks fetch nothing before."""
     shards = cache(lambda where: TE_SPEC.manifest(arch, layout, where, "bfloat16"))
     held = [shards(replace(where, rank=0, data=0, expert_data=0)) for where in rank_grid(layout)]
     parts = [sglang.manifest(arch, engine, r, "bfloat16", "cuda", 0, quantization) for r in range(engine.ranks)]

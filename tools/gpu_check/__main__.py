@@ -45,7 +45,7 @@ TITLES = {
 SECONDS = {"rollouts": 2000.0}
 """Deadlines of checks; 600 s for the others."""
 LOG_LINES = 80
-"""Of a check that failed; torchrun says much after the error itself."""
+"""Lines shown of a check that failed; torchrun says much after the error itself."""
 PACKAGES = ("megagrpo", "torch", "megatron-core", "transformer-engine", "flash-attn", "apex", "sglang", "ray")
 REPOSITORY = Path(__file__).resolve().parents[2]
 

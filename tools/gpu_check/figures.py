@@ -50,7 +50,7 @@ class Figure:
         return f"{self.name:<58} {value:>14}"
 
     def row(self, check: str) -> str:
-        """Of the table of all checks."""
+        """A line for the table of all checks."""
         return f"{check:<12} {self.text}   {self.expected:<16} {self.mark}"
 
     def drawn(self) -> Iterator[str]:

@@ -158,8 +158,8 @@ class TrainConfig(Section):
     pass. Numbers do not change."""
 
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of gradients' buffers, in which microbatches and data ranks are summed. bfloat16 takes half of the memory and of
-    the exchange, and rounds each sum; it needs bfloat16 weights."""
+    """Dtype of the buffers of gradients, in which microbatches and data ranks are summed. bfloat16 takes half of the
+    memory and of the exchange, and rounds each sum; it needs bfloat16 weights."""
 
     recompute: Literal["none", "selective", "full"] | RecomputeConfig = "none"
     """Activations recomputed in the backward pass: none, selective (the attention core), full (all layers), or some."""

@@ -67,8 +67,8 @@ HEAD_ON_EVERY_STAGE = ("llama", "mistral", "mixtral", "qwen3_moe")
 
 
 class EngineSizes(Protocol):
-    """Parallel sizes of one engine: `pipeline` stages of `tensor` ranks. Of the ranks of a stage, groups of
-    tensor / expert share each expert, and groups of tensor / attention_data share the attention."""
+    """Parallel sizes of one engine: `pipeline` stages of `tensor` ranks. In a stage, groups of tensor / expert
+    ranks share each expert, and groups of tensor / attention_data share the attention."""
 
     @property
     def tensor(self) -> int: ...
@@ -147,7 +147,7 @@ def _quantized(manifest: Manifest, arch: Architecture) -> Manifest:
 
 
 def _block_problems(arch: Architecture, layout: EngineSizes) -> list[Problem]:
-    """Of the first rank, which stand for all: equal parts are cut at multiples of the first one's end."""
+    """The first rank's stand for all: equal parts are cut at multiples of the first one's end."""
     model, builder = tensors_by_role(arch), ManifestBuilder("an engine rank", "bfloat16")
     holder = _Rank(arch, layout, 0, "cuda", builder)
     for layer in {id(layer.experts): layer for layer in (model.layers[0], model.layers[-1])}.values():

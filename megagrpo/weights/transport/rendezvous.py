@@ -25,7 +25,7 @@ from megagrpo.guarded_store import StoreAddress, StoreHost
 LONGEST_PAUSE_SECONDS = 0.25
 """Between two looks at the store. Thousands of waiting ranks ask a few thousand times a second, which it can bear."""
 BYTES_MAX = 2**26
-"""Of one value. The longest are a rank's digests by tensor: about 80 bytes for each of 50,000 experts' matrices."""
+"""The longest value is a rank's digests by tensor: about 80 bytes for each of 50,000 experts' matrices."""
 PROBLEMS = list[tuple[str, str, str, str]]
 """The four parts of each, as a value holds them."""
 

@@ -60,7 +60,7 @@ class Command:
 
     action: Literal["plan", "receive", "digest", "bucket_digests"]
     name: str
-    """Of the rank."""
+    """The rank's name."""
     rendezvous: Rendezvous
     answer: str
     """Where in the rendezvous the answer is awaited."""
