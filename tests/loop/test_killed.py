@@ -65,13 +65,18 @@ def newest(checkpoints: Path) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_part_of_ray_that_is_killed_or_stopped_ends_the_run_with_its_node(
-    inputs: Path, tmp_path: Path, name: str, number: signal.Signals
+    inputs: Path, tmp_path: Path, name: str
 ) -> None:
-    run = Faulty(inputs, tmp_path)
-    run.signal(name, number)
-    assert "node lost:" in run.end(EXIT_NODE_LOST)
+    def printed(number: signal.Signals) -> str:
+        directory = tmp_path / number.name
+        directory.mkdir()
+        run = Faulty(inputs, directory)
+        run.signal(name, number)
+        return run.end(EXIT_NODE_LOST)
+
+    for text in small_run.side_by_side(lambda: printed(signal.SIGKILL), lambda: printed(signal.SIGSTOP)):
+        assert "node lost:" in text
 
 
 @pytest.mark.long
