@@ -26,6 +26,8 @@ from megagrpo.weights.families.architecture import Architecture, Experts, Latent
 
 NEWEST_LIKELY = (9, 0)
 """The compute capability that is assumed where no GPU is seen: a driver's machine, a test."""
+FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
+"""Options with kernels of Transformer Engine: Megatron looks for them where the config is made, or in a first pass."""
 
 
 def layer_spec(arch: Architecture, train: TrainConfig, dtype: torch.dtype, device: str) -> LayerSpec:
@@ -46,12 +48,20 @@ def layer_spec(arch: Architecture, train: TrainConfig, dtype: torch.dtype, devic
     return layers_on(card, installed(), attention_of(arch, train, half=dtype == torch.bfloat16)).spec
 
 
-def transformer_config(arch: Architecture, train: TrainConfig, dtype: torch.dtype, device: str) -> TransformerConfig:
+def transformer_config(
+    arch: Architecture, train: TrainConfig, dtype: torch.dtype, device: str, planned: LayerSpec | None = None
+) -> TransformerConfig:
     """Megatron's config for `arch` in the recipe's layout, with the recipe's `train.megatron` options on top.
 
-    `dtype` is float32 or bfloat16; `device` is cpu or cuda. Raises RecipeError if Megatron refuses the combination.
+    `dtype` is float32 or bfloat16; `device` is cpu or cuda. planned: the layers of machines with Transformer Engine,
+    whether it is installed here or not. Raises RecipeError if Megatron refuses the combination.
     """
     problems = option_problems(train.megatron)
+    fusions = dict.fromkeys(FUSIONS, False) if find_spec("transformer_engine") is None else {}
+    if planned is None:
+        needed, fix = "the package transformer_engine, which is not installed", "pip install megagrpo[te], or remove it"
+        asked = [name for name in fusions if train.megatron.get(name)]
+        problems += [Problem(f"train.megatron.{name}", "true", needed, fix) for name in asked]
     if problems:
         raise RecipeError(problems)
     fields = (
@@ -59,8 +69,9 @@ def transformer_config(arch: Architecture, train: TrainConfig, dtype: torch.dtyp
         | _of_layout(train.layout.parallel())
         | _of_numbers(dtype)
         | _of_recomputed(train.recomputed)
-        | _of_machine(layer_spec(arch, train, dtype, device), device, arch)
+        | _of_machine(planned or layer_spec(arch, train, dtype, device), device, arch)
         | train.megatron
+        | fusions
     )
     if (backend := train.megatron.get("attention_backend")) is not None:
         fields["attention_backend"] = AttnBackend[backend]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from megagrpo.doctor.packages import package_findings
 from megagrpo.errors import MegagrpoError, Problem
+from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.case import Case, machines_of
 from megagrpo.recipe.defaults import (
     allocator_problem,
     checkpoint_directory,
@@ -19,7 +21,7 @@ from megagrpo.recipe.defaults import (
     plan_devices,
     run_directory,
 )
-from megagrpo.recipe.kernels import auto_problems
+from megagrpo.recipe.kernels import LayerSpec, auto_problems
 from megagrpo.recipe.model_rules import divisors, either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.run import address_problem
@@ -74,10 +76,16 @@ def fused_here(recipe: AnyRecipe, architecture: Architecture | None) -> bool:
     return layer_spec(architecture, recipe.train, dtype, device) == "transformer_engine"
 
 
-def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None) -> list[Problem]:
+def _device(recipe: AnyRecipe, plan_only: bool) -> str:
+    """A recipe that is only planned here may be for a cluster with GPUs."""
+    return "cuda" if plan_only and recipe.cluster.device == "auto" else device_here(recipe)
+
+
+def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None, plan_only: bool) -> list[Problem]:
     """Options in train.megatron that Megatron does not have.
 
-    With an architecture, also combinations of options, model and layout that Megatron refuses.
+    With an architecture, also combinations of options, model and layout that Megatron refuses. Layers are those of this
+    machine, or of the plan's GPUs.
     """
     if not recipe.train.megatron:
         return []
@@ -88,9 +96,14 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None) -> l
     problems = option_problems(recipe.train.megatron)
     if problems or architecture is None:
         return problems
-    device = device_here(recipe)
+    device = _device(recipe, plan_only)
     try:
-        transformer_config(architecture, recipe.train, getattr(torch, dtype_name(recipe, device)), device)
+        planned: LayerSpec | None = None
+        if plan_only and device == "cuda":
+            machines = machines_of(recipe, Assumptions())
+            fused = Case(recipe, architecture, machines).fused_layers
+            planned = "transformer_engine" if fused else "local"
+        transformer_config(architecture, recipe.train, getattr(torch, dtype_name(recipe, device)), device, planned)
     except MegagrpoError as error:
         return list(error.problems)
     return []
@@ -107,8 +120,7 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
     if variable is not None and not plan_only and not os.environ.get(variable):
         given, needed = f"{variable}, which is not set", "the API key of the servers in it"
         yield Problem("rollout.api_key_variable", given, needed, fix=f"export {variable}=...")
-    # A recipe that is only planned here may be for a cluster with GPUs, where SGLang supports more splits.
-    device = "cuda" if plan_only and recipe.cluster.device == "auto" else device_here(recipe)
+    device = _device(recipe, plan_only)  # SGLang supports more splits on GPUs
     if architecture:
         layouts = (EngineLayoutConfig(tensor=size) for size in divisors(architecture.heads))
         on = device, rollout.quantization

@@ -95,7 +95,7 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
         problems += machine.engine_problems(recipe, architecture, plan_only)
     problems += machine.address_problems(recipe, plan_only)
     problems += machine.directory_problems(recipe)
-    problems += machine.megatron_problems(recipe, None if problems else architecture)
+    problems += machine.megatron_problems(recipe, None if problems else architecture, plan_only)
     if problems or not (model and architecture and tokenizer):
         raise PreflightError(map(loaded.places.located, problems))
     rows = None

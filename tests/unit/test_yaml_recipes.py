@@ -9,7 +9,10 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 
+from megagrpo.errors import MegagrpoError
+from megagrpo.megatron import config
 from megagrpo.plan.case import GPUS
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import plan_of
@@ -22,6 +25,7 @@ from megagrpo.recipe.yaml12 import parse
 from megagrpo.rollout.sglang import arguments
 from megagrpo.section import broken_rules
 from megagrpo.weights.families import read_architecture
+from tests.plans import known_model
 
 FILES = sorted(DIRECTORY.glob("*.yaml"))
 ON_GPUS = [file for file in FILES if not file.stem.endswith("_cpu")]
@@ -64,6 +68,19 @@ def test_a_recipe_is_planned_on_a_machine_that_has_nothing(file: Path, elsewhere
     assert ready.recipe.model.path in known_models()
     missing = [f"the tokenizer of {ready.recipe.model.path}", "train.parquet", "test.parquet"]
     assert all(what in said for what, said in zip(missing, ready.unchecked, strict=True))
+
+
+def test_fusions_of_experts_are_planned_for_gpus_and_refused_without_transformer_engine(
+    elsewhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "find_spec", lambda package: None)
+    file = DIRECTORY / "math_qwen3_30b_a3b_2x8.yaml"
+    loaded = load(file, ["train.megatron={moe_permute_fusion: true, moe_router_fusion: true}"])
+    assert preflight(loaded, plan_only=True).recipe.train.megatron  # moe_act and grouped products: only on GPUs
+    refused = r"moe_permute_fusion(?s:.)*transformer_engine, which is not installed(?s:.)*moe_router_fusion"
+    model = known_model(loaded.recipe.model.path)
+    with pytest.raises(MegagrpoError, match=refused):
+        config.transformer_config(model, loaded.recipe.train, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
