@@ -19,9 +19,10 @@ from megagrpo.plan.memory import DeviceMemory
 from megagrpo.plan.parameters import adapter_parameters, total_parameters
 from megagrpo.plan.time import StepTime
 from megagrpo.plan.units import byte_text, second_text
-from megagrpo.recipe.defaults import checkpoint_directory, plan_devices, run_directory
+from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, plan_devices, run_directory
 from megagrpo.recipe.kernels import auto_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture, critic_of
 
 BUBBLE_MAX = 0.3
@@ -297,7 +298,8 @@ def disk_problems(
 
 
 def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> Iterator[Problem]:
-    """Not all of the checkpoints or batches that are kept fit; a new one is written before the oldest is deleted."""
+    """Not all of the checkpoints, batches or exported models that are kept fit; a new checkpoint is written before the
+    oldest is deleted."""
     if not runs_here(recipe) and not Path(recipe.checkpoint.directory or "no such directory").is_dir():
         return
     keep, best = recipe.checkpoint.keep_last, recipe.checkpoint.keep_best is not None
@@ -321,6 +323,30 @@ def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architect
             f"up to {byte_text(batches)} for each of {recipe.checkpoint.keep_batches} batches",
             "lower it, or set track.directory to a place on a larger file system",
         )
+    models = _models_to_come(recipe)
+    if (size := export_bytes(recipe, architecture)) * models > free:
+        yield Problem(
+            "checkpoint.export_every_steps"
+            if recipe.checkpoint.export_every_steps
+            else "checkpoint.export_hugging_face",
+            f"{byte_text(free)} free in {directory}, on this machine",
+            f"{byte_text(models * size)} for {models} exported models, {byte_text(size)} each",
+            "a larger file system for track.directory, fewer of them, or after_export that moves them away",
+        )
+
+
+def _models_to_come(recipe: AnyRecipe) -> int:
+    """Models that the run will have exported and that are not there; one on the way if its steps are not known."""
+    checkpoint, there = recipe.checkpoint, list((run_directory(recipe) / "hugging_face_steps").glob("step_*"))
+    every, steps = checkpoint.export_every_steps, recipe.train.total_steps
+    on_the_way = 0 if every is None else 1 if steps is None else steps // every
+    return max(0, on_the_way - len(there)) + checkpoint.export_hugging_face
+
+
+def export_bytes(recipe: AnyRecipe, architecture: Architecture) -> int:
+    """One exported model without files' headers, in the dtype that it has on the recipe's devices."""
+    dtype = dtype_name(recipe, "cpu" if recipe.cluster.device == "cpu" else "cuda")
+    return ITEM_BYTES[dtype] * total_parameters(architecture)
 
 
 def batch_bytes(recipe: Recipe) -> int:

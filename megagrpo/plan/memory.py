@@ -191,6 +191,17 @@ def snapshot_bytes(case: Case) -> int:
     return fullest * min(layout.ranks, recipe.cluster.gpus_per_node)
 
 
+def export_copy_bytes(case: Case) -> int:
+    """Host memory that the copy of a model to export on the way takes on the fullest node: ranks with the same weights
+    copy a share each. 0: none is exported while training goes on."""
+    recipe, layout = case.recipe, case.layout
+    if recipe.checkpoint.export_every_steps is None:
+        return 0
+    held = (rank_parameters(case.architecture, layout, stage, case.fused_layers) for stage in range(layout.pipeline))
+    of_rank = max(_share(each, layout) for each in held) * case.item_bytes
+    return of_rank * min(layout.ranks, recipe.cluster.gpus_per_node)
+
+
 def _share(trained: RankParameters, layout: ParallelLayout) -> int:
     """Elements of a data rank, of those that all data ranks hold together."""
     dense = trained.total - trained.experts

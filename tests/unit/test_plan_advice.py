@@ -10,6 +10,7 @@ import pytest
 from megagrpo.errors import PreflightError
 from megagrpo.plan.advice import STATE_BYTES, checkpoint_bytes, disk_advice, disk_problems
 from megagrpo.plan.parameters import total_parameters
+from megagrpo.plan.units import byte_text
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
 from tests.plans import LLAMA_8B, QWEN_30B, architecture, plan, recipe
@@ -119,6 +120,12 @@ def test_checkpoints_need_room_where_they_go(tmp_path: Path, monkeypatch: pytest
     kept = of.model_copy(update={"checkpoint": of.checkpoint.model_copy(update={"keep_batches": 10**6})})
     (problem,) = disk_advice(kept, model)
     assert problem.where == "checkpoint.keep_batches"
+    changes = {"export_every_steps": 1, "keep_last": 1}
+    exported = of.model_copy(update={"checkpoint": of.checkpoint.model_copy(update=changes)})
+    (problem,) = disk_advice(exported, model)
+    steps = of.train.total_steps or 0
+    assert f"for {steps + 1} exported models" in problem.needed  # one after each step, and the final one
+    assert byte_text(2 * total_parameters(model)) in problem.needed
 
 
 def test_a_run_that_could_not_save_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

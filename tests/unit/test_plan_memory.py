@@ -21,6 +21,7 @@ from megagrpo.plan.engine import GraphSizes, cache_bytes_per_token, default_frac
 from megagrpo.plan.memory import (
     DeviceMemory,
     PhaseMemory,
+    export_copy_bytes,
     host_bytes,
     mapping_processes,
     memory,
@@ -409,6 +410,9 @@ def test_copies_for_checkpoints_are_what_a_checkpoint_holds_and_each_node_has_it
             of_node = snapshot_bytes(Case(merged(layout, train=train), LLAMA, H100))
             nodes = prod(layout.values()) / 8
             assert of_node * nodes == pytest.approx(whole, rel=0.06)
+            exports = Case(merged(layout, train=train, checkpoint={"export_every_steps": 1}), LLAMA, H100)
+            assert export_copy_bytes(exports) * nodes == pytest.approx(whole / 6, rel=0.06)
+    assert export_copy_bytes(Case(merged(), LLAMA, H100)) == 0
 
 
 def test_a_memory_saver_takes_the_engine_away_from_training() -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from megagrpo.plan.communication import LinkUse
 from megagrpo.plan.device_map import MappedDevice, axes, ranks_text, rows
-from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes, snapshot_bytes
+from megagrpo.plan.memory import DeviceMemory, PhaseMemory, export_copy_bytes, host_bytes, snapshot_bytes
 from megagrpo.plan.parameters import Stage
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.search import SPARE, Choice, Search
@@ -127,6 +127,8 @@ def _memory(plan: Plan, marks: _Marks) -> RenderableType | None:
     if moved := host_bytes(plan):
         lines.append(Text(f"train.offload: {byte_text(moved)} of a node's host memory, pinned"))
     lines.append(Text(f"checkpoints: {byte_text(snapshot_bytes(plan))} of a node's host memory, for copies to save"))
+    if copied := export_copy_bytes(plan):
+        lines.append(Text(f"exports: {byte_text(copied)} of a node's host memory, for a copy to write"))
     return Group(*lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -97,6 +98,13 @@ class CheckpointConfig(Section):
 
     after_export: list[str] = []
     """Command started for each exported model, also the final one, such as ["bash", "evaluate.sh", "{directory}"]."""
+
+    def rules(self) -> Iterator[Problem]:
+        if self.after_export and not self.export_hugging_face and self.export_every_steps is None:
+            given, needed = "a command, with export_hugging_face: false", "a model that is exported"
+            yield Problem(
+                "after_export", given, needed, "export_every_steps: N, export_hugging_face: true, or remove it"
+            )
 
 
 class MLflowConfig(Section):
