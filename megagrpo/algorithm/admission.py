@@ -3,7 +3,8 @@
 A step trains the weights of version step - 1 into version step. The staleness of a group is that version, step - 1,
 minus the version that was the newest when the group began. A prompt begins only if its group can still be trained
 within `max_staleness` (AReaL, arXiv:2505.24298, eq. 3): so nothing that was sampled is thrown away, and long responses
-are trained as often as short ones (the invariant of Magistral, arXiv:2506.10910, section 4).
+are trained as often as short ones (the invariant of Magistral, arXiv:2506.10910, section 4). Only with `spare` groups
+begin that no step will train on.
 """
 
 from __future__ import annotations
@@ -33,11 +34,21 @@ class Admission:
     """
 
     def __init__(
-        self, *, per_step: int, max_staleness: int, at_once: int, steps: int, step: int = 0, number: int = 0
+        self,
+        *,
+        per_step: int,
+        max_staleness: int,
+        at_once: int,
+        steps: int,
+        step: int = 0,
+        number: int = 0,
+        spare: int = 0,
     ) -> None:
         """per_step: groups that a step trains on. at_once: most groups that have begun and are not taken, at least
         per_step. steps: of the whole run; no group begins that none of them would train on. step: steps that are done.
-        number: of the first group that begins."""
+        number: of the first group that begins. spare: groups that may begin beyond those that can be trained; what a
+        step does not take is to be dropped."""
+        self.spare = spare
         self.per_step, self.max_staleness, self.at_once, self.steps = per_step, max_staleness, at_once, steps
         self.version = step
         """The newest weights that engines sample with."""
@@ -52,6 +63,7 @@ class Admission:
         """Groups that may begin now."""
         last = min(self.version + self.max_staleness + 1, self.steps)
         places = self.per_step * max(0, last - self.taken_steps)
+        places += self.spare if places else 0
         return max(0, min(places, self.at_once) - len(self.waiting))
 
     def admit(self) -> Admitted:
@@ -85,7 +97,7 @@ class Admission:
         """
         chosen = self._oldest_complete()
         step = self.taken_steps + 1
-        if len(chosen) < self.per_step or not self._in_time(step, chosen):
+        if len(chosen) < self.per_step or not (self.spare or self._in_time(step, chosen)):
             return None
         for admitted in chosen:
             del self.waiting[admitted.number]

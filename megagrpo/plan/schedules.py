@@ -131,6 +131,12 @@ class ScheduleTime:
     old_tokens: float
     """Share of the tokens that are trained on whose weights are more than one version older."""
 
+    thrown_tokens: float = 0.0
+    """Share of the sampled tokens that are thrown away (oversample)."""
+
+    shorter: float = 0.0
+    """Share by which responses that are trained on are shorter than those that begin, in the mean."""
+
     @property
     def name(self) -> str:
         match self.schedule:
@@ -140,6 +146,8 @@ class ScheduleTime:
                 return f"async, max_staleness {bound}, prompts_at_once {prompts}"
             case SyncConfig(carry_over=prompts) if prompts:
                 return f"sync, carry_over {prompts}"
+            case SyncConfig(oversample=prompts) if prompts:
+                return f"sync, oversample {prompts}"
         return self.schedule.kind
 
 
@@ -181,8 +189,8 @@ def steady_seconds(case: Case, time: StepTime, schedule: AsyncConfig) -> float:
 
 
 def best(times: Iterable[ScheduleTime]) -> ScheduleTime:
-    """The least stale of those that are about as fast as the fastest."""
-    times = list(times)
+    """The least stale of those that are about as fast as the fastest, and throw nothing away."""
+    times = [time for time in times if not time.thrown_tokens]
     fastest = min(time.seconds for time in times)
     fast = [time for time in times if time.seconds <= ABOUT_AS_FAST * fastest]
     return min(fast, key=lambda time: (time.staleness, time.seconds))
@@ -208,6 +216,8 @@ def schedule_time(
         staleness=sum(stale) / len(stale),
         staleness_max=max(stale),
         old_tokens=run.old_tokens(seen),
+        thrown_tokens=float(run.thrown_tokens(seen)),
+        shorter=run.shorter(seen),
     )
 
 
@@ -216,6 +226,8 @@ def _of_part(schedule: ScheduleConfig, share: float) -> ScheduleConfig:
     match schedule:
         case SyncConfig(carry_over=prompts) if prompts:
             return schedule.model_copy(update={"carry_over": max(1, round(share * prompts))})
+        case SyncConfig(oversample=prompts) if prompts:
+            return schedule.model_copy(update={"oversample": max(1, round(share * prompts))})
         case AsyncConfig(prompts_at_once=prompts) if prompts:
             return schedule.model_copy(update={"prompts_at_once": max(1, round(share * prompts))})
     return schedule
@@ -274,6 +286,11 @@ class SimulatedStep:
     end: float
     busy_seconds: float
     slot_seconds: float
+    dropped: tuple[int, ...] = ()
+    """Groups that began, and were thrown away."""
+
+    thrown: float = 0.0
+    """Tokens that were sampled of these groups."""
 
 
 class SimulatedRun:
@@ -284,12 +301,12 @@ class SimulatedRun:
         if isinstance(schedule, AsyncConfig):
             at_once = schedule.prompts_at_once or prompts * (1 + schedule.max_staleness)
         else:
-            at_once = prompts + (schedule.carry_over if isinstance(schedule, SyncConfig) else 0)
-        bound = schedule.max_staleness
+            at_once = prompts + (schedule.beyond if isinstance(schedule, SyncConfig) else 0)
+        bound, spare = schedule.max_staleness, schedule.oversample if isinstance(schedule, SyncConfig) else 0
         self.admission = Admission(
-            per_step=prompts, max_staleness=bound, at_once=max(at_once, prompts), steps=steps + bound + 1
+            per_step=prompts, max_staleness=bound, at_once=max(at_once, prompts), steps=steps + bound + 1, spare=spare
         )
-        groups = prompts * (steps + bound + 1)
+        groups = (prompts + spare) * (steps + bound + 1)
         self.tokens = work.lengths.drawn(groups * work.samples, seed).tolist()
         self.left = [work.samples] * groups
         self.engine_of = [0] * len(self.tokens)
@@ -314,12 +331,15 @@ class SimulatedRun:
     def _step(self, step: int) -> SimulatedStep:
         """The only thing in which schedules differ."""
         sync, one_step_off = (isinstance(self.schedule, kind) for kind in (SyncConfig, OneStepOffConfig))
-        begin = self.now
+        begin, thrown = self.now, 0.0
+        dropped: tuple[int, ...] = ()
         while (taken := self._take()) is None:
             self._next()
         waited = self.now - begin
         if sync:
             self._pause()
+            if self.admission.spare:
+                dropped, thrown = self._cut()
             self.now += self.work.train_seconds
         else:
             self._begin()
@@ -339,7 +359,8 @@ class SimulatedRun:
         self._resume()
         self._begin()
         stale = tuple(step - 1 - admitted.version for admitted in taken)
-        return SimulatedStep(step, tuple(each.number for each in taken), stale, waited, self.now, busy, slots)
+        numbers = tuple(each.number for each in taken)
+        return SimulatedStep(step, numbers, stale, waited, self.now, busy, slots, dropped, thrown)
 
     def _take(self) -> list[Admitted] | None:
         prompts = self.work.prompts
@@ -419,12 +440,43 @@ class SimulatedRun:
             engine.event += 1
         self.events.clear()
 
+    def _cut(self) -> tuple[tuple[int, ...], float]:
+        """Throws away all groups that have begun; which, and their tokens."""
+        samples, dropped = self.work.samples, tuple(self.admission.waiting)
+        left = {response: self.tokens[response] for response in self.queue}  # tokens that were not sampled
+        self.queue.clear()
+        self.complete.clear()
+        for engine in self.engines:
+            left |= {response: end - engine.count for end, response in engine.ends}
+            engine.ends.clear()
+            engine.begun = 0.0
+        for number in dropped:
+            self.admission.drop(number)
+        whole = sum(sum(self.tokens[number * samples : (number + 1) * samples]) for number in dropped)
+        return dropped, whole - sum(left.values())
+
     def _resume(self) -> None:
         """What ran goes on, with the next version."""
         for engine in self.engines:
             engine.at = self.now
             engine.versions.append(engine.count)
             self._plan(engine)
+
+    def thrown_tokens(self, steps: Sequence[SimulatedStep]) -> float:
+        """Share of all tokens that were sampled for these steps."""
+        thrown = sum(step.thrown for step in steps)
+        return thrown / (thrown + sum(self._lengths(step.groups).sum() for step in steps))
+
+    def shorter(self, steps: Sequence[SimulatedStep]) -> float:
+        """Share by which the responses that these steps train on are shorter than those that began, in the mean."""
+        trained, began = (
+            np.concatenate([self._lengths(groups) for groups in each]).mean()
+            for each in ([step.groups for step in steps], [step.groups + step.dropped for step in steps])
+        )
+        return float(1 - trained / began)
+
+    def _lengths(self, groups: Sequence[int]) -> np.ndarray:
+        return np.array(self.tokens).reshape(-1, self.work.samples)[list(groups)].ravel()
 
     def old_tokens(self, steps: Sequence[SimulatedStep]) -> float:
         """Share of the tokens of these steps that were sampled more than one version before the one that is trained."""

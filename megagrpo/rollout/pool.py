@@ -9,6 +9,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from weakref import WeakSet
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.types import Request, Sample
@@ -39,6 +40,11 @@ class Order:
         """The samples that are there, in the order of their requests."""
         return tuple(self.samples[index] for index in sorted(self.samples))
 
+    def tokens_so_far(self) -> list[int]:
+        """Tokens of each request without a sample, as far as they are known."""
+        unended = (request for index, request in enumerate(self.requests) if index not in self.samples)
+        return [0 if request.begun is None else len(request.begun.tokens) for request in unended]
+
 
 @dataclass(eq=False)
 class Ticket:
@@ -65,7 +71,7 @@ class Pool:
         self.engines: dict[str, dict[int, Ticket]] = {}
         """Requests that run, by engine and number of their ticket."""
         self._waiting: deque[Ticket] = deque()
-        self._withdrawn: set[Order] = set()
+        self._withdrawn: WeakSet[Order] = WeakSet()  # some are never added again
         self._next = 0
 
     @property

@@ -10,16 +10,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megagrpo.algorithm.admission import Admission, Admitted
+from megagrpo.algorithm.cut_off import cut_metrics
 from megagrpo.checkpoint.pending import Pending
 from megagrpo.cluster.rollouts import Rollouts, require_alive
 from megagrpo.data.cursor import Cursor
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import groups_of
@@ -80,6 +82,7 @@ class Sampling:
             steps=steps,
             step=step,
             number=pending.next_number if pending else step * self._per_step,
+            spare=recipe.schedule.oversample if isinstance(recipe.schedule, SyncConfig) else 0,
         )
         if pending:
             self._restore(pending)
@@ -155,6 +158,29 @@ class Sampling:
             orders = [begun.order for begun in self._incomplete()]
         self._rollouts.withdraw(orders)
 
+    def cut(self, sampled: Sampled) -> Sampled:
+        """Throws away everything that has begun, after `pause`. Adds what that does to the lengths of the step's."""
+        with self._changed:
+            cut = list(self._begun.values())
+            for begun in cut:
+                self._admission.drop(begun.admitted.number)
+            self._begun.clear()
+            self._of_order.clear()
+            self._unscored.clear()
+        trained = {id(group) for group in sampled.groups}
+        used, unused = (
+            [
+                len(sample.tokens)
+                for group in sampled.all
+                if (id(group) in trained) == wanted
+                for sample in group.samples
+            ]
+            for wanted in (True, False)
+        )
+        unused += [len(sample.tokens) for begun in cut for sample in begun.order.there()]
+        unended = [tokens for begun in cut for tokens in begun.order.tokens_so_far()]
+        return replace(sampled, metrics={**sampled.metrics, **cut_metrics(used, unused, unended)})
+
     def set_aside(self, ids: Iterable[str]) -> None:
         """No prompt of these ids begins again."""
         with self._changed:
@@ -216,8 +242,9 @@ class Sampling:
     def _completed(self, order: Order) -> None:
         """Called by the engines' thread."""
         with self._changed:
-            self._unscored.append(self._of_order.pop(order))
-            self._changed.notify_all()
+            if begun := self._of_order.pop(order, None):  # else it was cut meanwhile
+                self._unscored.append(begun)
+                self._changed.notify_all()
 
     def _score(self) -> None:
         try:
@@ -251,6 +278,8 @@ class Sampling:
 
     def _take_in(self, begun: Begun, group: Group) -> None:
         number = begun.admitted.number
+        if number not in self._begun:
+            return  # it was cut meanwhile
         if not self._teaches(group):
             self._admission.drop(number)
             del self._begun[number]

@@ -1,7 +1,8 @@
 """When the stages of a step run: what waits for what, whose memory is free meanwhile, and what a stop gives up.
 
 synchronous      sample all, train, sync
-carrying_over    the same, but sampling ends when the step has its groups; the others go on in the next step
+carrying_over    the same, but sampling ends when the step has its groups; the others go on in the next step, or are
+                 thrown away (oversample)
 asynchronous     engines sample while the ranks train
 """
 
@@ -55,12 +56,15 @@ def synchronous(run: Run, step: int, kl_coefficient: float) -> Step:
 
 
 def carrying_over(run: Run, sampling: Sampling, step: int, kl_coefficient: float) -> Step:
-    """Sampling ends when the step has its groups. What is not complete goes on in the next step."""
+    """Sampling ends when the step has its groups. What is not complete goes on in the next step; with oversample it is
+    thrown away."""
     with run.stopping.giving_up(), run.policy.released():
         with run.clock.phase("rollout"):
             sampling.go_on()
             sampled = sampling.take(then_pause=True)
             sampling.pause()
+            if isinstance(schedule := run.recipe.schedule, SyncConfig) and schedule.oversample:
+                sampled = sampling.cut(sampled)
         run.rollouts.release_memory()
     return trained_step(run, sampled, step, kl_coefficient)
 

@@ -59,7 +59,7 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
     schedule, rollout = recipe.schedule, recipe.rollout
     # A run that is continued finishes what had begun, whatever its schedule is now.
     in_background = (
-        not (isinstance(schedule, SyncConfig) and schedule.carry_over == 0) or pending_of(setup.resumed) is not None
+        not (isinstance(schedule, SyncConfig) and schedule.beyond == 0) or pending_of(setup.resumed) is not None
     )
     judged = rollout.prompts_per_step * rollout.samples_per_prompt if in_background else 1
     scorer = Scorer(recipe.reward, rollout.response_tokens_max, stopping.check, setup.tracker.say, judged)

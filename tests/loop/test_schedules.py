@@ -86,3 +86,19 @@ def test_one_step_off_samples_while_the_step_before_trains_and_continues_with_th
     assert numbers(tmp_path / "parted") == numbers(tmp_path / "whole")
     entries = small_run.metrics(tmp_path / "whole")
     assert [entries[step]["staleness/mean"] for step in range(1, small_run.STEPS + 1)] == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_over_sampling_trains_on_what_is_complete_first_and_reports_what_it_throws_away(
+    inputs: Path, finished: Finished, tmp_path: Path, ray: Environment
+) -> None:
+    small_run.train(write(inputs, tmp_path, "cut", {"kind": "sync", "oversample": 3}), environment=ray)
+    entries = small_run.metrics(tmp_path / "cut")
+    for step in range(1, small_run.STEPS + 1):
+        groups = read_batch(tmp_path / "cut", step).sampled.groups
+        lengths = [len(sample.tokens) for group in groups for sample in group.samples]
+        assert len(groups) == 4
+        assert entries[step]["cut/samples"] == 3 * 4
+        assert 0.0 <= entries[step]["cut/tokens_share"] < 1.0
+        assert entries[step]["cut/trained_tokens_mean"] == pytest.approx(sum(lengths) / len(lengths))
+        assert entries[step]["staleness/max"] == 0.0
+    assert not [name for entry in small_run.metrics(finished.directory).values() for name in entry if "cut/" in name]

@@ -53,6 +53,7 @@ SCHEDULES = st.one_of(
     st.just(SYNC),
     st.just(ONE_STEP_OFF),
     st.builds(SyncConfig, kind=st.just("sync"), carry_over=st.integers(1, 6), max_staleness=st.integers(1, 3)),
+    st.builds(SyncConfig, kind=st.just("sync"), oversample=st.integers(1, 6)),
     st.builds(asynchronous, st.integers(0, 4), st.one_of(st.none(), st.integers(1, 20))),
 )
 
@@ -79,9 +80,15 @@ def test_staleness_keeps_its_bound_and_every_group_is_trained_once(
 ) -> None:
     run = SimulatedRun(work, schedule, 8, seed)
     assert all(0 <= staleness <= schedule.max_staleness for step in run.steps for staleness in step.staleness)
+    thrown = {group for step in run.steps for group in step.dropped}
     trained = Counter(group for step in run.steps for group in step.groups)
     assert set(trained.values()) == {1}
     assert len(trained) == 8 * work.prompts
+    assert bool(thrown) == bool(isinstance(schedule, SyncConfig) and schedule.oversample)
+    if thrown:
+        assert not thrown & set(trained)
+        assert all(len(step.dropped) == schedule.beyond for step in run.steps)
+        return
     assert sorted([*trained, *run.admission.waiting]) == list(range(run.admission.next_number))
     assert all(run.left[group] == 0 for group in trained)
     running = {response for engine in run.engines for _, response in engine.ends}
@@ -165,6 +172,24 @@ def test_schedules_with_a_long_tail_are_faster_the_less_they_wait() -> None:
         assert 0 <= time.engines_idle <= time.slots_empty <= 1
         assert (time.old_tokens > 0) == (time.staleness_max > 1)
         assert 0 <= time.staleness <= time.staleness_max <= time.schedule.max_staleness
+
+
+def test_cutting_off_the_slowest_is_no_faster_than_carrying_them_over_and_trains_on_shorter_responses() -> None:
+    late = {"cut": {"oversample": 16}, "carried": {"carry_over": 16, "max_staleness": 2}}
+    times = {name: schedule_time(LONG_TAILED, SyncConfig(kind="sync", **keys)) for name, keys in late.items()}
+    cut, carried, sync = times["cut"], times["carried"], schedule_time(LONG_TAILED, SYNC)
+    assert carried.seconds < cut.seconds < sync.seconds
+    assert cut.thrown_tokens > 0.2
+    assert cut.shorter > 0.1
+    assert carried.thrown_tokens == carried.shorter == sync.thrown_tokens == sync.shorter == 0.0
+    assert best([sync, cut]) is sync
+    # All responses begin at once: a group of one response is cut if it is longer than the others.
+    alone = Work(1, 100, 2, 1, LONG_TAILED.lengths, lambda running, context: 1.0, 0.0, 0.0)
+    for step in SimulatedRun(alone, SyncConfig(kind="sync", oversample=3), 4).steps:
+        lengths = SimulatedRun(alone, SyncConfig(kind="sync", oversample=3), 4).tokens
+        slowest = max(lengths[group] for group in step.groups)
+        assert all(lengths[group] > slowest for group in step.dropped)
+        assert step.thrown == pytest.approx(3 * slowest)
 
 
 def test_tokens_are_as_old_as_the_version_that_engines_had() -> None:

@@ -39,6 +39,8 @@ def judgement(times: Sequence[ScheduleTime], recipe: Recipe) -> str:
     if own != sync.schedule:
         ours = next(time for time in times if time.schedule == own)
         text += f"; the recipe's is {ours.name}: {second_text(ours.seconds)} a step, not the sum of its phases"
+        if ours.thrown_tokens:
+            text += f", for {ours.thrown_tokens:.0%} of all tokens thrown away and {ours.shorter:.0%} shorter responses"
     if recipe.cluster.placement == "colocated":
         text += "; engines on devices of their own can sample during training, too: --search compares"
     return text

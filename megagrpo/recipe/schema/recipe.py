@@ -105,7 +105,7 @@ class Recipe(Section):
         """Most prompts that have begun and that no step has taken."""
         schedule, step = self.schedule, self.rollout.prompts_per_step
         if isinstance(schedule, SyncConfig):
-            return step + schedule.carry_over
+            return step + schedule.beyond
         if isinstance(schedule, OneStepOffConfig):
             return step
         return schedule.prompts_at_once or step * (1 + schedule.max_staleness)
@@ -117,9 +117,11 @@ class Recipe(Section):
 
     def _schedule(self) -> Iterator[Problem]:
         schedule, step, cluster = self.schedule, self.rollout.prompts_per_step, self.cluster
-        if isinstance(schedule, SyncConfig) and not schedule.carry_over:
+        if isinstance(schedule, SyncConfig) and not schedule.beyond:
             return
-        kind = "sync with carry_over" if isinstance(schedule, SyncConfig) else schedule.kind
+        kind: str = schedule.kind
+        if isinstance(schedule, SyncConfig):
+            kind = "sync with carry_over" if schedule.carry_over else "sync with oversample"
         if not isinstance(schedule, SyncConfig) and cluster.placement == "colocated" and self.rollout.devices_of_engine:
             given = f"{kind}, with cluster.placement: colocated"
             needed = "engines with devices of their own: they sample while the ranks train"
@@ -128,7 +130,9 @@ class Recipe(Section):
         if self.algorithm.advantage.name == "remax":
             given = f"{kind}, with algorithm.advantage.name: remax"
             needed = "sync: responses and their greedy baselines are of one weight version"
-            yield Problem("schedule.kind", given, needed, "kind: sync without carry_over, or another advantage")
+            yield Problem(
+                "schedule.kind", given, needed, "kind: sync without carry_over or oversample, or another advantage"
+            )
         if self.rollout.dynamic_sampling and isinstance(schedule, OneStepOffConfig):
             given = "one_step_off, with rollout.dynamic_sampling"
             needed = "sync or async: replacements would be sampled while the ranks wait"

@@ -22,11 +22,24 @@ class SyncConfig(Section):
     """Prompts beyond rollout.prompts_per_step that are sampled at once. Sampling ends when a step has its groups; what
     is not complete then goes on in the next step, with the tokens that it has. 0: a step waits for all its prompts."""
 
+    oversample: NonNegativeInt = 0
+    """Prompts beyond rollout.prompts_per_step that are sampled at once. Sampling ends when a step has its groups, and
+    the rest is thrown away: training sees shorter responses than were sampled. The metrics cut/* say by how much.
+    carry_over ends sampling as early, and throws nothing away."""
+
     max_staleness: Staleness = 0
     """Only with carry_over. Versions that the weights may be ahead of those with which a group began, when it is
     trained on. A step waits for groups that would become older."""
 
+    @property
+    def beyond(self) -> int:
+        """Prompts that are sampled at once beyond those that a step trains on. 0: a step waits for all of its own."""
+        return self.carry_over + self.oversample
+
     def rules(self) -> Iterator[Problem]:
+        if self.carry_over and self.oversample:
+            given, needed = f"{self.oversample}, with carry_over: {self.carry_over}", "one of them"
+            yield Problem("oversample", given, needed, "remove oversample: what is late then goes on in the next step")
         if self.carry_over and not self.max_staleness:
             needed = "at least 1: what is carried over is trained by a later step"
             yield Problem("max_staleness", "0, with carry_over", needed, "max_staleness: 2")

@@ -1,0 +1,40 @@
+"""What a step does to lengths that throws away its slowest responses: those that it trains on are shorter.
+
+A response that is cut has a length that nobody knows, but for its tokens so far. So the lengths of all that began are
+estimated as lifetimes are, of which some have not ended (Kaplan and Meier, 1958).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def lengths_of_begun(ended: Sequence[int], cut: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths in order, and the share of each in all responses that began, float64 [responses]. cut: tokens of those
+    that were cut. What is cut at the end counts with the tokens of the longest: its true share is of longer ones."""
+    lengths, has_ended = np.array([*ended, *cut], np.int64), np.arange(len(ended) + len(cut)) < len(ended)
+    order = np.lexsort((~has_ended, lengths))
+    at_least = np.arange(len(order), 0, -1)  # responses that are at least as long
+    longer = np.cumprod(1 - has_ended[order] / at_least)
+    shares = -np.diff(longer, prepend=1.0)
+    shares[-1] += longer[-1]
+    return lengths[order], shares
+
+
+def cut_metrics(trained: Sequence[int], unused: Sequence[int], cut: Sequence[int]) -> dict[str, float]:
+    """Metrics of a step, from the tokens of its responses. unused: those that ended and are not trained on. cut: those
+    that did not end."""
+    lengths, shares = lengths_of_begun([*trained, *unused], cut)
+    mean, thrown = float(np.mean(trained)), float(sum(unused) + sum(cut))
+    begun_mean = float(lengths @ shares)
+    return {
+        "cut/samples": float(len(unused) + len(cut)),
+        "cut/tokens_share": thrown / max(1, thrown + sum(trained)),
+        "cut/trained_tokens_mean": mean,
+        "cut/trained_tokens_p90": float(np.quantile(trained, 0.9, method="inverted_cdf")),
+        "cut/begun_tokens_mean": begun_mean,
+        "cut/begun_tokens_p90": float(lengths[np.searchsorted(np.cumsum(shares), 0.9 - 1e-9)]),
+        "cut/bias": 1 - mean / begun_mean if begun_mean else 0.0,
+    }
