@@ -6,7 +6,7 @@ Prompts are p0, p1, ...; a test says what the samples of each score.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +50,11 @@ class FakeRollouts:
     def generate_for_evaluation(self, prompts: Sequence[Prompt]) -> list[Group]:
         return self.generate(prompts, 0)
 
+    def idle(self) -> tuple[float, float]:
+        return 1.0, 4.0
+
     release_memory = give_up = lambda self: None
+    held = nullcontext
 
 
 def _sample(prompt: Prompt, index: int) -> Sample:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,9 @@ class Rollouts:
         """When each last answered."""
         self._handed: dict[int, float] = {}
         """When each request was handed to an engine, by ticket."""
-        self._idle, self._counted = (0.0, 0.0), time.monotonic()
-        """Free slots as a share, times seconds; and these seconds."""
+        self._idle, self._seconds, self._counted = 0.0, 0.0, 0.0
+        """Seconds times the share of slots that sampled nothing; all seconds; until when. 0: no engine has served."""
+        self._held = False
         self._failure: MegagrpoError | OSError | None = None
         self._closed = False
         self._collecting = threading.Thread(target=self._collect, name="collects samples", daemon=True)
@@ -201,13 +203,26 @@ class Rollouts:
                 self.bring_back(gone)
             self._runtime.watch.check()
 
-    def idle_share(self) -> float:
-        """Share of all engines' slots, over the time since the last call, that no request had."""
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside it engines get weights: what runs there waits for them, unless it is to finish first."""
         with self.changed:
             self._count_idle()
-            idle, seconds = self._idle
-            self._idle = (0.0, 0.0)
-        return idle / seconds if seconds else 0.0
+            self._held = self._recipe.pause != "finish"
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._count_idle()
+                self._held = False
+
+    def idle(self) -> tuple[float, float]:
+        """Since the last call: seconds in which a slot sampled nothing, mean over all engines' slots; all seconds."""
+        with self.changed:
+            self._count_idle()
+            counted = self._idle, self._seconds
+            self._idle = self._seconds = 0.0
+        return counted
 
     def close(self) -> None:
         """Ends the engines and the servers that they started: in up to 30 s, or 5 s for engines that still start."""
@@ -311,8 +326,9 @@ class Rollouts:
 
     def _count_idle(self) -> None:
         now = time.monotonic()
-        seconds, self._counted = now - self._counted, now
-        self._idle = (self._idle[0] + self._pool.free_share * seconds, self._idle[1] + seconds)
+        seconds, self._counted = now - (self._counted or now), now
+        self._idle += seconds * (1.0 if self._held else self._pool.free_share)
+        self._seconds += seconds
 
     def _ask(self, engine: str) -> None:
         self._heard[engine] = time.monotonic()

@@ -21,7 +21,7 @@ from megagrpo.trainer.one_half import start_train_run, train_on
 from megagrpo.trainer.run import PhaseClock
 from megagrpo.trainer.run_loop import first_kl_coefficient
 
-NOT_COMPARED = ("seconds/", "tokens_per_second", "time", "eval/")
+NOT_COMPARED = ("seconds/", "tokens_per_second", "time", "eval/", "engines/", "trainer/")
 """What measures the machine, or was made by engines after the step."""
 REPLAY = "replay"
 
@@ -49,7 +49,8 @@ class Comparison:
         differ = f"{len(self.different)} of {len(both)} metrics differ"
         lines.append(differ if self.different else f"all {len(both)} metrics are equal, bit for bit")
         left = sorted(self.logged.keys() ^ self.again.keys())
-        lines.append("not compared: seconds, tokens_per_second, evaluations" + "".join(f", {name}" for name in left))
+        not_compared = "not compared: seconds, idle shares, tokens_per_second, evaluations"
+        lines.append(", ".join([not_compared, *left]))
         return lines
 
 

@@ -354,6 +354,9 @@ def _step(setup: Setup[Any, Any], training: Training, before: Progress) -> tuple
         setup.tracker.say(f"warning: step {before.step + 1}: {what}: the loss or the gradient is not finite")
     seconds = setup.clock.take()
     speed = {"tokens_per_second": done.tokens / seconds["seconds/step"]}
+    if done.responses:
+        waited = seconds.get("seconds/rollout", 0.0) + seconds.get("seconds/reward", 0.0)
+        speed |= {"trainer/idle_seconds": waited, "trainer/idle_share": waited / seconds["seconds/step"]}
     progress = replace(
         before,
         kl_coefficient=done.kl_coefficient,

@@ -119,7 +119,6 @@ class Sampling:
             self._paused = then_pause
             self._admit()
             oldest = min((each.since for each in self._begun.values()), default=None)
-            idle = self._rollouts.idle_share()
         groups = [each.group for each in begun if each.group is not None]
         version = self._admission.version
         for each in begun:
@@ -131,7 +130,6 @@ class Sampling:
             "staleness/carried_over": float(sum(each.admitted.version < version for each in begun)),
             "staleness/continued": float(sum(each.order.continued for each in begun)),
             "staleness/oldest_seconds": 0.0 if oldest is None else time.monotonic() - oldest,
-            "engines/idle_share": idle,
         }
         return Sampled(groups, [*groups, *dropped], metrics=metrics)
 

@@ -289,7 +289,7 @@ def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Tr
 
 def sync(run: Run, version: int) -> None:
     """Brings the policy's weights to all engines, which hold `version` afterwards."""
-    with run.clock.phase("weight_sync"):
+    with run.clock.phase("weight_sync"), run.rollouts.held():
         run.weights.sync(version)
 
 

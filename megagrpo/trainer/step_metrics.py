@@ -30,10 +30,13 @@ TOKENS_AFTER = 4
 def step_metrics(
     run: TrainRun, sampled: Sampled, loaded: Loaded, trained: Trained, step: int, kl_coefficient: float
 ) -> dict[str, float]:
-    """All metrics of a step but its seconds. kl_coefficient: that of this step."""
+    """All metrics of a step but its phases' seconds. kl_coefficient: that of this step."""
     metrics = rollout_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
-    if isinstance(run, Run) and run.recipe.data.no_resampling_pass_rate is not None:
-        metrics["prompts/set_aside"] = float(run.cursor.set_aside_count)
+    if isinstance(run, Run):
+        idle, seconds = run.rollouts.idle()
+        metrics |= {"engines/idle_seconds": idle, "engines/idle_share": idle / seconds if seconds else 0.0}
+        if run.recipe.data.no_resampling_pass_rate is not None:
+            metrics["prompts/set_aside"] = float(run.cursor.set_aside_count)
     if loaded.batches:
         metrics |= batch_metrics(run.recipe, loaded.advantages.of_rows, loaded.batches, run.policy.device_type)
     if trained.critic is not None:

@@ -28,9 +28,8 @@ def write(inputs: Path, output: Path, name: str, schedule: dict[str, Any]) -> Pa
 
 def numbers(run: Path) -> dict[int, dict[str, float]]:
     """Metrics without what schedules alone have."""
-    alone = ("staleness/", "engines/")
     return {
-        step: {name: value for name, value in entry.items() if not name.startswith(alone)}
+        step: {name: value for name, value in entry.items() if not name.startswith("staleness/")}
         for step, entry in small_run.stable(small_run.metrics(run)).items()
     }
 

@@ -65,6 +65,17 @@ def test_rollout_and_training_logprobs_agree_and_the_worst_tokens_of_every_step_
     assert "logprob_difference" not in finished.printed
 
 
+def test_each_step_says_how_long_the_ranks_waited_for_samples_and_the_engines_for_weights(finished: Finished) -> None:
+    for step, entry in small_run.metrics(finished.directory).items():
+        if step:
+            seconds = {name.removeprefix("seconds/"): value for name, value in entry.items()}
+            assert entry["trainer/idle_seconds"] == pytest.approx(seconds["rollout"] + seconds["reward"])
+            assert entry["trainer/idle_share"] == pytest.approx(entry["trainer/idle_seconds"] / seconds["step"])
+            trained = sum(seconds[phase] for phase in ("reward", "logprobs", "update", "weight_sync"))
+            assert trained < entry["engines/idle_seconds"]
+            assert 0 < entry["engines/idle_share"] < 1, "engines sample while the ranks wait"
+
+
 def test_a_run_says_what_is_being_started(finished: Finished) -> None:
     lines = (
         "starting Ray, then the processes",

@@ -45,7 +45,8 @@ class Recorder:
         monkeypatch.setattr(train, "report_mismatch", lambda *given: None)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.lines.append((step, {name: value for name, value in metrics.items() if "second" not in name}))
+        measured = ("seconds/", "tokens_per_second", "trainer/")
+        self.lines.append((step, {name: value for name, value in metrics.items() if not name.startswith(measured)}))
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         pass
