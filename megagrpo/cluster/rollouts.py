@@ -168,9 +168,9 @@ class Rollouts:
         )
         return Order(requests, on_complete)
 
-    def add(self, orders: Sequence[Order]) -> None:
+    def add(self, orders: Sequence[Order], *, first: bool = False) -> None:
         with self.changed:
-            self._pool.add(orders)
+            self._pool.add(orders, first=first)
             self._hand_out()
 
     def drop(self, orders: Sequence[Order]) -> None:
@@ -265,7 +265,7 @@ class Rollouts:
             for index, order in enumerate(orders):
                 order.requests += requests[index * count : (index + 1) * count]
             first += count
-        self.add(orders)
+        self.add(orders, first=True)  # a step waits for them, and for an evaluation: not for what is in the background
         self.wait(lambda: all(order.complete for order in orders))
         found, first = [], 0
         for count, _ in asked:

@@ -87,13 +87,16 @@ class Pool:
             return sum(not running for running in self.engines.values()) / len(self.engines)
         return 1 - sum(map(len, self.engines.values())) / (self.slots * len(self.engines))
 
-    def add(self, orders: Iterable[Order]) -> None:
-        """The requests without a sample wait for engines."""
+    def add(self, orders: Iterable[Order], *, first: bool = False) -> None:
+        """The requests without a sample wait for engines; `first`: before those that wait already."""
+        tickets: list[Ticket] = []
         for order in orders:
             self._withdrawn.discard(order)
-            self._waiting += (
-                Ticket(order, index) for index in range(len(order.requests)) if index not in order.samples
-            )
+            tickets += (Ticket(order, index) for index in range(len(order.requests)) if index not in order.samples)
+        if first:
+            self._waiting.extendleft(reversed(tickets))
+        else:
+            self._waiting += tickets
 
     def join(self, engine: str) -> None:
         """Its weights are those of all others: it may have requests."""

@@ -42,10 +42,10 @@ class Pools(RuleBasedStateMachine):
         for engine, requests in self.pool.hand_out().items():
             self.on_engine[engine] |= requests
 
-    @rule(count=st.integers(1, 6))
-    def add(self, count: int) -> None:
+    @rule(count=st.integers(1, 6), first=st.booleans())
+    def add(self, count: int, first: bool) -> None:
         self.orders.append(order(str(len(self.orders)), count))
-        self.pool.add([self.orders[-1]])
+        self.pool.add([self.orders[-1]], first=first)
         self.hand_out()
 
     @rule(engine=st.sampled_from("abc"))
@@ -152,3 +152,14 @@ def test_a_group_is_sampled_by_one_engine_that_has_room() -> None:
     pool.add([order("p", 6), order("q", 6)])
     handed = pool.hand_out()
     assert sorted({request.prompt_id for request in to.values()} == {"p"} for to in handed.values()) == [False, True]
+
+
+def test_what_is_wanted_first_goes_to_engines_before_what_waits() -> None:
+    pool = Pool(2)
+    pool.join("a")
+    pool.add([order("background", 4)])
+    pool.hand_out()
+    pool.add([order("evaluation", 1), order("evaluation too", 1)], first=True)
+    for number in (0, 1):
+        pool.answered("a", {number: sample(pool.engines["a"][number].request, 1)})
+    assert [request.prompt_id for request in pool.hand_out()["a"].values()] == ["evaluation", "evaluation too"]
