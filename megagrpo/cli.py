@@ -93,6 +93,8 @@ def train(asked: argparse.Namespace) -> int:
 
     if asked.rollout_only:
         return one_half.rollout_only(ready)
+    if asked.replay_schedule:
+        return train.replay_schedule(ready, asked.replay_schedule)
     return train.train(ready) if asked.train_only is None else one_half.train_only(ready, asked.train_only)
 
 
@@ -310,6 +312,8 @@ def _parser() -> argparse.ArgumentParser:
             half.add_argument("--rollout-only", action="store_true", help=text)
             text = "train on the batches that another run has saved, without engines"
             half.add_argument("--train-only", type=Path, metavar="RUN_DIRECTORY", help=text)
+            text = "repeat the order of a run with schedule async or carry_over, from its schedule.jsonl"
+            half.add_argument("--replay-schedule", type=Path, metavar="RUN_DIRECTORY", help=text)
         if command is plan:
             _add_plan(added)
 

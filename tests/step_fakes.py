@@ -191,7 +191,9 @@ def run_loop(
         return checkpoint_of(tracker.saved[-1]) if tracker.saved else None
 
     nothing = lambda: None  # noqa: E731
-    saving = SimpleNamespace(begin=begin, wait=lambda: saved[-1], confirm=nothing, finish=nothing, newest_again=newest)
+    saving = SimpleNamespace(
+        begin=begin, wait=lambda: saved[-1], confirm=tracker.confirm, finish=nothing, newest_again=newest
+    )
     setup: Any = SimpleNamespace(held_out=held_out, tracker=tracker, saving=saving)
     for name in ("recipe", "cursor", "total_steps", "stopping", "clock"):
         setattr(setup, name, getattr(run, name))

@@ -21,13 +21,15 @@ Count = Annotated[int, pydantic.Field(ge=0, le=10**12)]
 
 @dataclass(frozen=True)
 class Pending:
-    """Groups in the order of their numbers: first those that have begun, then prompts that were drawn and have not."""
+    """Groups: first those that dynamic sampling has dropped since the last step, then those that have begun, in the
+    order of their numbers, then prompts that were drawn and have not."""
 
     groups: Sequence[Group]  # with the samples that are there, and scores if all are and were scored
-    numbers: Sequence[int]  # of those that have begun
+    numbers: Sequence[int]  # of those that have begun, dropped ones among them
     versions: Sequence[int]  # the newest weights when they began
     next_number: int
     cursor: Mapping[str, Any]  # the place in the data behind them
+    dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,12 @@ class _Notes:
     versions: tuple[Count, ...]
     next_number: Count
     cursor: dict[str, Any]
+    dropped: Count = 0
 
 
 def write_pending(path: Path, pending: Pending) -> None:
     """Raises CheckpointError."""
-    notes = {name: getattr(pending, name) for name in ("numbers", "versions", "next_number", "cursor")}
+    notes = {name: getattr(pending, name) for name in ("numbers", "versions", "next_number", "cursor", "dropped")}
     write_groups(path, pending.groups, notes)
 
 
@@ -54,7 +57,7 @@ def pending_of(checkpoint: Checkpoint | None) -> Pending | None:
         notes = pydantic.TypeAdapter(_Notes).validate_python(values)
     except pydantic.ValidationError as error:
         raise UnusableCheckpointError(Problem(str(path), first_line(error), "pending groups")) from None
-    if not len(notes.numbers) == len(notes.versions) <= len(groups):
+    if not notes.dropped <= len(notes.numbers) == len(notes.versions) <= len(groups):
         given = f"{len(notes.numbers)} numbers and {len(notes.versions)} versions of {len(groups)} groups"
         raise UnusableCheckpointError(Problem(str(path), given, "a number and a version of each that has begun"))
-    return Pending(groups, notes.numbers, notes.versions, notes.next_number, notes.cursor)
+    return Pending(groups, notes.numbers, notes.versions, notes.next_number, notes.cursor, notes.dropped)

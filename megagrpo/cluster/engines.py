@@ -188,7 +188,8 @@ def make_engine(spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> Engine:
             spec.model_directory,
             device=spec.device,
             dtype=dtype_name(recipe, spec.device),
-            requests_at_once=rollout.requests_at_once,
+            # The last bits of a product depend on its number of rows.
+            requests_at_once=1 if recipe.deterministic else rollout.requests_at_once,
             threads=spec.threads,
             pause=recipe.pause,
             tokenizer_directory=spec.tokenizer_directory,
@@ -264,7 +265,7 @@ def _started_server(spec: EngineSpec, node: ServerNode | None = None) -> Server:
         tokens_per_request=recipe.data.prompt_tokens_max + longest_response,
         longest_pause_seconds=recipe.weights.timeout_seconds,
         options=rollout.sglang.model_extra or {},
-        deterministic=rollout.deterministic,
+        deterministic=bool(recipe.deterministic),
         quantization=rollout.quantization,
     )
     environment = server_environment(spec.device, rollout.layout.ranks, spec.threads, spec.index)

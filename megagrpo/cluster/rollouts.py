@@ -160,7 +160,7 @@ class Rollouts:
             self._on_all("release_memory", lambda actor: actor.release_memory.remote(tags), without=self.lost)
         return bool(can)
 
-    def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None]) -> Order:
+    def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None] = lambda order: None) -> Order:
         """Training rollouts of a prompt, with the seeds of a step; to be added."""
         count, sampling = self._training
         requests = requests_for(

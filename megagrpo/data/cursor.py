@@ -79,8 +79,18 @@ class Cursor(Generic[AnyItem]):
     def set_aside(self, ids: Iterable[str]) -> None:
         """Never draws these again. Ids are as `next` gave them. If the data hold a prompt twice, both go."""
         for name in ids:
-            own = name if name in self._rows else name.rpartition("+")[0]
-            self._aside[self._rows[own]] = True
+            self._aside[self._rows_of(name)] = True
+
+    def is_set_aside(self, name: str) -> bool:
+        """Of an id as `next` gave it."""
+        return bool(self._aside[self._rows_of(name)].all())
+
+    def named(self, name: str) -> AnyItem:
+        """The prompt that `next` gave this id. Raises DataError if there is none."""
+        rows = self._rows_of(name)
+        if not rows:
+            raise DataError(Problem(f"prompt {name}", "not in the data", "the data of the run that is repeated"))
+        return replace(self._prompts[rows[0]], id=name)
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as plain JSON values."""
@@ -118,6 +128,9 @@ class Cursor(Generic[AnyItem]):
         for row, prompt in enumerate(self._prompts):
             rows.setdefault(prompt.id, []).append(row)
         return rows
+
+    def _rows_of(self, name: str) -> list[int]:
+        return self._rows.get(name) or self._rows.get(name.rpartition("+")[0], [])
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if not self._shuffle:

@@ -35,6 +35,8 @@ def build_chunks(arch: Architecture, config: TransformerConfig, layout: Parallel
     """
     if config.deterministic_mode:
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine reads it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+        torch.use_deterministic_algorithms(True)
     interleaved = layout.virtual_pipeline > 1
     chunks = []
     for stage in range(layout.virtual_pipeline):

@@ -25,7 +25,7 @@ from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.snapshot import Contents
 from megagrpo.megatron.trained_model import TrainedModel
-from megagrpo.recipe.defaults import dtype_name
+from megagrpo.recipe.defaults import dtype_name, train_config
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import read_architecture
@@ -43,7 +43,7 @@ class ModelRank:
         """
         self.layout = recipe.train.layout.parallel()
         self.where = rank_grid(self.layout)[rank]
-        cluster, train = recipe.cluster, recipe.train
+        cluster, train = recipe.cluster, train_config(recipe)
         process.start(rank, self.layout.ranks, meeting, device, cluster.start_timeout_seconds)
         process.start_parallel(self.layout, recipe.seed, cluster.step_timeout_seconds)
         self.device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())

@@ -29,7 +29,7 @@ from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenNumbers
-from megagrpo.recipe.defaults import dtype_name
+from megagrpo.recipe.defaults import dtype_name, train_config
 from megagrpo.recipe.schema import Recipe
 
 RowOrTokenValues = np.ndarray | Ragged
@@ -71,7 +71,7 @@ class TrainRank(ModelRank):
         if settings is None:
             raise RankError(Problem("add_critic", "algorithm.critic: null", "a critic in the recipe"))
         dtype = getattr(torch, dtype_name(self.recipe, self.device.type))
-        self._critic = Critic(settings, self.recipe.train, self.where, directory, dtype, self.device)
+        self._critic = Critic(settings, train_config(self.recipe), self.where, directory, dtype, self.device)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 

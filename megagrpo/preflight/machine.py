@@ -20,6 +20,7 @@ from megagrpo.recipe.defaults import (
     export_directory,
     plan_devices,
     run_directory,
+    train_config,
 )
 from megagrpo.recipe.kernels import LayerSpec, auto_problems
 from megagrpo.recipe.model_rules import divisors, either
@@ -87,13 +88,14 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None, plan
     With an architecture, also combinations of options, model and layout that Megatron refuses. Layers are those of this
     machine, or of the plan's GPUs.
     """
-    if not recipe.train.megatron:
+    train = train_config(recipe)
+    if not train.megatron:
         return []
     import torch
 
     from megagrpo.megatron.config import option_problems, transformer_config  # imports megatron: seconds
 
-    problems = option_problems(recipe.train.megatron)
+    problems = option_problems(train.megatron)
     if problems or architecture is None:
         return problems
     device = _device(recipe, plan_only)
@@ -103,7 +105,7 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None, plan
             machines = machines_of(recipe, Assumptions())
             fused = Case(recipe, architecture, machines).fused_layers
             planned = "transformer_engine" if fused else "local"
-        transformer_config(architecture, recipe.train, getattr(torch, dtype_name(recipe, device)), device, planned)
+        transformer_config(architecture, train, getattr(torch, dtype_name(recipe, device)), device, planned)
     except MegagrpoError as error:
         return list(error.problems)
     return []

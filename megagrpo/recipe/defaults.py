@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.errors import Problem
-from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe, TrainConfig
 
 CPU_CACHE_TOKENS = 65536
 
@@ -21,6 +21,14 @@ def dtype_name(recipe: AnyRecipe, device: str) -> str:
     if recipe.model.dtype != "auto":
         return recipe.model.dtype
     return "bfloat16" if device == "cuda" else "float32"
+
+
+def train_config(recipe: AnyRecipe) -> TrainConfig:
+    """recipe.train, with what `deterministic` sets of Megatron's options."""
+    train = recipe.train
+    if not recipe.deterministic:
+        return train
+    return train.model_copy(update={"megatron": {**train.megatron, "deterministic_mode": True}})
 
 
 def device_here(recipe: AnyRecipe) -> str:

@@ -1,4 +1,5 @@
-"""JSON lines in the run's directory: metrics.jsonl (a line per step), rollouts.jsonl (samples) and mismatch.jsonl."""
+"""JSON lines in the run's directory: metrics.jsonl (a line per step), rollouts.jsonl (samples), mismatch.jsonl and
+schedule.jsonl (trainer/schedule_log.py)."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from megagrpo.track.sink import RunStart, Status
 from megagrpo.types import Group
 
 MISMATCH_FILE = "mismatch.jsonl"
+SCHEDULE_FILE = "schedule.jsonl"
 MISMATCH_FIGURES = ("mean", "p99", "max", "k1", "k3", "ratio_mean", "effective_share")
 
 

@@ -22,7 +22,7 @@ from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.load import dump
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.track.console import make_console
-from megagrpo.track.jsonl import MISMATCH_FILE, JsonlMetrics, MismatchRecord, StepLines, rollout_line
+from megagrpo.track.jsonl import MISMATCH_FILE, SCHEDULE_FILE, JsonlMetrics, MismatchRecord, StepLines, rollout_line
 from megagrpo.track.metrics import UndocumentedMetric, undocumented
 from megagrpo.track.mlflow import MLflowTracker, tracking_uri
 from megagrpo.track.sink import RunStart, Sink, SinkWithRun, Status, TensorBoardTracker, WandBTracker
@@ -79,6 +79,7 @@ class Tracker:
         self._run = run
         self._rollouts = StepLines(run.directory / "rollouts.jsonl", run.resumed_step, self.say)
         self._mismatches = StepLines(run.directory / MISMATCH_FILE, run.resumed_step, self.say)
+        self._schedule = StepLines(run.directory / SCHEDULE_FILE, run.resumed_step, self.say)
         for sink in self._sinks:
             sink.start(run)
 
@@ -115,6 +116,10 @@ class Tracker:
         """Adds the step's figures and worst tokens to mismatch.jsonl."""
         self._mismatches.append(asdict(record))
 
+    def schedule(self, line: dict[str, Any]) -> None:
+        """Adds a step's line to schedule.jsonl."""
+        self._schedule.append(line)
+
     def __enter__(self) -> Tracker:
         return self
 
@@ -127,13 +132,17 @@ class Tracker:
             status = "failed" if issubclass(kind, Exception) else "interrupted"
         self._finish(status)
         self.say(f"run directory: {run_directory(self._recipe)}")
-        self.say("the same command continues it; to train longer, give it a larger train.total_steps or total_epochs")
+        if self._recipe.checkpoint.resume != "never":
+            self.say(
+                "the same command continues it; to train longer, give it a larger train.total_steps or total_epochs"
+            )
         if self._recipe.track.mlflow:
             self.say(f"metrics in MLflow: mlflow ui --backend-store-uri {tracking_uri(self._recipe)}")
 
     def _finish(self, status: Status) -> None:
         self._rollouts.close()
         self._mismatches.close()
+        self._schedule.close()
         for sink in self._sinks:
             sink.finish(status)
 

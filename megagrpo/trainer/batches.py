@@ -8,7 +8,7 @@ It is written before the step trains, so that a step that fails can be looked at
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -37,9 +37,10 @@ class Sampled:
     left_over: int = 0  # groups with signal that the last round brought beyond those wanted
     # float64 [groups], for remax: score of the greedy response to each prompt of `groups`, NaN where its reward failed
     baselines: np.ndarray | None = None
-    metrics: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of how they were sampled, if that was in the background
+    # Of samples in the background: metrics of how they were sampled, and of each of `all` its number and the newest
+    # weights when it began.
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    begun: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,13 @@ def require_fitting(sampled: Sampled, recipe: Recipe, vocabulary: int, where: st
     ]
     if problems:
         raise UnusableCheckpointError(problems)
+
+
+def require_another_directory(recipe: Recipe, option: str, source: Path) -> None:
+    """Raises UnusableCheckpointError if a run would read what it writes."""
+    if run_directory(recipe).absolute() == source.absolute():
+        fix = "give this run a name of its own, such as name=again"
+        raise UnusableCheckpointError(Problem(f"{option} {source}", "the run's own directory", "another run's", fix))
 
 
 def saved_steps(directory: Path) -> list[int]:

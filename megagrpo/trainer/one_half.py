@@ -17,7 +17,15 @@ from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import run_directory, with_absolute_directories
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalConfig
-from megagrpo.trainer.batches import Sampled, ranges, read_batch, require_fitting, save_batch, saved_steps
+from megagrpo.trainer.batches import (
+    Sampled,
+    ranges,
+    read_batch,
+    require_another_directory,
+    require_fitting,
+    save_batch,
+    saved_steps,
+)
 from megagrpo.trainer.run import PhaseClock, TrainRun
 from megagrpo.trainer.run_loop import Progress, Setup, StepDone, run_to_end
 from megagrpo.trainer.step import Trained, load, sample, solved_prompts, train
@@ -77,11 +85,7 @@ def train_only(checked: Preflight[Recipe], source: Path) -> int:
     """Trains on the batches that the run in `source` has saved, step by step; starts no engines, so that nothing is
     evaluated. Raises as `run_to_end` does; UnusableCheckpointError if a step has no batch.
     """
-    if run_directory(checked.recipe).absolute() == source.absolute():
-        fix = "give this run a name of its own, such as name=train_only"
-        raise UnusableCheckpointError(
-            Problem(f"--train-only {source}", "the run's own directory", "another run's", fix)
-        )
+    require_another_directory(checked.recipe, "--train-only", source)
 
     def start(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack) -> TrainOnly:
         saved = saved_steps(source)

@@ -15,6 +15,7 @@ from megagrpo.data.cursor import Cursor
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.trainer.sampling import Sampling
+from megagrpo.trainer.schedule_log import Replayed
 from megagrpo.trainer.stopping import Stopping
 from megagrpo.types import Prompt
 
@@ -62,3 +63,5 @@ class Run(TrainRun):
     stopping: Stopping
     sampling: Sampling | None = None
     """What is sampled in the background, unless a step samples all of its prompts itself."""
+    replayed: Replayed | None = None
+    """The schedule of another run, if this one repeats it."""

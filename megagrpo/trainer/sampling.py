@@ -64,14 +64,14 @@ class Sampling:
         """steps: of the whole run. teaches: whether a step may train on a scored group; another takes the place of one
         that it may not. step, pending: of the checkpoint that the run continues from."""
         self._cursor, self._rollouts, self._scorer, self._teaches = cursor, rollouts, scorer, teaches
-        self._per_step = recipe.rollout.prompts_per_step
+        self._recipe, self._per_step = recipe, recipe.rollout.prompts_per_step
         self._changed = rollouts.changed
         """Guards all that follows."""
         self._drawn: deque[Prompt] = deque()
         self._begun: dict[int, Begun] = {}
         self._of_order: dict[Order, Begun] = {}
         self._unscored: deque[Begun] = deque()
-        self._dropped: list[Group] = []
+        self._dropped: list[Begun] = []
         self._paused = True
         self._failure: MegagrpoError | OSError | None = None
         self._closed = False
@@ -119,7 +119,7 @@ class Sampling:
             self._paused = then_pause
             self._admit()
             oldest = min((each.since for each in self._begun.values()), default=None)
-        groups = [each.group for each in begun if each.group is not None]
+        groups, everything = _groups(begun), _groups([*begun, *dropped])
         version = self._admission.version
         for each in begun:
             require_versions(each, version)
@@ -131,7 +131,8 @@ class Sampling:
             "staleness/continued": float(sum(each.order.continued for each in begun)),
             "staleness/oldest_seconds": 0.0 if oldest is None else time.monotonic() - oldest,
         }
-        return Sampled(groups, [*groups, *dropped], metrics=metrics)
+        order = [(each.admitted.number, each.admitted.version) for each in (*begun, *dropped)]
+        return Sampled(groups, everything, metrics=metrics, begun=order)
 
     def advance(self, version: int) -> None:
         """Engines sample with this version from now on."""
@@ -183,14 +184,16 @@ class Sampling:
         """No prompt of these ids begins again."""
         with self._changed:
             self._cursor.set_aside(ids)
+            self._drawn = deque(prompt for prompt in self._drawn if not self._cursor.is_set_aside(prompt.id))
 
     def pending(self) -> Pending:
         """What is on its way now, and the place in the data behind it."""
         with self._changed:
-            begun = list(self._begun.values())
+            begun = [*self._dropped, *self._begun.values()]
             groups = [each.group or Group(each.prompt, each.order.there()) for each in begun]
             return Pending(
                 groups=(*groups, *(Group(prompt, ()) for prompt in self._drawn)),
+                dropped=len(self._dropped),
                 numbers=tuple(each.admitted.number for each in begun),
                 versions=tuple(each.admitted.version for each in begun),
                 next_number=self._admission.next_number,
@@ -215,14 +218,17 @@ class Sampling:
             self._rollouts.add(orders)
 
     def _begin(self, admitted: Admitted, prompt: Prompt) -> Order:
-        # Seeds are those of a synchronous run, whose steps take prompts in this order.
-        step = admitted.number // self._per_step + 1
-        order = self._rollouts.order(prompt, step, self._completed)
+        order = self._rollouts.order(prompt, step_of(admitted.number, self._recipe), self._completed)
         self._begun[admitted.number] = self._of_order[order] = Begun(admitted, prompt, order, time.monotonic())
         return order
 
     def _restore(self, pending: Pending) -> None:
-        for number, version, group in zip(pending.numbers, pending.versions, pending.groups, strict=False):
+        begun = list(zip(pending.numbers, pending.versions, pending.groups, strict=False))
+        for number, version, group in begun[: pending.dropped]:
+            order = self._rollouts.order(group.prompt, step_of(number, self._recipe))
+            admitted = Admitted(number, version, version, complete=True)
+            self._dropped.append(Begun(admitted, group.prompt, order, time.monotonic(), group))
+        for number, version, group in begun[pending.dropped :]:
             order = self._begin(self._admission.readmit(number, version), group.prompt)
             order.samples = {sample.index: sample for sample in group.samples}
             if group.scores:
@@ -278,13 +284,23 @@ class Sampling:
         number = begun.admitted.number
         if number not in self._begun:
             return  # it was cut meanwhile
+        begun.group = group
         if not self._teaches(group):
             self._admission.drop(number)
             del self._begun[number]
-            self._dropped.append(group)
+            self._dropped.append(begun)
             return
-        begun.group = group
         self._admission.complete(number)
+
+
+def _groups(begun: Iterable[Begun]) -> list[Group]:
+    """With scores, of those that are complete."""
+    return [each.group for each in begun if each.group is not None]
+
+
+def step_of(number: int, recipe: Recipe) -> int:
+    """The step of a synchronous run in which this group would be, whose seeds its samples have."""
+    return number // recipe.rollout.prompts_per_step + 1
 
 
 def require_versions(begun: Begun, newest: int) -> None:

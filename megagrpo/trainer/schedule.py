@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.errors import EngineError, MegagrpoError, WeightSyncError
@@ -17,6 +18,7 @@ from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.sampling import Sampling
+from megagrpo.trainer.schedule_log import schedule_line
 from megagrpo.trainer.step import load, sample, solved_prompts, sync, train
 from megagrpo.trainer.step_metrics import step_metrics
 from megagrpo.types import Group
@@ -32,6 +34,7 @@ class Step:
     mismatch: Mismatch | None  # None: the policy was not trained
     kl_coefficient: float  # of the next step
     failure: MegagrpoError | None = None  # engines did not get the new weights
+    logged: dict[str, Any] | None = None  # its line of schedule.jsonl, if groups were sampled in the background
 
 
 def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
@@ -48,9 +51,10 @@ def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
 
 
 def synchronous(run: Run, step: int, kl_coefficient: float) -> Step:
-    """One stage after another: samples come from the weights that are then trained."""
+    """One stage after another: samples come from the weights that are then trained (and from those before, where the
+    schedule of another run is replayed)."""
     with run.stopping.giving_up(), run.policy.released():
-        sampled = sample(run, step)
+        sampled = run.replayed.sample(run, step) if run.replayed else sample(run, step)
         run.rollouts.release_memory()
     return trained_step(run, sampled, step, kl_coefficient)
 
@@ -101,4 +105,5 @@ def trained_step(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -
 
     metrics = step_metrics(run, sampled, loaded, trained, step, kl_coefficient)
     mismatch = trained.policy.mismatch if trained.policy else None
-    return Step(metrics, sampled.groups, sampled.all, mismatch, trained.kl_coefficient, failure)
+    logged = schedule_line(step, sampled) if sampled.begun else None
+    return Step(metrics, sampled.groups, sampled.all, mismatch, trained.kl_coefficient, failure, logged)

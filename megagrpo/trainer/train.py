@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,11 +25,13 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.track.tracker import Tracker
+from megagrpo.trainer.batches import require_another_directory
 from megagrpo.trainer.evaluation import evaluation_metrics, reading_of
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.run_loop import Setup, StepDone, run_to_end
 from megagrpo.trainer.sampling import Sampling
 from megagrpo.trainer.schedule import grpo_step
+from megagrpo.trainer.schedule_log import Replayed, read_schedule
 from megagrpo.trainer.step import require_version, with_signal
 from megagrpo.trainer.step_metrics import report_mismatch
 from megagrpo.types import Prompt
@@ -38,8 +42,22 @@ def train(checked: Preflight[Recipe]) -> int:
     return run_to_end(checked, load_prompts, start_training)
 
 
-def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack) -> GrpoTraining:
-    """Starts training ranks, engines and rewards, and brings the policy's weights to the engines."""
+def replay_schedule(checked: Preflight[Recipe], source: Path) -> int:
+    """The same, with the order that the run in `source` has logged. It always begins at the first step. Raises as
+    `run_to_end` does; UnusableCheckpointError if the log lacks a step."""
+    recipe = checked.recipe
+    require_another_directory(recipe, "--replay-schedule", source)
+    checkpoint = recipe.checkpoint.model_copy(update={"resume": "never"})
+    cluster = recipe.cluster.model_copy(update={"restarts_max": 0})
+    recipe = recipe.model_copy(update={"checkpoint": checkpoint, "cluster": cluster})
+    return run_to_end(replace(checked, recipe=recipe), load_prompts, partial(start_training, replayed=source))
+
+
+def start_training(
+    setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack, replayed: Path | None = None
+) -> GrpoTraining:
+    """Starts training ranks, engines and rewards, and brings the policy's weights to the engines. replayed: the
+    directory of a run whose schedule this one repeats."""
     checked, recipe, stopping = setup.checked, setup.recipe, setup.stopping
     model, tokenizer_directory = checked.model_directory.absolute(), checked.tokenizer_directory.absolute()
     critic = checked.critic_directory.absolute() if checked.critic_directory else model
@@ -57,10 +75,10 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
     # Engines start while the ranks do, except on shared GPUs: a starting engine takes the memory that is free there.
     early = None if ray.shares_gpus else start_engines()
     schedule, rollout = recipe.schedule, recipe.rollout
+    logged = read_schedule(replayed, setup.total_steps, rollout.samples_per_prompt) if replayed else []
     # A run that is continued finishes what had begun, whatever its schedule is now.
-    in_background = (
-        not (isinstance(schedule, SyncConfig) and schedule.beyond == 0) or pending_of(setup.resumed) is not None
-    )
+    samples_itself = isinstance(schedule, SyncConfig) and schedule.beyond == 0
+    in_background = not replayed and (not samples_itself or pending_of(setup.resumed) is not None)
     judged = rollout.prompts_per_step * rollout.samples_per_prompt if in_background else 1
     scorer = Scorer(recipe.reward, rollout.response_tokens_max, stopping.check, setup.tracker.say, judged)
     closing.callback(scorer.close)
@@ -116,6 +134,7 @@ def start_training(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStac
     weights = bring_weights(policy, rollouts, setup.resumed)
     run = Run(
         sampling=start_sampling(rollouts, scorer, setup.resumed),
+        replayed=Replayed(logged, setup.tracker.say) if replayed else None,
         recipe=recipe,
         total_steps=setup.total_steps,
         cursor=setup.cursor,
@@ -149,6 +168,8 @@ class GrpoTraining:
         with run.clock.phase("step"):
             done = grpo_step(run, step, kl_coefficient or 0.0)
         self.tracker.rollouts(step, done.groups)
+        if done.logged:
+            self.tracker.schedule(done.logged)
         excess = report_mismatch(run.recipe, step, done.mismatch, done.groups, self.tracker, self.tokenizer.decode)
         tokens = [len(group.prompt.tokens) + len(sample.tokens) for group in done.sampled for sample in group.samples]
         return StepDone(

@@ -103,7 +103,8 @@ def test_engines_and_training_never_need_more_than_a_device_has(monkeypatch: pyt
     for module in (step, train):
         monkeypatch.setattr(module, "require_version", lambda *given: None)
     run.weights.sync(0)
-    tracker: Any = SimpleNamespace(log=lambda *a: None, rollouts=lambda *a: None, say=lambda *a: None, run_ids={})
+    nothing = lambda *given: None  # noqa: E731
+    tracker: Any = SimpleNamespace(log=nothing, rollouts=nothing, say=nothing, confirm=nothing, run_ids={})
     assert step_fakes.run_loop(run, tracker, save).step == 3
     assert saved == [2, 3]
     assert run.weights.brought == [0, 1, 2, 2, 3], "again after a save in their place, but not after the last step"

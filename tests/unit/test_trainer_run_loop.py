@@ -42,6 +42,8 @@ class Recorder:
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.saved: list[TrainerState] = []
         self.run_ids: dict[str, str] = {}
+        self.confirmed: list[int] = []
+        """The newest saved step, at each confirmation."""
         monkeypatch.setattr(train, "report_mismatch", lambda *given: None)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -50,6 +52,9 @@ class Recorder:
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         pass
+
+    def confirm(self) -> None:
+        self.confirmed.append(self.saved[-1].step if self.saved else 0)
 
     def say(self, line: str) -> None:
         pass
@@ -227,6 +232,27 @@ def test_a_run_whose_ranks_are_lost_at_one_step_again_and_again_ends_with_the_fi
 ) -> None:
     with pytest.raises(RankLostError, match="lost in update 2"):
         Recorder(monkeypatch).start(losing_ranks({2, 4, 6, 8}))
+
+
+@pytest.mark.parametrize(("skipped", "confirmed"), [(0.0, [0, 0, 0, 3, 4]), (1.0, [0, 0, 0, 4])])
+def test_a_skipped_step_does_not_confirm_the_newest_checkpoint(
+    skipped: float, confirmed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third step is saved. Step 4 trains on, from weights that may be what makes its gradients infinite."""
+    recorder = Recorder(monkeypatch)
+
+    def moment(run: Any, stop: Callable[[], None]) -> None:
+        update = run.policy.update
+
+        def last_is_skipped(*given: Any) -> Any:
+            updated = update(*given)
+            updated.skipped_steps = skipped if given[-1] == STEPS else 0.0
+            return updated
+
+        run.policy.update = last_is_skipped
+
+    recorder.start(moment)
+    assert recorder.confirmed == confirmed
 
 
 def test_a_run_told_to_stop_before_its_first_step_is_done_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,14 @@ from megagrpo.recipe.schema.reward import RewardConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, Pause, TrackConfig, WeightsConfig
 from megagrpo.recipe.schema.schedule import AsyncConfig, OneStepOffConfig, ScheduleConfig, SyncConfig
-from megagrpo.recipe.schema.train import TrainConfig, device_rules, dtype_rules, length_rules, longest_rules
+from megagrpo.recipe.schema.train import (
+    TrainConfig,
+    deterministic_rules,
+    device_rules,
+    dtype_rules,
+    length_rules,
+    longest_rules,
+)
 from megagrpo.section import Section, Seed
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -37,6 +44,12 @@ class Recipe(Section):
     seed: Seed = 0
     """Seeds the data order, every sample and the ranks' generators."""
 
+    deterministic: bool | Literal["replayable"] = False
+    """true: two runs give the same metrics and weights, bit for bit, on like machines with the same packages. Kernels
+    are slower, and what an engine samples does not depend on what it samples beside it. replayable: the same where
+    the order depends on speed (async, carry_over, oversample), which train --replay-schedule repeats. See
+    docs/debugging.md."""
+
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
@@ -56,6 +69,7 @@ class Recipe(Section):
         prompt, response = self.data.prompt_tokens_max, self.rollout.response_tokens_max
         yield from self._batch()
         yield from self._schedule()
+        yield from self._deterministic()
         yield from self._advantage()
         yield from self._critic()
         yield from length_rules(self.train, ("total_steps", "total_epochs", "total_episodes"), "add total_steps: N")
@@ -150,6 +164,25 @@ class Recipe(Section):
         if self.weights.given("pause") and isinstance(schedule, OneStepOffConfig):
             needed = "nothing: with one_step_off engines finish what runs before an update"
             yield Problem("weights.pause", self.weights.pause, needed, "remove it")
+
+    def _deterministic(self) -> Iterator[Problem]:
+        if not self.deterministic:
+            return
+        schedule, key = self.schedule, f"deterministic: {'true' if self.deterministic is True else self.deterministic}"
+        order_varies = isinstance(schedule, AsyncConfig) and schedule.max_staleness > 0
+        order_varies |= isinstance(schedule, SyncConfig) and schedule.beyond > 0
+        if order_varies and self.deterministic is True:
+            given = f"true, with {', '.join(f'{key}: {value}' for key, value in schedule.model_dump().items())}"
+            needed = "a schedule whose order does not depend on the machine's speed"
+            fix = "replayable, which logs the order, so that train --replay-schedule repeats it; or kind: one_step_off"
+            yield Problem("deterministic", given, needed, fix)
+        if order_varies and self.weights.pause == "in_place":
+            given, needed = f"in_place, with {key}", "retract or finish: a replay cannot make keys of older weights"
+            yield Problem("weights.pause", given, needed, "pause: retract")
+        if self.rollout.engine == "external":
+            given, needed = f"external, with {key}", "engines that the run starts: it chooses their kernels"
+            yield Problem("rollout.engine", given, needed, "engine: sglang, or remove deterministic")
+        yield from deterministic_rules(self.train)
 
     def _advantage(self) -> Iterator[Problem]:
         advantage, rollout, reward = self.algorithm.advantage, self.rollout, self.reward

@@ -135,10 +135,6 @@ class RolloutConfig(Section):
     """Longest wait for all responses of a step, and for those of an evaluation. What an SGLang server still samples
     then is returned as it is. An engine that has not answered a minute after that is taken to have failed."""
 
-    deterministic: bool = False
-    """On GPUs SGLang samples by seed, with kernels whose results do not depend on the rest of a batch, which is slower.
-    Without it a step that is repeated samples other responses. On CPUs servers always sample by seed."""
-
     quantization: Literal["fp8"] | None = None
     """fp8: SGLang servers hold linear layers and experts in float8, in blocks of 128 x 128 with a scale each, and
     multiply in float8. Each sync quantises the trainer's bfloat16 weights. For Hopper and Ada GPUs. Half the memory and
@@ -170,10 +166,6 @@ class RolloutConfig(Section):
             given = f"settings, with engine: {self.engine}"
             needed = "nothing: they are for servers that the run starts"
             yield Problem("sglang", given, needed, "remove them, or write engine: sglang")
-        if self.engine != "sglang" and self.deterministic:
-            given = f"true, with engine: {self.engine}"
-            needed = "false: it is an argument of servers that the run starts"
-            yield Problem("deterministic", given, needed, "remove it, or write engine: sglang")
         if self.engine != "sglang" and self.quantization:
             given = f"{self.quantization}, with engine: {self.engine}"
             needed = "null: the run sends quantised weights to servers that it starts"

@@ -11,7 +11,14 @@ from megagrpo.errors import Problem
 from megagrpo.recipe.schema.data import DataFileConfig
 from megagrpo.recipe.schema.recipe import RunName
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, TrackConfig
-from megagrpo.recipe.schema.train import TrainConfig, device_rules, dtype_rules, length_rules, longest_rules
+from megagrpo.recipe.schema.train import (
+    TrainConfig,
+    deterministic_rules,
+    device_rules,
+    dtype_rules,
+    length_rules,
+    longest_rules,
+)
 from megagrpo.section import PositiveInt, Section, Seed, Tokens
 
 NO_ENGINES = "nothing: supervised fine-tuning has no engines"
@@ -71,6 +78,10 @@ class SftRecipe(Section):
     seed: Seed = 0
     """Seeds the data order and the ranks' generators."""
 
+    deterministic: bool = False
+    """Two runs give the same metrics and weights, bit for bit, on like machines with the same packages. Kernels are
+    slower. See docs/debugging.md."""
+
     model: ModelConfig
     data: SftDataConfig
     train: TrainConfig
@@ -99,6 +110,8 @@ class SftRecipe(Section):
             yield Problem("train.logprob_tokens_per_microbatch", given, needed, "remove it")
         yield from device_rules(train, self.cluster)
         yield from dtype_rules(train, self.model.dtype)
+        if self.deterministic:
+            yield from deterministic_rules(train)
         if train.offload:
             yield Problem("train.offload", given=", ".join(train.offload), needed=NO_ENGINES, fix="remove it")
         if self.cluster.placement != "colocated":

@@ -243,6 +243,13 @@ def longest_rules(
         yield Problem("train.tokens_per_microbatch", given, needed, f"raise it, or lower {' or '.join(limits)}")
 
 
+def deterministic_rules(train: TrainConfig) -> Iterator[Problem]:
+    """Of a recipe that is deterministic."""
+    if train.megatron.get("deterministic_mode") is False:
+        given, needed = "false in a recipe that is deterministic", "nothing: deterministic at the top sets it"
+        yield Problem("train.megatron.deterministic_mode", given, needed, "remove one of them")
+
+
 def dtype_rules(train: TrainConfig, dtype: str) -> Iterator[Problem]:
     """`dtype` is model.dtype."""
     if train.gradient_dtype == "bfloat16" and dtype == "float32":

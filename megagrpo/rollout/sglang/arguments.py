@@ -40,7 +40,7 @@ OWNED = (
         "device": "cluster.device",
         "tp_size": "rollout.layout.tensor",
         "ep_size": "rollout.layout.expert",
-        "enable_deterministic_inference": "rollout.deterministic",
+        "enable_deterministic_inference": "deterministic",
         "pp_size": "rollout.layout.pipeline",
         "attn_dp_size": "rollout.layout.attention_data",
         "enable_dp_attention": "rollout.layout.attention_data",

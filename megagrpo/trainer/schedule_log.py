@@ -1,0 +1,169 @@
+"""schedule.jsonl, a line per step: what the machine's speed decides where samples come in the background; its replay.
+
+That is: which groups a step takes, which weights were the newest when each began, and after which tokens of a response
+engines got other weights. Everything else follows from seeds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import pydantic
+
+from megagrpo.errors import Problem, UnusableCheckpointError, first_line
+from megagrpo.rollout.pool import Order
+from megagrpo.rollout.requests import nothing_sampled
+from megagrpo.track.jsonl import SCHEDULE_FILE
+from megagrpo.trainer.batches import Sampled, ranges
+from megagrpo.trainer.sampling import staleness_metrics, step_of
+from megagrpo.types import Group, Request, Sample
+
+if TYPE_CHECKING:
+    from megagrpo.trainer.run import Run
+
+AS_LOGGED = ("staleness/continued", "cut/")
+Count = Annotated[int, pydantic.Field(ge=0, le=10**12)]
+Span = tuple[Count, Annotated[int, pydantic.Field(ge=1, le=10**9)]]
+"""A weight version, and how many tokens in a row it sampled."""
+
+
+@dataclass(frozen=True)
+class LoggedGroup:
+    """number, version: as in algorithm.admission.Admitted."""
+
+    number: Count
+    version: Count
+    prompt: str
+    trained: bool  # false: dynamic sampling dropped it
+    samples: tuple[tuple[Span, ...], ...]
+    aborted: tuple[Count, ...]  # samples that engines gave up, by place in `samples`
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    step: Annotated[int, pydantic.Field(ge=1, le=10**9)]
+    metrics: dict[str, float]  # of what a replay does not do: AS_LOGGED
+    groups: tuple[LoggedGroup, ...]
+
+
+def schedule_line(step: int, sampled: Sampled) -> dict[str, Any]:
+    """The line of a step whose groups were sampled in the background."""
+    groups = [
+        {
+            "number": number,
+            "version": version,
+            "prompt": group.prompt.id,
+            "trained": place < len(sampled.groups),
+            "samples": [spans(sample.versions) for sample in group.samples],
+            "aborted": [at for at, sample in enumerate(group.samples) if sample.finish == "abort"],
+        }
+        for place, ((number, version), group) in enumerate(zip(sampled.begun, sampled.all, strict=True))
+    ]
+    metrics = {name: value for name, value in sampled.metrics.items() if name.startswith(AS_LOGGED)}
+    return {"step": step, "metrics": metrics, "groups": groups}
+
+
+def spans(versions: np.ndarray) -> list[Span]:
+    """Runs of equal versions, int32 [tokens]."""
+    ends = [*np.flatnonzero(np.diff(versions)) + 1, len(versions)] if len(versions) else []
+    return [(int(versions[end - 1]), int(end - begin)) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def read_schedule(directory: Path, steps: int, samples_per_prompt: int) -> list[LoggedStep]:
+    """The first `steps` steps of the run in `directory`. Raises UnusableCheckpointError."""
+    path = directory / SCHEDULE_FILE
+    line_type, found = pydantic.TypeAdapter(LoggedStep), {}
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            of_step = line_type.validate_python(json.loads(line))
+            found[of_step.step] = of_step
+    except OSError as error:
+        raise _unusable(str(path), error.strerror or str(error), "the directory of a run, such as runs/NAME") from error
+    except (ValueError, RecursionError) as error:
+        raise _unusable(f"{path}:{len(found) + 1}", first_line(error), "a line that a run has written whole") from error
+    if absent := sorted(set(range(1, steps + 1)) - found.keys()):
+        given, needed = f"no {ranges(absent)}", f"all of the run's {steps} steps (train.total_steps)"
+        raise _unusable(str(path), given, needed)
+    logged = [found[step] for step in range(1, steps + 1)]
+    if others := {len(group.samples) for step in logged for group in step.groups} - {samples_per_prompt}:
+        raise _unusable(str(path), f"groups of {max(others)} samples", f"{samples_per_prompt}, as in the recipe")
+    return logged
+
+
+def _unusable(where: str, given: str, needed: str) -> UnusableCheckpointError:
+    fix = "name a run with schedule async or carry_over, and train no more steps than it has"
+    return UnusableCheckpointError(Problem(where, given, needed, fix))
+
+
+class Replayed:
+    """Takes the place of Sampling. Before a step trains, engines sample what its weights have sampled of any group in
+    the run that is repeated; nothing is sampled while it trains."""
+
+    def __init__(self, logged: Sequence[LoggedStep], say: Callable[[str], None]) -> None:
+        self._steps, self._say = logged, say
+        self._due: defaultdict[int, list[tuple[LoggedGroup, int, int]]] = defaultdict(list)
+        """By version: samples (place in their group), and which of their spans it samples."""
+        for step in logged:
+            for group in step.groups:
+                for place, of_sample in enumerate(group.samples):
+                    for index, (version, _) in enumerate(of_sample):
+                        self._due[version].append((group, place, index))
+        self._samples: dict[tuple[int, int], Sample] = {}
+        """What is there, by group and place."""
+
+    def sample(self, run: Run, step: int) -> Sampled:
+        """The groups of `step`, with scores."""
+        logged, version = self._steps[step - 1], step - 1
+        with run.clock.phase("rollout"):
+            self._sample_with(version, run)
+            unscored = [self._whole(each, run) for each in logged.groups]
+        with run.clock.phase("reward"):
+            everything = run.scorer.score(unscored)
+        differ = sum(
+            spans(sample.versions) != list(of_sample)
+            for each, group in zip(logged.groups, everything, strict=True)
+            for of_sample, sample in zip(each.samples, group.samples, strict=True)
+        )
+        if differ:
+            self._say(f"step {step}: {differ} responses have other lengths than in the run that is repeated")
+        groups = [group for each, group in zip(logged.groups, everything, strict=True) if each.trained]
+        begun = [(each.number, each.version) for each in logged.groups]
+        carried = sum(each.trained and each.version < version for each in logged.groups)
+        metrics = {"staleness/carried_over": float(carried), **staleness_metrics(groups, version), **logged.metrics}
+        return Sampled(groups, everything, metrics=metrics, begun=begun)
+
+    def _sample_with(self, version: int, run: Run) -> None:
+        orders: dict[tuple[int, int], Order] = {}
+        requests: dict[int, list[Request]] = {}
+        for group, place, index in self._due.pop(version, ()):
+            begun, of_sample = self._samples.get((group.number, place)), group.samples[place]
+            if begun is not None and begun.finish == "stop":  # sooner than in the run
+                continue
+            if group.number not in requests:
+                requests[group.number] = _requests(group, run)
+            request = replace(requests[group.number][place], begun=begun)
+            if index < len(of_sample) - 1 or place in group.aborted:  # then come other weights, or the end
+                tokens = sum(count for _, count in of_sample[: index + 1])
+                request = replace(request, sampling=replace(request.sampling, max_tokens=tokens))
+            orders[group.number, place] = Order([request])
+        run.rollouts.add(list(orders.values()))
+        run.rollouts.wait(lambda: all(order.complete for order in orders.values()))
+        self._samples |= {at: order.samples[0] for at, order in orders.items()}
+
+    def _whole(self, group: LoggedGroup, run: Run) -> Group:
+        samples = []
+        for place, request in enumerate(_requests(group, run)):
+            sample = self._samples.pop((group.number, place), None) or nothing_sampled(request)
+            samples.append(replace(sample, finish="abort") if place in group.aborted else sample)
+        return Group(run.cursor.named(group.prompt), tuple(samples))
+
+
+def _requests(group: LoggedGroup, run: Run) -> list[Request]:
+    prompt = run.cursor.named(group.prompt)
+    return run.rollouts.order(prompt, step_of(group.number, run.recipe)).requests

@@ -1,0 +1,205 @@
+"""Groups in the background, over engines that sample while a run waits: what a checkpoint keeps of them, which prompts
+begin, and a replay of their schedule."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megagrpo.checkpoint.pending import PENDING, Pending, pending_of, write_pending
+from megagrpo.data.cursor import Cursor
+from megagrpo.errors import UnusableCheckpointError
+from megagrpo.recipe.schema import Recipe
+from megagrpo.rollout.pool import Order
+from megagrpo.rollout.requests import after_begun, requests_for, sampling_of
+from megagrpo.track.jsonl import SCHEDULE_FILE
+from megagrpo.trainer.batches import Sampled
+from megagrpo.trainer.run import PhaseClock
+from megagrpo.trainer.sampling import Sampling
+from megagrpo.trainer.schedule_log import Replayed, read_schedule, schedule_line
+from megagrpo.types import Group, Prompt, Request, Sample
+from tests.step_fakes import FakeScorer, checkpoint_of, number
+from tests.tiny_run import recipe_with
+from tests.unit.test_checkpoint_groups import comparable
+
+STEPS = 5
+ASYNC = ("cluster.placement=disaggregated", "schedule=async", "rollout.response_tokens_max=24")
+
+
+class Engines:
+    """They sample `at_once` tokens of every request whenever a run waits. A token follows from the request's seed, its
+    place and the weights' version. Sample 3 of a prompt whose number divides by 3 is given up after 4 tokens."""
+
+    def __init__(self, recipe: Recipe, at_once: int = 3) -> None:
+        self._recipe, self._at_once, self.version = recipe, at_once, 0
+        self.changed = threading.Condition()
+        self.orders: list[Order] = []
+
+    def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None] = lambda order: None) -> Order:
+        count, sampling = self._recipe.rollout.samples_per_prompt, sampling_of(self._recipe, self._recipe.rollout)
+        requests = requests_for([prompt], samples_per_prompt=count, sampling=sampling, recipe_seed=0, step=step)
+        return Order(requests, on_complete)
+
+    def add(self, orders: Sequence[Order]) -> None:
+        self.orders += orders
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        while True:
+            with self.changed:
+                if until():
+                    return
+                self._work()
+            time.sleep(0.001)  # for the thread that scores
+
+    def _work(self) -> None:
+        for order in self.orders:
+            for index, request in enumerate(order.requests):
+                if index not in order.samples:
+                    sample = self._sampled(request)
+                    if sample.finish == "abort" and not self._gives_up(sample):
+                        order.requests[index] = replace(request, begun=sample)
+                    else:
+                        order.samples[index] = sample
+        complete = [order for order in self.orders if order.complete]
+        self.orders = [order for order in self.orders if not order.complete]
+        for order in complete:
+            order.on_complete(order)
+
+    def _sampled(self, request: Request) -> Sample:
+        begun = len(request.begun.tokens) if request.begun else 0
+        tokens: list[int] = []
+        while len(tokens) < min(self._at_once, request.tokens_left) and 0 not in tokens:
+            tokens.append((request.seed + 31 * (begun + len(tokens)) + 7 * self.version) % 11)
+        new = np.array(tokens, np.int32)
+        ended = "length" if begun + len(tokens) == request.sampling.max_tokens else "abort"
+        return after_begun(
+            request,
+            Sample(
+                request.prompt_id,
+                request.index,
+                new,
+                -new.astype(np.float32),
+                np.full_like(new, self.version),
+                "stop" if 0 in tokens else ended,
+                "",
+            ),
+        )
+
+    def _gives_up(self, sample: Sample) -> bool:
+        prompt = int(sample.prompt_id[1:].partition("+")[0])
+        return sample.index == 3 and prompt % 3 == 0 and len(sample.tokens) >= 4
+
+    def idle_share(self) -> float:
+        return 0.5
+
+
+def odd(group: Group) -> bool:
+    return number(group.prompt) % 2 == 1
+
+
+@contextmanager
+def in_background(
+    recipe: Recipe, teaches: Callable[[Group], bool] = lambda group: True, pending: Pending | None = None, step: int = 0
+) -> Iterator[SimpleNamespace]:
+    data = [Prompt(f"p{i}", (i + 1,), "sums", "2") for i in range(40)]
+    engines, cursor = Engines(recipe), Cursor(data, seed=0, shuffle=False)
+    if pending:
+        cursor.restore(pending.cursor)
+    engines.version = step
+    scorer: Any = FakeScorer(lambda prompt: (0.0, 0.0, 1.0, prompt), lambda prompt: 0.0, None)
+    sampling = Sampling(recipe, STEPS, cursor, engines, scorer, teaches, step, pending)  # type: ignore[arg-type]
+    try:
+        yield SimpleNamespace(
+            rollouts=engines, cursor=cursor, scorer=scorer, sampling=sampling, recipe=recipe, clock=PhaseClock()
+        )
+    finally:
+        sampling.close()
+
+
+def trained(run: SimpleNamespace, steps: int = STEPS) -> list[Sampled]:
+    found = []
+    for step in range(1, steps + 1):
+        run.sampling.go_on()
+        found.append(run.sampling.take())
+        run.rollouts.version = step
+        run.sampling.advance(step)
+    return found
+
+
+def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_with(tmp_path: Path) -> None:
+    recipe = recipe_with(*ASYNC, "rollout.dynamic_sampling={}")
+    with in_background(recipe, odd) as run:
+        steps = trained(run)
+    lines = [json.dumps(schedule_line(step, sampled)) for step, sampled in enumerate(steps, start=1)]
+    (tmp_path / SCHEDULE_FILE).write_text("\n".join(lines) + "\n")
+    said: list[str] = []
+    replayed = Replayed(read_schedule(tmp_path, STEPS, samples_per_prompt=4), said.append)
+    with in_background(recipe) as again:
+        for step, sampled in enumerate(steps, start=1):
+            again.rollouts.version = step - 1
+            found = replayed.sample(again, step)
+            assert comparable(found.groups) == comparable(sampled.groups)
+            assert comparable(found.all) == comparable(sampled.all)
+            assert json.dumps(schedule_line(step, found)) == lines[step - 1]
+            assert found.metrics.items() <= sampled.metrics.items()
+    assert not said
+    samples = [sample for sampled in steps for group in sampled.all for sample in group.samples]
+    assert any(len(set(sample.versions.tolist())) > 1 for sample in samples)
+    assert any(sample.finish == "abort" for sample in samples)
+    assert any(len(sampled.all) > len(sampled.groups) for sampled in steps)
+
+    with pytest.raises(UnusableCheckpointError, match="no steps 6 to 7"):
+        read_schedule(tmp_path, STEPS + 2, samples_per_prompt=4)
+    with pytest.raises(UnusableCheckpointError, match="groups of 4 samples"):
+        read_schedule(tmp_path, STEPS, samples_per_prompt=8)
+
+
+def test_a_replay_says_how_many_responses_became_others(tmp_path: Path) -> None:
+    recipe = recipe_with(*ASYNC)
+    with in_background(recipe) as run:
+        (sampled,) = trained(run, 1)
+    (tmp_path / SCHEDULE_FILE).write_text(json.dumps(schedule_line(1, sampled)))
+    said: list[str] = []
+    with in_background(recipe) as again:
+        again.rollouts.version = 1  # other weights
+        Replayed(read_schedule(tmp_path, 1, samples_per_prompt=4), said.append).sample(again, 1)
+    (line,) = said
+    assert "responses have other lengths than in the run that is repeated" in line
+
+
+def test_a_checkpoint_keeps_the_groups_that_dynamic_sampling_has_dropped_since_the_last_step(tmp_path: Path) -> None:
+    recipe = recipe_with(*ASYNC, "rollout.dynamic_sampling={}")
+    with in_background(recipe, odd) as run:
+        trained(run, 1)
+        run.rollouts.wait(lambda: run.sampling.pending().dropped > 1)
+        pending = run.sampling.pending()
+    checkpoint: Any = checkpoint_of(SimpleNamespace(step=1))  # type: ignore[arg-type]
+    checkpoint.rank_directory = tmp_path
+    write_pending(tmp_path / PENDING, pending)
+    restored = pending_of(checkpoint)
+    assert restored is not None
+    dropped = comparable(restored.groups[: restored.dropped])
+    with in_background(recipe, odd, restored, step=1) as again:
+        assert comparable(again.sampling.pending().groups) == comparable(pending.groups)
+        again.sampling.go_on()
+        sampled = again.sampling.take()
+    first = len(sampled.groups)
+    assert comparable(sampled.all[first : first + len(dropped)]) == dropped
+    assert all(odd(group) for group in sampled.groups)
+
+
+def test_a_prompt_that_is_set_aside_does_not_begin_though_it_was_drawn() -> None:
+    recipe = recipe_with(*ASYNC, "schedule.prompts_at_once=6")
+    with in_background(recipe) as run:
+        run.sampling.go_on()  # begins p0 to p5; p6 and p7 are drawn
+        run.sampling.set_aside(["p1", "p6"])
+        begun = {group.prompt.id for sampled in trained(run, 3) for group in sampled.groups}
+    assert begun == {f"p{i}" for i in range(13) if i != 6}
