@@ -41,8 +41,9 @@ class TorchImported(BaseException):
 
 del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
 sys.meta_path.insert(0, TorchImported())
-spec = SimpleNamespace(device="cpu", gpus=(), recipe=SimpleNamespace(rollout=SimpleNamespace(engine="transformers")))
-for actor, arguments in ((actors.RankActor, (None, 0, "", "", "cpu")), (engines.EngineActor, (spec,))):
+recipe = SimpleNamespace(rollout=SimpleNamespace(engine="transformers"), deterministic=False)
+spec = SimpleNamespace(device="cpu", gpus=(), recipe=recipe)
+for actor, arguments in ((actors.RankActor, (recipe, 0, "", "", "cpu")), (engines.EngineActor, (spec,))):
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     try:
         actor.__ray_metadata__.modified_class().start(*arguments)

@@ -134,7 +134,7 @@ def test_a_replay_names_the_batches_that_lie_between_the_checkpoint_and_the_step
 
 def test_training_alone_does_not_write_over_the_run_that_it_reads(kept: Path) -> None:
     recipe = recipe_with(*tracked(kept.parent))
-    with pytest.raises(UnusableCheckpointError, match="name=train_only"):
+    with pytest.raises(UnusableCheckpointError, match="name=again"):
         train_only(SimpleNamespace(recipe=recipe), kept)  # type: ignore[arg-type]
 
 
