@@ -67,6 +67,7 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("model.dtype", [*SGLANG, "rollout.quantization=fp8", "model.dtype=float32"]),
     ("weights.transfer", [*SGLANG, "rollout.quantization=fp8", "weights.transfer=disk"]),
     ("deterministic", ["deterministic=true", "cluster.placement=disaggregated", "schedule=async"]),
+    ("deterministic", ["deterministic=true", "schedule={oversample: 4}"]),
     ("deterministic", ["deterministic=true", "schedule={carry_over: 4, max_staleness: 1}"]),
     (
         "weights.pause",

@@ -97,9 +97,6 @@ class Engines:
         prompt = int(sample.prompt_id[1:].partition("+")[0])
         return sample.index == 3 and prompt % 3 == 0 and len(sample.tokens) >= 4
 
-    def idle_share(self) -> float:
-        return 0.5
-
 
 def odd(group: Group) -> bool:
     return number(group.prompt) % 2 == 1
