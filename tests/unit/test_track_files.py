@@ -141,6 +141,19 @@ def test_a_run_directory_tells_what_was_run_and_the_last_lines_how_to_go_on(
     assert "to train longer, give it a larger train.total_steps" in said
 
 
+def test_a_run_that_never_resumes_does_not_say_that_it_can_be_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one half of a run, and a replay."""
+    recipe = tracked_recipe(tmp_path, console="lines")
+    never = recipe.checkpoint.model_copy(update={"resume": "never"})
+    with Tracker(recipe.model_copy(update={"checkpoint": never}), 10):
+        pass
+    said = capsys.readouterr().out
+    assert "run directory" in said
+    assert "continues" not in said
+
+
 @pytest.mark.parametrize(
     ("raised", "status"), [(None, "finished"), (ValueError, "failed"), (KeyboardInterrupt, "interrupted")]
 )

@@ -2,10 +2,11 @@
 begin, and a replay of their schedule."""
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +25,10 @@ from megagrpo.track.jsonl import SCHEDULE_FILE
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import PhaseClock
 from megagrpo.trainer.sampling import Sampling
+from megagrpo.trainer.schedule import grpo_step
 from megagrpo.trainer.schedule_log import Replayed, read_schedule, schedule_line
 from megagrpo.types import Group, Prompt, Request, Sample
-from tests.step_fakes import FakeScorer, checkpoint_of, number
+from tests.step_fakes import FakeScorer, checkpoint_of, make_run, number
 from tests.tiny_run import recipe_with
 from tests.unit.test_checkpoint_groups import comparable
 
@@ -97,6 +99,12 @@ class Engines:
         prompt = int(sample.prompt_id[1:].partition("+")[0])
         return sample.index == 3 and prompt % 3 == 0 and len(sample.tokens) >= 4
 
+    def held(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def idle(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
 
 def odd(group: Group) -> bool:
     return number(group.prompt) % 2 == 1
@@ -129,6 +137,16 @@ def trained(run: SimpleNamespace, steps: int = STEPS) -> list[Sampled]:
         run.rollouts.version = step
         run.sampling.advance(step)
     return found
+
+
+def written(pending: Pending, directory: Path) -> Pending:
+    """As a checkpoint gives it back."""
+    write_pending(directory / PENDING, pending)
+    checkpoint: Any = checkpoint_of(SimpleNamespace(step=1))  # type: ignore[arg-type]
+    checkpoint.rank_directory = directory
+    restored = pending_of(checkpoint)
+    assert restored is not None
+    return restored
 
 
 def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_with(tmp_path: Path) -> None:
@@ -178,11 +196,7 @@ def test_a_checkpoint_keeps_the_groups_that_dynamic_sampling_has_dropped_since_t
         trained(run, 1)
         run.rollouts.wait(lambda: run.sampling.pending().dropped > 1)
         pending = run.sampling.pending()
-    checkpoint: Any = checkpoint_of(SimpleNamespace(step=1))  # type: ignore[arg-type]
-    checkpoint.rank_directory = tmp_path
-    write_pending(tmp_path / PENDING, pending)
-    restored = pending_of(checkpoint)
-    assert restored is not None
+    restored = written(pending, tmp_path)
     dropped = comparable(restored.groups[: restored.dropped])
     with in_background(recipe, odd, restored, step=1) as again:
         assert comparable(again.sampling.pending().groups) == comparable(pending.groups)
@@ -200,3 +214,36 @@ def test_a_prompt_that_is_set_aside_does_not_begin_though_it_was_drawn() -> None
         run.sampling.set_aside(["p1", "p6"])
         begun = {group.prompt.id for sampled in trained(run, 3) for group in sampled.groups}
     assert begun == {f"p{i}" for i in range(13) if i != 6}
+
+
+def one_step_off(first: int, last: int, pending: Pending | None = None, *, told_to_stop: bool = False) -> Any:
+    """The groups of these steps, as the schedule takes them, and what a checkpoint after them keeps. told_to_stop: in
+    the last one's update, so that engines get no weights after it."""
+    base = make_run("cluster.placement=disaggregated", "schedule=one_step_off", scores=lambda prompt: (0, 0, 1, prompt))
+    found = []
+    with in_background(base.recipe, pending=pending, step=first - 1) as background:
+        engines = background.rollouts
+        weights = SimpleNamespace(sync=lambda version: setattr(engines, "version", version))
+        given = {"rollouts": engines, "cursor": background.cursor, "sampling": background.sampling, "weights": weights}
+        run = replace(base, **given)
+        update = run.policy.update
+
+        def stopped(*given: Any) -> Any:
+            run.stopping.signal = signal.SIGTERM if told_to_stop and given[-1] == last else None
+            return update(*given)
+
+        run.policy.update = stopped
+        for step in range(first, last + 1):
+            found.append(comparable(list(grpo_step(run, step, 0.0).sampled)))
+        return found, background.sampling.pending()
+
+
+@pytest.mark.parametrize("told_to_stop", [False, True])
+def test_one_step_off_goes_on_after_any_step_with_the_groups_of_a_run_that_was_not_interrupted(
+    told_to_stop: bool, tmp_path: Path
+) -> None:
+    whole, _ = one_step_off(1, STEPS)
+    for step in range(1, STEPS):
+        first, pending = one_step_off(1, step, told_to_stop=told_to_stop)
+        rest, _ = one_step_off(step + 1, STEPS, written(pending, tmp_path))
+        assert first + rest == whole
