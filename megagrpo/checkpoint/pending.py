@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +11,8 @@ import pydantic
 
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.checkpoint.store import Checkpoint
-from megagrpo.errors import Problem, UnusableCheckpointError, first_line
-from megagrpo.types import Group
+from megagrpo.errors import Problem, UnusableCheckpointError, brief, first_line
+from megagrpo.types import Group, Sample
 
 PENDING = "pending.safetensors"
 """In a checkpoint's rank directory."""
@@ -30,6 +30,8 @@ class Pending:
     next_number: int
     cursor: Mapping[str, Any]  # the place in the data behind them
     dropped: int = 0
+    unfinished: Callable[[], Sequence[Sequence[Sample]]] = tuple
+    """Reads, by group, what its other samples have so far, of those that have tokens. () if that is not kept."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,19 @@ class _Notes:
     next_number: Count
     cursor: dict[str, Any]
     dropped: Count = 0
+    unfinished: tuple[Count, ...] = ()
+    """How many samples of each group, its last, go on. None in files of earlier versions."""
 
 
 def write_pending(path: Path, pending: Pending) -> None:
     """Raises CheckpointError."""
     notes = {name: getattr(pending, name) for name in ("numbers", "versions", "next_number", "cursor", "dropped")}
-    write_groups(path, pending.groups, notes)
+    unfinished = pending.unfinished() or [()] * len(pending.groups)
+    whole = [
+        replace(group, samples=(*group.samples, *goes_on))
+        for group, goes_on in zip(pending.groups, unfinished, strict=True)
+    ]
+    write_groups(path, whole, notes | {"unfinished": [len(goes_on) for goes_on in unfinished]})
 
 
 def pending_of(checkpoint: Checkpoint | None) -> Pending | None:
@@ -60,4 +69,14 @@ def pending_of(checkpoint: Checkpoint | None) -> Pending | None:
     if not notes.dropped <= len(notes.numbers) == len(notes.versions) <= len(groups):
         given = f"{len(notes.numbers)} numbers and {len(notes.versions)} versions of {len(groups)} groups"
         raise UnusableCheckpointError(Problem(str(path), given, "a number and a version of each that has begun"))
-    return Pending(groups, notes.numbers, notes.versions, notes.next_number, notes.cursor, notes.dropped)
+    lengths = [len(group.samples) for group in groups]
+    counts = notes.unfinished or (0,) * len(groups)
+    if len(counts) != len(groups) or any(count > length for count, length in zip(counts, lengths, strict=True)):
+        given = f"{brief(counts)} unfinished ones of {brief(lengths)} samples"
+        raise UnusableCheckpointError(Problem(str(path), given, "at most the samples of each group"))
+    parts = [(group, length - count) for group, length, count in zip(groups, lengths, counts, strict=True)]
+    finished = [replace(group, samples=group.samples[:cut]) for group, cut in parts]
+    unfinished = [group.samples[cut:] for group, cut in parts]
+    return Pending(
+        finished, notes.numbers, notes.versions, notes.next_number, notes.cursor, notes.dropped, lambda: unfinished
+    )

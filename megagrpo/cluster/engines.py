@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.ports import free_port
 from megagrpo.recipe.defaults import dtype_name, run_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.rollout.engine import Engine, MemoryTag
+from megagrpo.rollout.engine import Engine, MemoryTag, SoFar
 from megagrpo.rollout.sglang.arguments import ServerNode, server_arguments, server_environment
 from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest, Place
@@ -60,6 +61,14 @@ class EngineSpec:
         return max(1, (os.cpu_count() or 1) // self.recipe.rollout.engines)
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What an engine says: samples by ticket, and whether it also says what the other requests have so far."""
+
+    samples: Mapping[int, Sample]
+    reported: bool
+
+
 @ray.remote(max_restarts=0, concurrency_groups={"requests": 1, "samples": 1})
 class EngineActor:
     """The methods of Engine (rollout/engine.py), called from the driver. `update` is three of them in one.
@@ -73,6 +82,7 @@ class EngineActor:
         """`other_nodes`: EngineNodeActors that have their specs, if the engine is on several nodes."""
         _prepare(spec)
         self._answers: SimpleQueue[tuple[int, Sample | MegagrpoError]] = SimpleQueue()
+        self._reported = time.monotonic()
         self.engine = make_engine(spec, other_nodes)
 
     @ray.method(concurrency_group="requests")
@@ -87,18 +97,21 @@ class EngineActor:
     def give_back(self, tickets: Sequence[int]) -> None:
         self.engine.give_back(tickets)
 
-    @ray.method(concurrency_group="samples")
-    def finished(self, seconds: float) -> dict[int, Sample]:
-        """Samples by ticket as soon as there is one, nothing after `seconds`. Raises what a request failed with."""
+    @ray.method(concurrency_group="samples", num_returns=2)
+    def finished(self, seconds: float) -> tuple[Answers, SoFar | None]:
+        """Samples by ticket as soon as there is one, nothing after `seconds`; and every `seconds`, what the other
+        requests have so far: a result of its own, which stays on this node until the driver reads it. Raises what a
+        request failed with."""
         found: dict[int, Sample] = {}
-        try:
+        so_far = None
+        with suppress(Empty):
+            self._take(found, seconds)
+        if time.monotonic() >= self._reported + seconds:
+            so_far, self._reported = self.engine.so_far(), time.monotonic()
+        with suppress(Empty):  # what ends meanwhile is in both
             while True:
-                ticket, answer = self._answers.get(timeout=0 if found else seconds)
-                if isinstance(answer, MegagrpoError):
-                    raise answer
-                found[ticket] = answer
-        except Empty:
-            return found
+                self._take(found, 0)
+        return Answers(found, so_far is not None), so_far
 
     def manifests(self) -> list[Manifest]:
         return self.engine.manifests()
@@ -129,6 +142,12 @@ class EngineActor:
 
     def _answered(self, ticket: int, answer: Sample | MegagrpoError) -> None:
         self._answers.put((ticket, answer))
+
+    def _take(self, found: dict[int, Sample], seconds: float) -> None:
+        ticket, answer = self._answers.get(timeout=seconds)
+        if isinstance(answer, MegagrpoError):
+            raise answer
+        found[ticket] = answer
 
 
 def visible_gpus(own: Sequence[Place], all_places: Iterable[Place]) -> tuple[int | str, ...]:

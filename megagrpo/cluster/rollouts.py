@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
-from megagrpo.rollout.engine import MemoryTag
+from megagrpo.rollout.engine import MemoryTag, SoFar
 from megagrpo.rollout.pool import Order, Pool
 from megagrpo.rollout.requests import groups_of, requests_for, sampling_of
-from megagrpo.types import Group, Prompt, SamplingParams
+from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest, Place
 
 END_SECONDS = 30.0
@@ -38,8 +38,10 @@ ABORT_MARGIN_SECONDS = 60.0
 """After rollout.timeout_seconds an engine aborts its requests, which takes up to 30 s, and sends its samples. If it
 counted as dead earlier, a few long samples would cost all the others."""
 
-ANSWER_SECONDS = 10.0
-"""After which an engine without new samples says so."""
+ANSWER_SECONDS = 5.0
+"""After which an engine without new samples says so. As often it says what its requests have so far."""
+READ_SECONDS = 10.0
+"""For what an engine's requests have so far to come from its node."""
 
 
 class Rollouts:
@@ -65,6 +67,10 @@ class Rollouts:
         """Engines that failed since the last sync, and why."""
         self._asked: dict[ray.ObjectRef[Any], str] = {}
         """Engines by their next answer."""
+        self._so_far: dict[str, ray.ObjectRef[SoFar]] = {}
+        """What each engine's requests had when it last said so: on its node, read only if it is needed."""
+        self._next_so_far: dict[ray.ObjectRef[Any], ray.ObjectRef[SoFar]] = {}
+        """What comes with an engine's next answer, by that."""
         self._heard: dict[str, float] = {}
         """When each last answered."""
         self._handed: dict[int, float] = {}
@@ -172,6 +178,20 @@ class Rollouts:
         with self.changed:
             self._pool.add(orders, first=first)
             self._hand_out()
+
+    def so_far(self) -> Callable[[], dict[tuple[Order, int], Sample]]:
+        """A function that reads what each unfinished request has now, by its order and index: from the engines' nodes,
+        at any later time, in any thread."""
+        with self.changed:
+            tickets = {number: ticket for running in self._pool.engines.values() for number, ticket in running.items()}
+            requests = {number: ticket.request for number, ticket in tickets.items()}
+            found = list(self._so_far.values())
+
+        def read() -> dict[tuple[Order, int], Sample]:
+            samples = read_so_far(found, requests)
+            return {(tickets[number].order, tickets[number].index): sample for number, sample in samples.items()}
+
+        return read
 
     def drop(self, orders: Sequence[Order]) -> None:
         """Takes orders back that are not added again."""
@@ -299,7 +319,7 @@ class Rollouts:
     def _take(self, ref: ray.ObjectRef[Any]) -> None:
         """An engine's answer: its samples, or why it failed."""
         with self.changed:
-            engine = self._asked.pop(ref, None)
+            engine, so_far = self._asked.pop(ref, None), self._next_so_far.pop(ref, None)
         if engine is None or self._closed:
             return
         try:
@@ -314,9 +334,11 @@ class Rollouts:
                 self._lose(engine, answer)
             else:
                 self._count_idle()
-                completed = self._pool.answered(engine, answer)
-                for ticket in answer:
+                completed = self._pool.answered(engine, answer.samples)
+                for ticket in answer.samples:
                     self._handed.pop(ticket, None)
+                if answer.reported and so_far is not None:
+                    self._so_far[engine] = so_far
                 self._ask(engine)
             self._hand_out()
         for order in completed:
@@ -332,7 +354,8 @@ class Rollouts:
 
     def _ask(self, engine: str) -> None:
         self._heard[engine] = time.monotonic()
-        self._asked[self.actors[engine].finished.remote(ANSWER_SECONDS)] = engine
+        answer, so_far = self.actors[engine].finished.remote(ANSWER_SECONDS)
+        self._asked[answer], self._next_so_far[answer] = engine, so_far
 
     def _hand_out(self) -> None:
         self._count_idle()
@@ -369,10 +392,13 @@ class Rollouts:
 
     def _leave(self, engine: str) -> None:
         self._asked = {ref: other for ref, other in self._asked.items() if other != engine}
+        self._next_so_far = {ref: so_far for ref, so_far in self._next_so_far.items() if ref in self._asked}
+        running = {number: ticket.request for number, ticket in self._pool.engines.get(engine, {}).items()}
+        so_far = read_so_far([ref for ref in [self._so_far.pop(engine, None)] if ref], running)
         for ticket in self._pool.engines.get(engine, ()):
             self._handed.pop(ticket, None)
         try:
-            self._pool.leave(engine)
+            self._pool.leave(engine, so_far)
         except EngineError as error:
             self._failure = error
 
@@ -419,6 +445,15 @@ class Rollouts:
             error=EngineError,
             watch=self._runtime.watch,
         )
+
+
+def read_so_far(found: Iterable[ray.ObjectRef[SoFar]], requests: Mapping[int, Request]) -> dict[int, Sample]:
+    """What these requests have so far, by ticket. Nothing from a node that is lost, or too slow."""
+    samples: dict[int, Sample] = {}
+    for ref in found:
+        with suppress(ray.exceptions.RayError, OSError, MemoryError):
+            samples |= ray.get(ref, timeout=READ_SECONDS).samples(requests)
+    return samples
 
 
 def require_alive(thread: threading.Thread) -> None:

@@ -44,13 +44,14 @@ def decode(
     stop_tokens: frozenset[int],
     name_of_row: Callable[[int], str],
     before_step: Callable[[], int | None],
+    record: Record,
 ) -> list[Response]:
     """Samples one response per row; row i continues prompts[prompt_of_row[i]], of which the last begun[i] tokens are
     sampled ones, with the random numbers of seeds[i]. Raises EngineError, naming a row, for logits that are NaN or
     infinite.
 
     before_step is called before each step of the model, and returns the version of its weights. If it returns None,
-    all rows end with the tokens that they have.
+    all rows end with the tokens that they have. `record`, of these rows, may be read by other threads meanwhile.
 
     `model` is a causal language model of transformers, in eval mode, whose layers all have full attention. Prompts
     (distinct, at least one token each) are padded on the left, so that all rows write the same column of the cache.
@@ -59,7 +60,6 @@ def decode(
     device = model.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     cache = GrowingCache(model.config.num_hidden_layers, limit=int(lengths.max()) + sampling.max_tokens)
-    record = _Record(sampling.max_tokens - np.array(begun))
     if (version := before_step()) is None:
         return record.responses()
     prompt_logits = _prefill(model, cache, prompts, lengths)
@@ -133,8 +133,8 @@ class _Batch:
         ).logits[:, -1]
 
 
-class _Record:
-    """Tokens of all rows, on the host. A slot whose row has ended goes on, unrecorded, until it is dropped."""
+class Record:
+    """Tokens of a batch, on the host. A slot whose row has ended goes on, unrecorded, until it is dropped."""
 
     def __init__(self, limits: np.ndarray) -> None:
         """limits: int64 [rows], most tokens of each."""
@@ -156,7 +156,7 @@ class _Record:
         self.tokens[rows, position] = tokens[running]
         self.logprobs[rows, position] = logprobs[running]
         self.versions[rows, position] = version
-        self.lengths[rows] = position + 1
+        self.lengths[rows] = position + 1  # after what another thread then reads
         self.stopped[rows] = np.isin(tokens[running], stops)
         return self._running()
 
@@ -167,6 +167,7 @@ class _Record:
         self.row_of_slot = self.row_of_slot[running]
 
     def responses(self) -> list[Response]:
+        """What each row has so far."""
         return [
             Response(
                 tokens=self.tokens[row, :length].copy(),
@@ -175,7 +176,7 @@ class _Record:
                 stopped=bool(self.stopped[row]),
                 ended=bool(self.stopped[row] or length == self.limits[row]),
             )
-            for row, length in enumerate(self.lengths)
+            for row, length in enumerate(self.lengths.tolist())
         ]
 
 

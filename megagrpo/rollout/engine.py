@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
 
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.types import Request, Sample
@@ -18,6 +21,42 @@ if TYPE_CHECKING:
 MemoryTag = Literal["weights", "kv_cache"]
 Done = Callable[[int, "Sample | MegagrpoError"], None]
 """Takes a ticket and what became of its request, in any thread."""
+
+
+@dataclass(frozen=True)
+class SoFar:
+    """All tokens that an engine has sampled of requests that run, in arrays of all of them: few objects, however many
+    requests there are."""
+
+    tickets: np.ndarray  # int64 [requests]
+    ends: np.ndarray  # int64 [requests], where each request's tokens end in the arrays of tokens
+    tokens: np.ndarray  # int32 [t]
+    logprobs: np.ndarray  # float32 [t]
+    versions: np.ndarray  # int32 [t]
+
+    @classmethod
+    def of(cls, samples: Mapping[int, Sample]) -> SoFar:
+        """samples: by ticket. Without the last token of one that has ended: an engine that goes on samples it again."""
+        whole = {ticket: one if one.finish == "abort" else shortened(one) for ticket, one in samples.items()}
+        parts = {ticket: one for ticket, one in whole.items() if len(one.tokens)}
+        return cls(
+            np.fromiter(parts, np.int64, len(parts)),
+            np.cumsum([len(one.tokens) for one in parts.values()], dtype=np.int64),
+            np.concatenate([np.empty(0, np.int32), *(one.tokens for one in parts.values())]),
+            np.concatenate([np.empty(0, np.float32), *(one.logprobs for one in parts.values())]),
+            np.concatenate([np.empty(0, np.int32), *(one.versions for one in parts.values())]),
+        )
+
+    def samples(self, requests: Mapping[int, Request]) -> dict[int, Sample]:
+        """By ticket, of those of these requests of which there are tokens. They have no text."""
+        found = {}
+        for ticket, (start, end) in zip(self.tickets.tolist(), pairwise([0, *self.ends.tolist()]), strict=True):
+            if (at := requests.get(ticket)) is not None:
+                tokens, logprobs, versions = (
+                    array[start:end].copy() for array in (self.tokens, self.logprobs, self.versions)
+                )
+                found[ticket] = Sample(at.prompt_id, at.index, tokens, logprobs, versions, "abort", "")
+        return found
 
 
 class Engine(Protocol):
@@ -77,6 +116,10 @@ class Engine(Protocol):
 
     def give_back(self, tickets: Collection[int]) -> None:
         """Ends these requests soon: their samples have the tokens so far, and finish "abort"."""
+        ...
+
+    def so_far(self) -> SoFar:
+        """The tokens of requests that run, as far as the engine knows them. In any thread."""
         ...
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
@@ -163,6 +206,12 @@ class UpdateProtocol:
     def _require(self, condition: bool, called: str, needed: str) -> None:
         if not condition:
             raise EngineError(Problem(f"{self.name}: {called}", f"the engine is {self.state.value}", needed))
+
+
+def shortened(sample: Sample) -> Sample:
+    """Without its last token."""
+    tokens, logprobs, versions = (array[:-1] for array in (sample.tokens, sample.logprobs, sample.versions))
+    return replace(sample, tokens=tokens, logprobs=logprobs, versions=versions)
 
 
 def check_prompts(requests: Collection[Request], engine: str) -> None:

@@ -42,8 +42,19 @@ class Order:
 
     def tokens_so_far(self) -> list[int]:
         """Tokens of each request without a sample, as far as they are known."""
-        unended = (request for index, request in enumerate(self.requests) if index not in self.samples)
-        return [0 if request.begun is None else len(request.begun.tokens) for request in unended]
+        begun = [self.requests[index].begun for index in self.missing()]
+        return [0 if sample is None else len(sample.tokens) for sample in begun]
+
+    def missing(self) -> list[int]:
+        """Indices of the requests without a sample."""
+        return [index for index in range(len(self.requests)) if index not in self.samples]
+
+    def go_on_after(self, index: int, sample: Sample) -> None:
+        """An engine that begins with this request has its first tokens."""
+        request = self.requests[index]
+        if 0 < len(sample.tokens) < request.sampling.max_tokens:  # a continued run may have another limit
+            self.requests[index] = replace(request, begun=sample)
+            self.continued += 1
 
 
 @dataclass(eq=False)
@@ -92,7 +103,7 @@ class Pool:
         tickets: list[Ticket] = []
         for order in orders:
             self._withdrawn.discard(order)
-            tickets += (Ticket(order, index) for index in range(len(order.requests)) if index not in order.samples)
+            tickets += (Ticket(order, index) for index in order.missing())
         if first:
             self._waiting.extendleft(reversed(tickets))
         else:
@@ -102,9 +113,14 @@ class Pool:
         """Its weights are those of all others: it may have requests."""
         self.engines.setdefault(engine, {})
 
-    def leave(self, engine: str) -> None:
-        """It is lost. What ran there goes on elsewhere, first. Raises EngineError if a request was lost too often."""
-        lost = list(self.engines.pop(engine, {}).values())
+    def leave(self, engine: str, so_far: Mapping[int, Sample]) -> None:
+        """It is lost. What ran there goes on elsewhere, first, after what it has so far, by ticket. Raises EngineError
+        if a request was lost too often."""
+        running = self.engines.pop(engine, {})
+        lost = list(running.values())
+        for number, sample in so_far.items():
+            if number in running:
+                running[number].order.go_on_after(running[number].index, sample)
         for ticket in reversed(lost):
             ticket.losses += 1
             if ticket.order not in self._withdrawn:
@@ -143,8 +159,7 @@ class Pool:
                 continue
             order = ticket.order
             if order in self._withdrawn and sample.finish == "abort":
-                order.requests[ticket.index] = replace(ticket.request, begun=sample)
-                order.continued += bool(len(sample.tokens))
+                order.go_on_after(ticket.index, sample)
                 continue
             order.samples[ticket.index] = sample
             if order.complete:

@@ -7,13 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem
 from megagrpo.recipe.schema.run import Pause
-from megagrpo.rollout.decoding import Response, decode
-from megagrpo.rollout.engine import Done, Engine, EngineState, MemoryTag, UpdateProtocol, check_prompts
+from megagrpo.rollout.decoding import Record, Response, decode
+from megagrpo.rollout.engine import Done, Engine, EngineState, MemoryTag, SoFar, UpdateProtocol, check_prompts
 from megagrpo.rollout.requests import after_begun, nothing_sampled
 from megagrpo.tokenizer import load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample, SamplingParams
@@ -64,6 +65,8 @@ class TransformersEngine(Engine):
         """Guards all that follows, and the protocol's state."""
         self._waiting: dict[int, tuple[Request, Done]] = {}
         self._running: dict[int, tuple[Request, Done]] = {}
+        self._batch: tuple[Mapping[int, Request], Record] | None = None
+        """The newest, by ticket, and what is sampled of it."""
         self._given_back: set[int] = set()
         self._samples = False
         """Whether the thread uses the weights."""
@@ -120,13 +123,23 @@ class TransformersEngine(Engine):
         for ticket, (request, done) in waiting.items():
             done(ticket, request.begun or nothing_sampled(request))
 
+    def so_far(self) -> SoFar:
+        with self._changed:
+            known = self._waiting | self._running
+            batch = self._batch
+        samples = {ticket: request.begun for ticket, (request, _) in known.items() if request.begun is not None}
+        if batch is not None:
+            rows = zip(batch[0].items(), batch[1].responses(), strict=True)
+            samples |= {ticket: _sample(request, row) for (ticket, request), row in rows}
+        return SoFar.of(samples)
+
     def _work(self) -> None:
         torch.set_num_threads(self._threads)  # of this thread: OpenMP counts them for each
         while self._next_batches():
             for batch in _batches(self._running, self._requests_at_once):
                 try:
                     with torch.inference_mode():
-                        samples = self._decode([self._running[ticket][0] for ticket in batch])
+                        samples = self._decode({ticket: self._running[ticket][0] for ticket in batch})
                 except (MegagrpoError, RuntimeError) as error:
                     failure = error if isinstance(error, MegagrpoError) else self._failure(error)
                     self._answer(dict.fromkeys(batch, failure))
@@ -203,8 +216,9 @@ class TransformersEngine(Engine):
     def _tensors(self) -> dict[str, torch.Tensor]:
         return model_tensors(self._model, self._manifest)
 
-    def _decode(self, requests: Sequence[Request]) -> list[Sample]:
-        """One batch of requests with the same sampling parameters."""
+    def _decode(self, batch: Mapping[int, Request]) -> list[Sample]:
+        """One batch of requests with the same sampling parameters, by ticket."""
+        requests = list(batch.values())
         sampling = requests[0].sampling
         own = self._model.generation_config.eos_token_id  # one end-of-sequence token, several, or none
         read = [request.read for request in requests]
@@ -215,6 +229,9 @@ class TransformersEngine(Engine):
             at, version = requests[row], self._protocol.version
             return f"{self._protocol.name}: sample {at.index} of prompt {at.prompt_id}, by weights of version {version}"
 
+        record = Record(np.array([request.tokens_left for request in requests]))
+        with self._changed:
+            self._batch = batch, record
         responses = decode(
             self._model,
             prompts=list(distinct),
@@ -225,22 +242,22 @@ class TransformersEngine(Engine):
             stop_tokens=frozenset(sampling.stop_tokens) | frozenset([own] if isinstance(own, int) else own or ()),
             name_of_row=name_of_row,
             before_step=self._before_step,
+            record=record,
         )
         return self._whole(requests, responses)
 
     def _whole(self, requests: Sequence[Request], responses: Sequence[Response]) -> list[Sample]:
-        """Samples with what had begun of them before."""
-        samples = [
-            after_begun(request, Sample(request.prompt_id, request.index, *sampled, finish=_finish(response), text=""))
-            for request, response in zip(requests, responses, strict=True)
-            for sampled in [(response.tokens, response.logprobs, response.versions)]
-        ]
+        """Samples with what had begun of them before, and their texts."""
+        samples = [_sample(request, response) for request, response in zip(requests, responses, strict=True)]
         texts = response_texts(self._tokenizer, [(sample.tokens, sample.finish) for sample in samples])
         return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
 
 
-def _finish(response: Response) -> FinishReason:
-    return "stop" if response.stopped else "length" if response.ended else "abort"
+def _sample(request: Request, response: Response) -> Sample:
+    """Without text."""
+    finish: FinishReason = "stop" if response.stopped else "length" if response.ended else "abort"
+    sampled = response.tokens, response.logprobs, response.versions
+    return after_begun(request, Sample(request.prompt_id, request.index, *sampled, finish, ""))
 
 
 def _batches(requests: Mapping[int, tuple[Request, Done]], at_once: int) -> list[list[int]]:

@@ -21,12 +21,12 @@ from megagrpo.cluster.rollouts import Rollouts, require_alive
 from megagrpo.data.cursor import Cursor
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import Recipe
-from megagrpo.recipe.schema.schedule import SyncConfig
+from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import groups_of
 from megagrpo.trainer.batches import Sampled
-from megagrpo.types import Group, Prompt
+from megagrpo.types import Group, Prompt, Sample
 
 CLOSE_SECONDS = 5.0
 LOOK_SECONDS = 0.2
@@ -65,6 +65,10 @@ class Sampling:
         that it may not. step, pending: of the checkpoint that the run continues from."""
         self._cursor, self._rollouts, self._scorer, self._teaches = cursor, rollouts, scorer, teaches
         self._recipe, self._per_step = recipe, recipe.rollout.prompts_per_step
+        # Where a continued run has the same numbers, it samples again: logprobs of tokens after others that it reads
+        # have other last bits.
+        one_version = isinstance(recipe.schedule, OneStepOffConfig) or not recipe.schedule.max_staleness
+        self._keeps_unfinished = not one_version
         self._changed = rollouts.changed
         """Guards all that follows."""
         self._drawn: deque[Prompt] = deque()
@@ -191,13 +195,27 @@ class Sampling:
         with self._changed:
             begun = [*self._dropped, *self._begun.values()]
             groups = [each.group or Group(each.prompt, each.order.there()) for each in begun]
+            read = self._rollouts.so_far()
+            left = [
+                [(each.order, index, each.order.requests[index].begun) for index in each.order.missing()]
+                for each in begun
+            ]
+            drawn = list(self._drawn)
+
+            def unfinished() -> list[list[Sample]]:
+                running = read()
+                so_far = [[running.get((order, index), before) for order, index, before in each] for each in left]
+                known = [[sample for sample in each if sample and len(sample.tokens)] for each in so_far]
+                return known + [[] for _ in drawn]
+
             return Pending(
-                groups=(*groups, *(Group(prompt, ()) for prompt in self._drawn)),
+                groups=(*groups, *(Group(prompt, ()) for prompt in drawn)),
                 dropped=len(self._dropped),
                 numbers=tuple(each.admitted.number for each in begun),
                 versions=tuple(each.admitted.version for each in begun),
                 next_number=self._admission.next_number,
                 cursor=self._cursor.state(),
+                unfinished=unfinished if self._keeps_unfinished else tuple,
             )
 
     def close(self) -> None:
@@ -223,14 +241,17 @@ class Sampling:
         return order
 
     def _restore(self, pending: Pending) -> None:
-        begun = list(zip(pending.numbers, pending.versions, pending.groups, strict=False))
-        for number, version, group in begun[: pending.dropped]:
+        unfinished = [*pending.unfinished(), *([()] * len(pending.groups))]
+        begun = list(zip(pending.numbers, pending.versions, pending.groups, unfinished, strict=False))
+        for number, version, group, _ in begun[: pending.dropped]:
             order = self._rollouts.order(group.prompt, step_of(number, self._recipe))
             admitted = Admitted(number, version, version, complete=True)
             self._dropped.append(Begun(admitted, group.prompt, order, time.monotonic(), group))
-        for number, version, group in begun[pending.dropped :]:
+        for number, version, group, goes_on in begun[pending.dropped :]:
             order = self._begin(self._admission.readmit(number, version), group.prompt)
             order.samples = {sample.index: sample for sample in group.samples}
+            for sample in goes_on:
+                order.go_on_after(sample.index, sample)
             if group.scores:
                 self._of_order.pop(order).group = group
                 self._admission.complete(number)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 
+from megagrpo.cluster import rollouts as cluster_rollouts
 from megagrpo.cluster import runtime, weight_sync
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.train_ranks import Policy
@@ -21,6 +22,7 @@ from megagrpo.types import Prompt
 from tests.loop import small_run
 
 pytestmark = pytest.mark.long
+PROMPTS = [Prompt(f"p{i}", (3, 4, 5, 6 + i), "sums", "8") for i in range(4)]
 SYNC_SECONDS = 120.0
 PATIENCE_SECONDS = 10.0
 """With an engine that will never answer."""
@@ -48,8 +50,7 @@ class Cluster:
 
     def versions(self) -> set[int]:
         """Weight versions of the tokens that the engines sample now. Each prompt goes to one engine."""
-        prompts = [Prompt(f"p{i}", (3, 4, 5, 6 + i), "sums", "8") for i in range(4)]
-        groups = self.rollouts.generate(prompts, step=1)
+        groups = self.rollouts.generate(PROMPTS, step=1)
         return {int(version) for group in groups for sample in group.samples for version in sample.versions}
 
 
@@ -91,6 +92,23 @@ def be_silent(engine: Any) -> None:
 def flip_a_bit(engine: Any) -> None:
     weight = engine._tensors()["model.layers.1.mlp.up_proj.weight"]
     weight[3, 5] = -weight[3, 5]
+
+
+def stop_sampling_after(steps: int) -> Callable[[Any], None]:
+    """For ever, in the middle of a batch."""
+
+    def plant(actor: Any) -> None:
+        engine, before_step, made = actor.engine, actor.engine._before_step, []
+
+        def stopping() -> Any:
+            if len(made) == steps:
+                time.sleep(600)
+            made.append(None)
+            return before_step()
+
+        engine._before_step = stopping
+
+    return plant
 
 
 def restarted(cluster: Cluster) -> list[str]:
@@ -135,6 +153,33 @@ def test_requests_of_an_engine_that_dies_go_to_the_others_and_the_next_sync_brin
     assert restarted(cluster) == ["restarting engine 0"]
     assert cluster.versions() == {7}
     assert not cluster.rollouts.lost
+
+
+def test_responses_of_an_engine_that_dies_go_on_elsewhere_with_the_tokens_that_they_had(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts = cluster.rollouts
+    monkeypatch.setattr(cluster_rollouts, "ANSWER_SECONDS", 0.2)
+    cluster.weights.sync(7)
+    whole = [sample for group in rollouts.generate(PROMPTS, step=1) for sample in group.samples]
+    cluster.in_engine("engine 0", stop_sampling_after(4))
+    orders = [rollouts.order(prompt, 1, lambda order: None) for prompt in PROMPTS]
+    rollouts.add(orders)
+    small_run.wait_until(lambda: sum(order.complete for order in orders) == 2, "the samples of engine 1")
+    small_run.wait_until(lambda: 4 in {len(sample.tokens) for sample in rollouts.so_far()().values()}, "four tokens")
+    known = rollouts.so_far()()
+    with pytest.raises(ray.exceptions.RayActorError):
+        cluster.in_engine("engine 0", lambda actor: os._exit(1))
+    rollouts.wait(lambda: all(order.complete for order in orders))
+    samples = [sample for order in orders for sample in order.there()]
+    assert [sample.tokens.tolist() for sample in samples] == [one.tokens.tolist() for one in whole]
+    assert [(sample.finish, sample.text) for sample in samples] == [(one.finish, one.text) for one in whole]
+    assert all((sample.versions == 7).all() for sample in samples)
+    for (order, index), before in known.items():
+        assert order.continued
+        after, count = order.samples[index], len(before.tokens)
+        assert before.tokens.tolist() == after.tokens[:count].tolist()
+        assert before.logprobs.tolist() == after.logprobs[:count].tolist()
 
 
 def test_a_run_whose_engines_have_all_died_brings_them_back_before_it_samples_on(cluster: Cluster) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from megagrpo.demo.model import make_tokenizer
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.rollout.sglang.client import read_sample
+from megagrpo.rollout.sglang.answers import Answer, generate_body
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.types import SamplingParams
 from tests.loop import small_run
@@ -137,9 +137,11 @@ def test_a_run_with_latent_attention_trains_on_what_an_external_server_samples(
     assert not (output / "weights").exists(), "weights on their way are removed at the end"
 
     one = request(PROMPT, SamplingParams(8))
+    answer = Answer(one)
     with client_of(server) as client:
-        answer = client.run(client.generate(one, "a request of another client", steps, asyncio.Event()))
-    sample = read_sample(one, answer, lambda tokens, finish: "", "the server")
+        body = generate_body(one, "a request of another client", steps, streams=False)
+        client.run(client.generate(body, answer, asyncio.Event()))
+    sample = answer.sample(lambda tokens, finish: "", "the server")
     assert (sample.versions == steps).all()
     check_logprobs([sample], [one], {steps: output / "hugging_face"})
 

@@ -10,8 +10,10 @@ import psutil
 import pytest
 
 from megagrpo.recipe.schema.run import Pause
+from megagrpo.rollout.sglang import client
+from megagrpo.rollout.sglang.answers import TOKENS_PER_PART
 from megagrpo.rollout.sglang.server import members
-from megagrpo.types import SamplingParams
+from megagrpo.types import Sample, SamplingParams
 from tests.rollout_engines import generate, request
 from tests.sglang.servers import AT_ONCE, ENDLESS, ENDLESS_PROMPT, WAIT_SECONDS, Served, difference
 
@@ -83,6 +85,45 @@ def test_what_is_given_back_goes_on_where_it_ended(tied_server: Served, pool: Th
             np.testing.assert_allclose(sample.logprobs, one.logprobs, atol=1e-4)
 
 
+def test_tokens_so_far_of_requests_that_run_have_their_versions_and_logprobs_and_go_on_on_another_engine(
+    tied_server: Served, pool: ThreadPoolExecutor
+) -> None:
+    new, part = tied_server.weights(1), TOKENS_PER_PART
+    asked = [request(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(4)]
+    with tied_server.trained() as (engine, trainer):
+        future = pool.submit(generate, engine, asked)
+
+        def told(tokens: int, version: int) -> dict[int, Sample]:
+            """What the engine says once all requests have so many tokens, with some of this version."""
+            deadline = time.monotonic() + WAIT_SECONDS
+            while True:
+                found = engine.so_far().samples(dict(enumerate(asked)))
+                if len(found) == 4 and all(
+                    len(s.tokens) > tokens and s.versions[-1] == version for s in found.values()
+                ):
+                    return found
+                assert time.monotonic() < deadline, found
+                time.sleep(0.01)
+
+        told(part, 0)
+        trainer.sync(1, new)
+        begun = told(2 * part, 1)
+        engine.give_back(range(4))
+        given_back = future.result(WAIT_SECONDS)
+        assert not engine.so_far().tickets.size
+        more = [SamplingParams(len(begun[index].tokens) + 5, temperature=0.0) for index in range(4)]
+        again = [replace(one, begun=begun[index], sampling=more[index]) for index, one in enumerate(asked)]
+        for index, goes_on in enumerate(generate(engine, again, len(asked))):
+            for whole in (given_back[index], goes_on):
+                count = len(begun[index].tokens)
+                assert begun[index].tokens.tolist() == whole.tokens[:count].tolist()
+                assert begun[index].logprobs.tolist() == whole.logprobs[:count].tolist()
+                assert begun[index].versions.tolist() == whole.versions[:count].tolist()
+            assert set(goes_on.versions.tolist()) == {0, 1}
+            assert (goes_on.tokens[:count] == given_back[index].tokens[:count]).all()
+            assert len(goes_on.tokens) == count + 5
+
+
 def test_requests_are_finished_before_an_update_that_waits_for_them(
     tied_server: Served, pool: ThreadPoolExecutor
 ) -> None:
@@ -92,6 +133,27 @@ def test_requests_are_finished_before_an_update_that_waits_for_them(
         tied_server.wait_for_requests(AT_ONCE)
         trainer.sync(1, tied_server.weights(1))
         assert all((sample.versions == 0).all() for sample in future.result(WAIT_SECONDS))
+
+
+def test_what_is_given_back_while_an_update_in_place_is_open_ends_with_it(
+    tied_server: Served, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "ABORT_SECONDS", 0.4)
+    monkeypatch.setattr(client, "ABORT_AGAIN_SECONDS", 0.2)
+    asked = [request(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(4)]
+    with tied_server.trained(pause="in_place") as (engine, trainer):
+        future = pool.submit(generate, engine, asked)
+        tied_server.wait_for_requests(4)
+        tied_server.wait_for_batches(3)
+        engine.begin_update(1)
+        engine.give_back(range(4))
+        time.sleep(1.5)
+        trainer.send(1, tied_server.directory)
+        monkeypatch.setattr(client, "ABORT_SECONDS", WAIT_SECONDS)
+        engine.commit_update(1)
+        samples = future.result(WAIT_SECONDS)
+        assert all(0 < len(sample.tokens) < ENDLESS.max_tokens and sample.finish == "abort" for sample in samples)
+        assert generate(engine, OTHERS[:1], 4)
 
 
 @pytest.mark.parametrize("pause", ["retract", "in_place"])

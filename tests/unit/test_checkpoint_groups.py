@@ -18,6 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 from megagrpo.checkpoint import groups as groups_file
 from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.checkpoint.pending import PENDING, Pending, pending_of, write_pending
+from megagrpo.checkpoint.store import Checkpoint
+from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import CheckpointError, UnusableCheckpointError
 from megagrpo.types import Group, Prompt, Sample, Score
 from tests.small_disk import small_disk
@@ -92,6 +95,23 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("groups") / "written.safetensors"
     write_groups(path, GROUPS, {"numbers": [3, 4, 5]})
     return path
+
+
+def test_what_goes_on_after_a_checkpoint_comes_back_apart_from_finished_samples(tmp_path: Path) -> None:
+    goes_on = [[], [sample("train:2", 1, 6, "abort")], [sample("train:3", 0, 2, "abort")]]
+    for unfinished in (goes_on, []):
+        pending = Pending(GROUPS, [7, 8], [1, 2], 9, {"epoch": 1}, unfinished=lambda of=unfinished: of)  # type: ignore[misc]
+        write_pending(tmp_path / "rank" / PENDING, pending)
+        found = pending_of(Checkpoint(tmp_path, TrainerState(1, 1, {}, {}, 1)))
+        assert found is not None
+        assert comparable(list(found.groups)) == comparable(GROUPS)
+        for ours, theirs in zip(found.unfinished(), goes_on, strict=True):
+            prompt = GROUPS[0].prompt
+            assert comparable([Group(prompt, tuple(ours))]) == comparable(
+                [Group(prompt, tuple(theirs) if unfinished else ())]
+            )
+    write_groups(tmp_path / "rank" / PENDING, GROUPS, {"numbers": [], "versions": [], "next_number": 1, "cursor": {}})
+    assert pending_of(Checkpoint(tmp_path, TrainerState(1, 1, {}, {}, 1))), "of a version that kept none"
 
 
 @pytest.mark.parametrize("groups", [GROUPS, [], GROUPS[1:2]], ids=["all", "none", "without samples"])

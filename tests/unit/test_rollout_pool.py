@@ -36,11 +36,21 @@ class Pools(RuleBasedStateMachine):
         self.orders: list[Order] = []
         self.completed: list[Order] = []
         self.away: list[Order] = []
-        self.tokens: dict[tuple[str, int], int] = {}
+        self.known: dict[tuple[str, int], int] = {}
+        """Tokens that were told of each request."""
 
     def hand_out(self) -> None:
         for engine, requests in self.pool.hand_out().items():
             self.on_engine[engine] |= requests
+            for request in requests.values():
+                begun = 0 if request.begun is None else len(request.begun.tokens)
+                assert begun == self.known.get((request.prompt_id, request.index), 0), "tokens were lost"
+
+    def tell(self, ticket: int, request: Request, tokens: int) -> dict[int, Sample]:
+        """What an engine says of a request that has so many more tokens and goes on."""
+        so_far = sample(request, tokens, "abort")
+        self.known[request.prompt_id, request.index] = len(so_far.tokens)
+        return {ticket: so_far}
 
     @rule(count=st.integers(1, 6), first=st.booleans())
     def add(self, count: int, first: bool) -> None:
@@ -54,12 +64,15 @@ class Pools(RuleBasedStateMachine):
         self.on_engine.setdefault(engine, {})
         self.hand_out()
 
-    @rule(engine=st.sampled_from("abc"))
-    def leave(self, engine: str) -> None:
-        self.on_engine.pop(engine, None)
+    @rule(engine=st.sampled_from("abc"), data=st.data())
+    def leave(self, engine: str, data: st.DataObject) -> None:
+        so_far: dict[int, Sample] = {}
+        for number, request in self.on_engine.pop(engine, {}).items():
+            if data.draw(st.booleans()):
+                so_far |= self.tell(number, request, data.draw(st.integers(0, 3)))
         for ticket in self.pool.engines.get(engine, {}).values():
             ticket.losses = 0  # how often is another test's matter
-        self.pool.leave(engine)
+        self.pool.leave(engine, so_far)
         self.hand_out()
 
     @precondition(lambda self: any(self.on_engine.values()))
@@ -75,7 +88,9 @@ class Pools(RuleBasedStateMachine):
     def withdraw(self) -> None:
         self.away = [each for each in self.orders if not each.complete]
         for engine, tickets in self.pool.withdraw(self.away).items():
-            answers = {ticket: sample(self.on_engine[engine].pop(ticket), 2, "abort") for ticket in tickets}
+            answers: dict[int, Sample] = {}
+            for ticket in tickets:
+                answers |= self.tell(ticket, self.on_engine[engine].pop(ticket), 2)
             self.completed += self.pool.answered(engine, answers)
         assert not self.pool.running(self.away)
         assert self.pool.idle
@@ -123,10 +138,10 @@ def test_a_request_that_ends_one_engine_after_another_ends_the_run() -> None:
     pool.add([order("p", 1)])
     for _ in range(LOSSES_MAX - 1):
         (engine,) = pool.hand_out()
-        pool.leave(engine)
+        pool.leave(engine, {})
     (engine,) = pool.hand_out()
     with pytest.raises(EngineError, match="sample 0 of prompt p"):
-        pool.leave(engine)
+        pool.leave(engine, {})
 
 
 @given(st.lists(st.integers(1, 4), max_size=40), st.integers(1, 5))

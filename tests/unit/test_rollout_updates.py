@@ -139,6 +139,49 @@ def test_what_is_given_back_goes_on_where_it_ended_and_leaves_the_others_alone(t
     assert [(sample.finish, sample.text) for sample in samples] == [(one.finish, one.text) for one in whole]
 
 
+def test_what_a_lost_engine_has_said_of_its_requests_goes_on_on_another_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
+    path = model_directory("qwen2", tmp_path, eos_token_id=None)
+    engine, other = start_engine(path, requests_at_once=3), start_engine(path)
+    asked = [request([5, 6, 7], LONG, seed=seed, index=seed) for seed in range(4)]
+    with ThreadPoolExecutor(1) as pool:
+        future = begun(engine, asked, pool)
+        engine.begin_update(1)  # what the batch has is kept within the engine
+        said = engine.so_far().samples(dict(enumerate(asked)))
+        engine.end_update(1)
+        engine.commit_update(1)
+        whole = future.result(60)
+    assert not engine.so_far().samples({}), "of requests that are unknown"
+    assert sorted(said) == [0, 1, 2], "the fourth is in the next batch"
+    samples = generate(other, [replace(one, begun=said.get(ticket)) for ticket, one in enumerate(asked)])
+    for one, sample in zip(whole, samples, strict=True):
+        assert sample.tokens.tolist() == one.tokens.tolist()
+        assert (sample.finish, sample.text) == (one.finish, one.text)
+        np.testing.assert_allclose(sample.logprobs, one.logprobs, atol=1e-5)
+    for ticket, sample in said.items():
+        assert 0 < len(sample.tokens) < LONG.max_tokens
+        assert sample.logprobs.tolist() == whole[ticket].logprobs[: len(sample.tokens)].tolist()
+        assert not sample.versions.any()
+
+
+def test_the_last_token_of_a_response_that_has_ended_is_sampled_again_by_the_engine_that_goes_on(
+    tmp_path: Path,
+) -> None:
+    path = model_directory("qwen2", tmp_path)
+    engine = start_engine(path)
+    sampling = SamplingParams(max_tokens=16, temperature=1.3, stop_tokens=tuple(range(8, 20)))
+    asked = [request([5, 6, 7], sampling, seed=seed, index=seed) for seed in range(12)]
+    whole = generate(engine, asked)
+    said = engine.so_far().samples(dict(enumerate(asked)))  # as if its answers had not been heard
+    assert {sample.finish for sample in whole} == {"stop", "length"}
+    lengths = [len(sample.tokens) - 1 for sample in whole]
+    assert [len(said[ticket].tokens) if ticket in said else 0 for ticket in range(12)] == lengths
+    again = generate(engine, [replace(one, begun=said.get(ticket)) for ticket, one in enumerate(asked)])
+    assert [sample.tokens.tolist() for sample in again] == [sample.tokens.tolist() for sample in whole]
+    assert [sample.finish for sample in again] == [sample.finish for sample in whole]
+
+
 CALLS = st.sampled_from(
     [(name, number) for name in ("begin", "end", "commit") for number in (1, 2)]
     + [(name,) for name in ("check_receiving", "check_open", "lose_weights", "close")]

@@ -167,6 +167,7 @@ def server_arguments(
         **options,
         "model_path": model_directory,
         "skip_tokenizer_init": True,  # token ids in, token ids out
+        "incremental_streaming_output": True,  # each token of a stream comes once
         "dtype": dtype,
         "device": device,
         "tp_size": layout.tensor,

@@ -6,18 +6,16 @@ import asyncio
 import json
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
-import numpy as np
 
 from megagrpo.errors import EngineError, Problem
-from megagrpo.rollout.requests import after_begun
-from megagrpo.types import FinishReason, Request, Sample
+from megagrpo.rollout.sglang.answers import Answer
 
 CONNECT_ATTEMPTS = 3
 CONNECT_PAUSE_SECONDS = 0.5
@@ -25,7 +23,7 @@ ABORT_SECONDS = 30.0  # an aborted request is answered at the next token; this i
 ABORT_AGAIN_SECONDS = 5.0  # an abort that comes before its request does nothing
 CLOSE_SECONDS = 5.0
 LONGEST_MESSAGE = 500
-FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+EVENTS = "text/event-stream"
 Result = TypeVar("Result")
 
 
@@ -74,25 +72,27 @@ class SglangClient:
     async def post_async(self, path: str, body: Mapping[str, Any], timeout_seconds: float) -> Mapping[str, Any]:
         return await self._answer("POST", path, body, timeout_seconds)
 
-    async def generate(self, request: Request, rid: str, version: int, up: asyncio.Event) -> Mapping[str, Any]:
-        """The server's answer to one request. Once `up` is set the request is aborted and keeps its tokens so far.
+    async def generate(
+        self, body: Mapping[str, Any], answer: Answer, up: asyncio.Event, held: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Takes the server's answer to one request (generate_body) into `answer`, as it comes. Once `up` is set the
+        request is aborted, and keeps its tokens so far. `held` says whether the server is paused, and so answers later.
 
         Raises BrokenConnection if the request may be sent again: a server that still runs has dropped it.
         """
-        answer = asyncio.ensure_future(self._answer("POST", "/generate", generate_body(request, rid, version), None))
+        coming = asyncio.ensure_future(self._generate(body, answer))
         try:
-            done = await _in_time(answer, up)
-            for _ in range(round(ABORT_SECONDS / ABORT_AGAIN_SECONDS)):
-                if done:
-                    break
-                await self.abort(rid)
-                done = bool((await asyncio.wait({answer}, timeout=ABORT_AGAIN_SECONDS))[0])
+            done, waited = await _in_time(coming, up), 0.0
+            while not done and waited < ABORT_SECONDS:
+                await self.abort(body["rid"])
+                done = bool((await asyncio.wait({coming}, timeout=ABORT_AGAIN_SECONDS))[0])
+                waited += 0.0 if held() else ABORT_AGAIN_SECONDS
             if not done:
                 given = f"no answer {ABORT_SECONDS:g} s after the request was aborted"
                 raise EngineError(self._failure("POST /generate", given))
-            return answer.result()
+            coming.result()
         finally:
-            answer.cancel()
+            coming.cancel()
 
     async def abort(self, rid: str) -> None:
         """The request of this id is answered soon, with the tokens that it has. All ids have one length, because SGLang
@@ -123,15 +123,46 @@ class SglangClient:
         await self._session.close()
         self._loop.stop()
 
+    async def _generate(self, body: Mapping[str, Any], answer: Answer) -> None:
+        asked = "POST /generate"
+
+        async def take(response: aiohttp.ClientResponse) -> None:
+            if response.content_type != EVENTS:
+                answer.add(self._read(asked, response.status, await response.text()))
+                return
+            rest = b""
+            async for part in response.content.iter_any():
+                *events, rest = (rest + part).split(b"\n\n")
+                for event in events:
+                    if (text := event.removeprefix(b"data: ").decode()) != "[DONE]":
+                        answer.add(self._not_refused(asked, self._read(asked, response.status, text)))
+            if not answer.ended:
+                raise aiohttp.ClientPayloadError("the answer has no end")
+
+        await self._exchange("POST", "/generate", body, None, take)
+
     async def _answer(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_seconds: float | None
     ) -> Mapping[str, Any]:
+        async def take(response: aiohttp.ClientResponse) -> Mapping[str, Any]:
+            return self._read(f"{method} {path}", response.status, await response.text())
+
+        return await self._exchange(method, path, body, timeout_seconds, take)
+
+    async def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout_seconds: float | None,
+        take: Callable[[aiohttp.ClientResponse], Awaitable[Result]],
+    ) -> Result:
         asked = f"{method} {path}"
         for attempt in range(CONNECT_ATTEMPTS):
             try:
                 async with asyncio.timeout(timeout_seconds):
                     async with self._session.request(method, self._url + path, json=body) as response:
-                        return self._read(asked, response.status, await response.text())
+                        return await take(response)
             except aiohttp.ClientConnectorError as error:
                 if attempt + 1 == CONNECT_ATTEMPTS:
                     raise EngineError(self._failure(asked, f"no connection: {error}")) from error
@@ -157,6 +188,15 @@ class SglangClient:
             raise EngineError(self._failure(asked, f"HTTP {status}: {str(message)[:LONGEST_MESSAGE]}"))
         return answer
 
+    def _not_refused(self, asked: str, event: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Part of an answer. A refusal comes as one too, with HTTP 200."""
+        reason = event.get("meta_info", {}).get("finish_reason") or {}
+        if "meta_info" not in event or (reason.get("status_code") or 0) >= 400:
+            message = event.get("error") or reason or event
+            given = str(message.get("message", message))[:LONGEST_MESSAGE]
+            raise EngineError(self._failure(asked, given))
+        return event
+
 
 class BrokenConnection(EngineError):  # noqa: N818
     """The connection broke after the request was sent: the server may have acted on it."""
@@ -164,68 +204,6 @@ class BrokenConnection(EngineError):  # noqa: N818
 
 def new_request_id() -> str:
     return uuid.uuid4().hex
-
-
-def generate_body(request: Request, rid: str, version: int) -> dict[str, Any]:
-    """The body of SGLang's /generate for one sample. It shares keys and values of its prompt only with requests of the
-    same weight version: others' may be of other weights. With n > 1, all samples of a prompt would have the seed of the
-    first, could not be aborted alone, and would be answered together."""
-    sampling = request.sampling
-    return {
-        "rid": rid,
-        "input_ids": list(request.read),
-        "return_logprob": True,
-        "extra_key": str(version),
-        "sampling_params": {
-            "max_new_tokens": request.tokens_left,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "stop_token_ids": list(sampling.stop_tokens),
-            "sampling_seed": request.seed,
-        },
-    }
-
-
-def read_sample(
-    request: Request, answer: Mapping[str, Any], text_of: Callable[[np.ndarray, FinishReason], str], engine: str
-) -> Sample:
-    """The sample in an answer of /generate (SGLang 0.5.23).
-
-    Raises EngineError if tokens, logprobs and weight versions do not belong together.
-    """
-    meta = answer["meta_info"]
-    tokens = np.array(answer["output_ids"], dtype=np.int32)
-    entries = meta.get("output_token_logprobs") or []
-    logprobs = np.array([entry[0] for entry in entries], dtype=np.float32)
-    finish = FINISHES.get((meta.get("finish_reason") or {}).get("type", ""))
-    versions = _versions(meta, len(tokens))
-    agree = [entry[1] for entry in entries] == tokens.tolist() and np.isfinite(logprobs).all()
-    if finish is None or versions is None or not agree:
-        raise EngineError(
-            Problem(
-                f"{engine}: an answer for prompt {request.prompt_id}",
-                given=f"{len(tokens)} tokens, {len(logprobs)} logprobs of them (or some that are not finite), "
-                f"finish_reason {meta.get('finish_reason')}, weight_versions {meta.get('weight_versions')}",
-                needed="a finite logprob for each token, a known end, and a weight version of this run for each token",
-            )
-        )
-    sample = after_begun(request, Sample(request.prompt_id, request.index, tokens, logprobs, versions, finish, ""))
-    return replace(sample, text=text_of(sample.tokens, finish))
-
-
-def _versions(meta: Mapping[str, Any], count: int) -> np.ndarray | None:
-    """The version of each token, int32 [count], or None if one is missing or is not a number."""
-    spans = meta.get("weight_versions")
-    if spans is None:
-        spans = [{"version": meta.get("weight_version"), "start": 0, "end": count}]
-    versions = np.full(count, -1, dtype=np.int32)
-    for span in spans:
-        if span["end"] > span["start"]:
-            if not str(span["version"]).isdecimal():
-                return None
-            versions[span["start"] : span["end"]] = int(span["version"])
-    return None if (versions < 0).any() else versions
 
 
 class RequestGate:
@@ -268,6 +246,10 @@ class RequestGate:
             self._running -= 1
             if not self._running:
                 self._idle.set()
+
+    @property
+    def held(self) -> bool:
+        return not self._open.is_set()
 
     async def count(self) -> int:
         return self._running

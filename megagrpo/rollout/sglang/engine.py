@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,11 @@ import numpy as np
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.recipe.schema.run import Pause
-from megagrpo.rollout.engine import Done, Engine, MemoryTag, UpdateProtocol, check_prompts
+from megagrpo.rollout.engine import Done, Engine, MemoryTag, SoFar, UpdateProtocol, check_prompts
 from megagrpo.rollout.requests import nothing_sampled
+from megagrpo.rollout.sglang.answers import Answer, generate_body
 from megagrpo.rollout.sglang.arguments import OWNED
-from megagrpo.rollout.sglang.client import (
-    BrokenConnection,
-    Endpoint,
-    RequestGate,
-    SglangClient,
-    new_request_id,
-    read_sample,
-)
+from megagrpo.rollout.sglang.client import BrokenConnection, Endpoint, RequestGate, SglangClient, new_request_id
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.tokenizer import load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample
@@ -121,8 +116,11 @@ class SglangEngine(Engine):
         self._released: set[MemoryTag] = set()
         self._ends: dict[int, asyncio.Event] = {}
         """By ticket of a request: set when it is to end with the tokens that it has. Lives on the client's loop."""
+        self._answers: dict[int, Answer] = {}
+        """By ticket of a request that was sent. Lives there too."""
         try:
             self._info = self._client.get("/server_info")
+            self._streams = bool(self._info.get("incremental_streaming_output"))
             check_server(self._info, name, layout, dtype, architecture, quantization)
             if self._server is None:
                 # SGLang begins no update while one is open, which an earlier run may have left. A server that is paused
@@ -153,6 +151,13 @@ class SglangEngine(Engine):
     def give_back(self, tickets: Collection[int]) -> None:
         self._client.run(self._give_back(tickets))
 
+    def so_far(self) -> SoFar:
+        """Without tokens since a server's last answer: none at all if it was started without streams of increments."""
+        return self._client.run(self._so_far())
+
+    async def _so_far(self) -> SoFar:
+        return SoFar.of({ticket: answer.so_far() for ticket, answer in self._answers.items()})
+
     async def _begin(self, requests: Mapping[int, Request], done: Done) -> None:
         self._ends |= {ticket: asyncio.Event() for ticket in requests}
         for ticket, request in requests.items():
@@ -166,42 +171,48 @@ class SglangEngine(Engine):
         end = self._ends[ticket]
         timer = asyncio.get_running_loop().call_later(self._timeout, end.set)
         try:
-            answer: Sample | MegagrpoError = await self._generate_one(request, end)
+            answer: Sample | MegagrpoError = await self._generate_one(ticket, request, end)
         except MegagrpoError as error:
             answer = error
         finally:
             timer.cancel()
             del self._ends[ticket]
+            self._answers.pop(ticket, None)
         done(ticket, answer)
 
-    async def _generate_one(self, request: Request, end: asyncio.Event) -> Sample:
+    async def _generate_one(self, ticket: int, request: Request, end: asyncio.Event) -> Sample:
         while True:
             async with self._gate.turn(end) as wanted:
                 if not wanted:
-                    return request.begun or nothing_sampled(request)
+                    begun = request.begun or nothing_sampled(request)
+                    return replace(begun, text=self._text(begun.tokens, "abort"))
                 sent_to = self._protocol.version
                 try:
-                    answer = await self._send(request, end)
+                    answer = await self._send(ticket, request, end)
                 except BrokenConnection:
                     # The seed is the same, and a server that still runs has dropped the first request.
-                    answer = await self._send(request, end)
-            sample = read_sample(request, answer, self._text, self._protocol.name)
+                    again = replace(request, begun=self._answers[ticket].so_far())
+                    answer = await self._send(ticket, again, end)
+            sample = answer.sample(self._text, self._protocol.name)
             # A request that was sent to one version, and has only tokens of later ones, waited in the server while
             # weights were written in place: it used keys and values of its prompt that the old weights had made.
-            new = sample.versions[len(sample.versions) - len(answer["output_ids"]) :]
+            new = sample.versions[len(sample.versions) - answer.count :]
             stale = self._pause == "in_place" and sample.finish != "abort" and (new > sent_to).all()
             if not stale:
                 return sample
 
-    async def _send(self, request: Request, end: asyncio.Event) -> Mapping[str, Any]:
+    async def _send(self, ticket: int, request: Request, end: asyncio.Event) -> Answer:
         rid = new_request_id()
+        answer = self._answers[ticket] = Answer(request)
+        body = generate_body(request, rid, self._protocol.version, streams=self._streams)
         with self._gate.running():
             try:
-                return await self._client.generate(request, rid, self._protocol.version, end)
+                await self._client.generate(body, answer, end, held=lambda: self._gate.held)
             except asyncio.CancelledError:
                 # SGLang notices a closed connection late, and would go on sampling until then.
                 self._client.start(self._client.abort(rid))
                 raise
+        return answer
 
     def _text(self, tokens: np.ndarray, finish: FinishReason) -> str:
         return response_texts(self._tokenizer, [(tokens, finish)])[0]

@@ -8,8 +8,8 @@ forked from this process, and inherit its state.
 
 SGLang 0.5 lacks some things on a machine without GPUs and without its own CPU kernels. This module puts plain PyTorch
 in their place: two modules that SGLang imports there and never uses; sampling by seed, which it has for GPU attention
-only and which needs a hash; and what attention data parallelism exchanges. On every machine a paused scheduler rests.
-Nothing here changes how a model computes.
+only and which needs a hash; and what attention data parallelism exchanges. On every machine a paused scheduler rests,
+and each part of a stream says which weights have sampled its tokens. Nothing here changes how a model computes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MegagrpoFinder(importlib.abc.MetaPathFinder):
 
 
 class SchedulerFinder(importlib.abc.MetaPathFinder):
-    """Lets SGLang's scheduler rest while it is paused, in each process that imports it."""
+    """Changes SGLang's scheduler in each process that imports it: see rest_while_paused and tell_versions."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -76,6 +76,7 @@ class SchedulerFinder(importlib.abc.MetaPathFinder):
         def run_and_change(module: ModuleType) -> None:
             run(module)
             rest_while_paused(vars(module)["Scheduler"])
+            tell_versions(importlib.import_module("sglang.srt.managers.scheduler_components.output_streamer"))
 
         vars(spec.loader)["exec_module"] = run_and_change
         return spec
@@ -154,6 +155,23 @@ def rest_while_paused(scheduler_class: Any) -> None:
         scheduler.maybe_sleep_on_idle()
 
     scheduler_class._record_scheduler_state_for_paused_engine = record_and_rest
+
+
+def tell_versions(output_streamer: Any) -> None:
+    """Adds the weight version of each token to all parts of a stream. SGLang does so with the last one only."""
+    output = output_streamer._GenerationStreamAccumulator
+    accept = output.accept
+
+    def accept_and_tell(self: Any, *, req: Any) -> None:
+        accept(self, req=req)
+        if req.stream and self.output_reqs and self.output_reqs[-1] is req and self.weight_versions[-1] is None:
+            self.weight_versions[-1] = output_streamer.compute_weight_version_spans(
+                req.weight_version_events,
+                current_version=self.current_weight_version,
+                num_output_tokens=len(req.output_ids_through_stop),
+            )
+
+    output.accept = accept_and_tell
 
 
 def end_with(owner: int, directory: str) -> None:
