@@ -17,11 +17,13 @@ from megagrpo.plan.device_map import axes
 from megagrpo.plan.engine import EngineMemory, engine_memory
 from megagrpo.plan.memory import DeviceMemory
 from megagrpo.plan.parameters import adapter_parameters, total_parameters
+from megagrpo.plan.schedules import ScheduleTime
 from megagrpo.plan.time import StepTime
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, plan_devices, run_directory
 from megagrpo.recipe.kernels import auto_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.schema.schedule import AsyncConfig, SyncConfig
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture, critic_of
 
@@ -102,14 +104,19 @@ def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
 # --- unwise ----------------------------------------------------------------------------------------------------------
 
 
-def unwise(case: Case, held: Sequence[DeviceMemory], time: StepTime | None) -> Iterator[Problem]:
-    """What works and is probably not what the recipe's author wants. `time` is None where GPUs are not known."""
+def unwise(
+    case: Case, held: Sequence[DeviceMemory], time: StepTime | None, own: ScheduleTime | None = None
+) -> Iterator[Problem]:
+    """What works and is probably not what the recipe's author wants. `time` is None where GPUs are not known; `own` is
+    what the recipe's schedule comes to, if that is not sync."""
     if case.device == "cuda":
         yield from _unwise_nodes(case)
     yield from _unwise_layout(case, time)
     yield from _unwise_training(case, held)
     if isinstance(case.recipe, Recipe):
-        yield from _unwise_engines(case, case.recipe, time)
+        yield from _unwise_engines(case, case.recipe)
+        if time is not None:
+            yield from _unwise_waiting(case, case.recipe, time, own)
     if time is not None:
         yield from _unwise_seconds(case.recipe, time)
 
@@ -162,10 +169,10 @@ def _unwise_layout(case: Case, time: StepTime | None) -> Iterator[Problem]:
         yield Problem("train.layout.context", given, needed, "context: 1, and data in its place")
 
 
-def _unwise_engines(case: Case, recipe: Recipe, time: StepTime | None) -> Iterator[Problem]:
+def _unwise_engines(case: Case, recipe: Recipe) -> Iterator[Problem]:
     rollout, ranks, engine = recipe.rollout, case.layout.ranks, _engine(case)
     engines, each = rollout.engines, rollout.devices_of_engine
-    responses = rollout.prompts_per_step * rollout.samples_per_prompt
+    responses = recipe.prompts_at_once * rollout.samples_per_prompt
     if each == 0:
         return
     per_node = recipe.cluster.gpus_per_node
@@ -175,24 +182,42 @@ def _unwise_engines(case: Case, recipe: Recipe, time: StepTime | None) -> Iterat
         yield Problem("rollout.layout.tensor", given, needed, f"tensor: {per_node}, and pipeline for the rest")
     used = len({device for devices in case.device_plan.bundles_of_engine for device in devices})
     if responses < engines:
-        given = f"{engines}, for {responses} responses in a step"
+        given = f"{engines}, for {responses} responses at once"
         yield Problem("rollout.engines", given, "something to do for each", "fewer engines, or more samples")
-    if recipe.cluster.placement == "colocated":
-        if used < ranks and case.device == "cuda":
-            given = f"{engines} of {each}: {ranks - used} of {ranks} GPUs wait in the rollout"
-            yield Problem("rollout.engines", given, "engines on all training devices", f"engines: {ranks // each}")
-    elif time:
-        # Devices of their own wait while the others work: ranks in the rollout, engines in the rest.
-        generating = sum(phase.seconds for phase in time.phases if phase.phase == "rollout") / time.seconds
-        idle = (ranks * generating + used * (1 - generating)) / (ranks + used)
-        if idle > IDLE_MAX:
-            given = f"disaggregated, {ranks} GPUs train and {used} generate: they wait {idle:.0%} of the time"
-            needed = f"at most {IDLE_MAX:.0%}"
-            yield Problem("cluster.placement", given, needed, "placement: colocated, or another split")
+    if recipe.cluster.placement == "colocated" and used < ranks and case.device == "cuda":
+        given = f"{engines} of {each}: {ranks - used} of {ranks} GPUs wait in the rollout"
+        yield Problem("rollout.engines", given, "engines on all training devices", f"engines: {ranks // each}")
     if engine and 0 < engine.sequences < KV_CACHE_SHARE_MIN * engine.asked:
         given = f"{rollout.layout.tensor}: a cache for {engine.sequences} longest responses of {engine.asked}"
         needed = f"room for {KV_CACHE_SHARE_MIN:.0%} of an engine's responses: each batch reads all weights"
         yield Problem("rollout.layout.tensor", given, needed, "more tensor ranks in each engine, or shorter responses")
+
+
+def _unwise_waiting(case: Case, recipe: Recipe, time: StepTime, own: ScheduleTime | None) -> Iterator[Problem]:
+    """Devices of their own that wait for the others, and a schedule that throws away."""
+    ranks, used = (
+        case.layout.ranks,
+        len({device for devices in case.device_plan.bundles_of_engine for device in devices}),
+    )
+    if used and recipe.cluster.placement == "disaggregated":
+        generating = sum(phase.seconds for phase in time.phases if phase.phase == "rollout") / time.phase_seconds
+        waiting, idle = (own.trainer_waits, own.engines_idle) if own else (generating, 1 - generating)
+        share = (ranks * waiting + used * idle) / (ranks + used)
+        if share > IDLE_MAX:
+            under = f" under {own.name}" if own else ""
+            given = f"disaggregated, {ranks} GPUs train and {used} generate: they wait {share:.0%} of the time{under}"
+            other = "a larger schedule.max_staleness" if isinstance(recipe.schedule, AsyncConfig) else "schedule: async"
+            other = f"placement: colocated, {other}" if isinstance(recipe.schedule, SyncConfig) else other
+            yield Problem(
+                "cluster.placement", given, f"at most {IDLE_MAX:.0%}", f"{other}, or another split (--search)"
+            )
+    if own and own.thrown_tokens:
+        given = f"{own.name}: {own.thrown_tokens:.0%} of all tokens are thrown away"
+        given += f", and responses that are trained on are {own.shorter:.0%} shorter than those that begin"
+        fix = (
+            f"carry_over: {recipe.schedule.beyond}, max_staleness: 2" if isinstance(recipe.schedule, SyncConfig) else ""
+        )
+        yield Problem("schedule.oversample", given, "lengths as they were sampled", fix)
 
 
 def _unwise_training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:

@@ -14,7 +14,8 @@ from megagrpo.plan.case import Case, machines_of
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.load import load_any
-from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 
@@ -62,7 +63,11 @@ def calibrated(case: Case, run_directory: Path) -> Assumptions:
     predicted = step_time(ran)
 
     factors = {}
+    # Under other schedules seconds/rollout is what the trainer waited, not what engines took.
+    in_turn = not isinstance(ran.recipe, Recipe) or ran.recipe.schedule == SyncConfig(kind="sync")
     for phase in predicted.phases:
+        if phase.phase == "rollout" and not in_turn:
+            continue
         seconds = _median(steps, f"seconds/{phase.phase}")
         if phase.phase == "driver":
             seconds = median(map(_between_phases, steps))

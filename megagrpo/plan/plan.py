@@ -112,16 +112,29 @@ class Plan(Case):
 
     @cached_property
     def estimate(self) -> Estimate | None:
-        if not self.card_bytes and not (self.device == "cpu" and self.calibrated):
+        if self._phases is None:
             return None
-        return Estimate(self.memory, step_time(self), lacking_bytes(self.memory, self.card_bytes))
+        time = replace(self._phases, scheduled=self.own.seconds) if self.own else self._phases
+        return Estimate(self.memory, time, lacking_bytes(self.memory, self.card_bytes))
+
+    @cached_property
+    def _phases(self) -> StepTime | None:
+        """One after the other."""
+        known = self.card_bytes or (self.device == "cpu" and self.calibrated)
+        return step_time(self) if known else None
 
     @cached_property
     def schedules(self) -> tuple[ScheduleTime, ...]:
         """What its steps would take under each schedule that its placement can have; sync is the first."""
-        if self.estimate is None or not isinstance(self.recipe, Recipe):
+        if self._phases is None or not isinstance(self.recipe, Recipe):
             return ()
-        return schedule_times(self, self.estimate.time)
+        return schedule_times(self, self._phases)
+
+    @property
+    def own(self) -> ScheduleTime | None:
+        """What the recipe's schedule comes to; None for sync, whose phases follow one another."""
+        own = self.recipe.schedule if isinstance(self.recipe, Recipe) else None
+        return next((time for time in self.schedules[1:] if time.schedule == own), None)
 
     @property
     def assumed(self) -> tuple[Assumed, ...]:
@@ -136,7 +149,7 @@ class Plan(Case):
 
     @cached_property
     def unwise(self) -> tuple[Problem, ...]:
-        advice = unwise(self, self.memory, self.estimate.time if self.estimate else None)
+        advice = unwise(self, self.memory, self.estimate.time if self.estimate else None, self.own)
         return (*advice, *disk_advice(self.recipe, self.architecture, self.critic))
 
 

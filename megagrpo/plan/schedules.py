@@ -20,6 +20,7 @@ from megagrpo.plan.assumptions import Lengths
 from megagrpo.plan.case import Case
 from megagrpo.plan.engine import EngineSpeed
 from megagrpo.plan.time import Sampling, StepTime, prompts_of_rounds
+from megagrpo.recipe.schema.run import Pause
 from megagrpo.recipe.schema.schedule import AsyncConfig, OneStepOffConfig, ScheduleConfig, SyncConfig
 
 STEPS = 12
@@ -41,6 +42,9 @@ TRAINER_PHASES = ("reward", "logprobs", "update", "driver")
 TokenSeconds = Callable[[float, float], float]
 """Seconds of a token of each of so many responses that an engine decodes, with so many tokens before it in the mean."""
 
+ReadSeconds = Callable[[float, float, int], float]
+"""Seconds in which an engine reads so many tokens, so many in squares, of so many responses."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -58,22 +62,30 @@ class Work:
     """From the groups of a step until its weights are there: rewards, logprobs, update, driver."""
 
     sync_seconds: float
+    pause: Pause = "in_place"
+    """What engines do with responses that run when an update begins."""
+
+    read_seconds: ReadSeconds = lambda tokens, squares, responses: 0.0
+    """For prompts and tokens so far of responses that go on, where their keys and values are computed again."""
 
     @classmethod
     def of(cls, case: Case, time: StepTime) -> Work:
         """The work of a GRPO recipe whose phases take that long when one follows the other. Prompts of all rounds of
         dynamic sampling begin at once."""
         by, seconds = Sampling.of(case), {phase.phase: phase.seconds for phase in time.phases}
-        slots = max(1, int(by.at_once))
+        slots, factor = max(1, int(by.at_once)), case.assumptions.rollout_factor
         return cls(
             engines=by.engines,
             slots=slots,
             prompts=sum(prompts_of_rounds(case.grpo, case.assumptions.signal_share)),
             samples=by.samples,
             lengths=case.lengths,
-            token_seconds=token_seconds(by.engine, case.lengths, by.samples, slots, case.assumptions.rollout_factor),
+            token_seconds=token_seconds(by.engine, case.lengths, by.samples, slots, factor),
             train_seconds=sum(seconds[phase] for phase in TRAINER_PHASES),
             sync_seconds=seconds["weight_sync"],
+            # SGLang's pipelines finish what runs (rollout/sglang/engine.py).
+            pause="finish" if case.grpo.rollout.layout.pipeline > 1 else case.grpo.weights.pause,
+            read_seconds=lambda *read: factor * by.engine.prefill_seconds(*read),
         )
 
     def part(self, responses_max: int) -> Work:
@@ -89,7 +101,11 @@ class Work:
         def seconds(running: float, context: float) -> float:
             return slots / due * self.token_seconds(running * self.slots / slots, context)
 
-        return replace(self, engines=engines, slots=slots, prompts=prompts, token_seconds=seconds)
+        def read_seconds(tokens: float, squares: float, responses: int) -> float:
+            return self.slots / due * self.read_seconds(tokens, squares, responses)
+
+        sizes = replace(self, engines=engines, slots=slots, prompts=prompts)
+        return replace(sizes, token_seconds=seconds, read_seconds=read_seconds)
 
 
 def token_seconds(engine: EngineSpeed, lengths: Lengths, samples: int, slots: int, factor: float) -> TokenSeconds:
@@ -183,6 +199,8 @@ def steady_seconds(case: Case, time: StepTime, schedule: AsyncConfig) -> float:
     underway = lengths.prompt + lengths.response_square / (2 * lengths.response)
     sampling = responses / batch * lengths.response * by.engine.decode_seconds(batch, underway)
     sampling += by.engine.prefill_seconds(lengths.prompt, lengths.prompt**2, 1) * prompts / by.engines
+    if case.grpo.weights.pause == "retract":
+        sampling += by.engine.prefill_seconds(batch * underway, batch * underway**2, batch)
     seconds = {phase.phase: phase.seconds for phase in time.phases}
     training = sum(seconds[phase] for phase in TRAINER_PHASES)
     return max(training, sampling * case.assumptions.rollout_factor) + seconds["weight_sync"]
@@ -258,6 +276,9 @@ class _Engine:
     event: int = 0
     """Earlier events of this engine do not hold any more."""
 
+    reads_until: float = 0.0
+    """Before, it reads what runs again, and decodes nothing."""
+
     busy_seconds: float = 0.0
     slot_seconds: float = 0.0
     versions: list[float] = field(default_factory=list)
@@ -267,7 +288,7 @@ class _Engine:
         """Decodes until now."""
         if running := len(self.ends):
             spent = now - self.at
-            self.count += spent / self.rate
+            self.count += min(spent, max(0.0, now - self.reads_until)) / self.rate
             self.busy_seconds += spent
             self.slot_seconds += spent * running
         self.at = now
@@ -347,8 +368,8 @@ class SimulatedRun:
             while self.events and self.events[0][0] <= trained:
                 self._next()
             self.now = trained
-            while one_step_off and self.events:
-                self._next()
+            while self.events and (one_step_off or self.work.pause == "finish"):
+                self._next(begins=one_step_off)
             waited += self.now - trained
             self._pause()
         self.now += self.work.sync_seconds
@@ -372,7 +393,7 @@ class SimulatedRun:
             del self.complete[:prompts]
         return taken
 
-    # Engines. Invariant: while a request waits, every slot is taken.
+    # Engines. Invariant: while a request waits, every slot is taken, unless all that runs is finished before an update.
 
     def _begin(self) -> None:
         """Groups for which there is room join the queue, and free slots take what waits, the emptiest engine first."""
@@ -409,7 +430,8 @@ class SimulatedRun:
             ahead = engine.ends[0][0] - engine.count
             context = engine.count - engine.begun / running + ahead / 2
             engine.rate = self.work.token_seconds(running, self.work.lengths.prompt + context)
-            heappush(self.events, (self.now + ahead * engine.rate, engine.index, engine.event))
+            decodes = max(self.now, engine.reads_until)
+            heappush(self.events, (decodes + ahead * engine.rate, engine.index, engine.event))
             self._forget()
 
     def _forget(self) -> None:
@@ -417,8 +439,8 @@ class SimulatedRun:
         while self.events and self.events[0][2] != self.engines[self.events[0][1]].event:
             heappop(self.events)
 
-    def _next(self) -> None:
-        """The next response ends; its slot takes what waits."""
+    def _next(self, *, begins: bool = True) -> None:
+        """The next response ends; its slot takes what waits, if anything begins."""
         self.now, index, _ = heappop(self.events)
         engine = self.engines[index]
         engine.settle(self.now)
@@ -429,7 +451,7 @@ class SimulatedRun:
         if self.left[number] == 0:
             self.admission.complete(number)
             insort(self.complete, number)
-        if self.queue:
+        if self.queue and begins:
             self._start(engine)
         self._plan(engine)
         self._forget()
@@ -456,9 +478,14 @@ class SimulatedRun:
         return dropped, whole - sum(left.values())
 
     def _resume(self) -> None:
-        """What ran goes on, with the next version."""
+        """What ran goes on, with the next version, and after its keys and values were computed again: always if engines
+        have given it back, else with weights.pause: retract."""
+        again = self.work.pause == "retract" or isinstance(self.schedule, SyncConfig)
         for engine in self.engines:
             engine.at = self.now
+            if again and engine.ends:
+                read = [self.work.lengths.prompt + engine.count - self.began[number] for _, number in engine.ends]
+                engine.reads_until = self.now + self.work.read_seconds(sum(read), sum(n * n for n in read), len(read))
             engine.versions.append(engine.count)
             self._plan(engine)
 

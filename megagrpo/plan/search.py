@@ -26,7 +26,7 @@ from megagrpo.plan.units import byte_text
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.model_rules import critic_problems, divisors, model_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
-from megagrpo.recipe.schema.schedule import AsyncConfig
+from megagrpo.recipe.schema.schedule import AsyncConfig, SyncConfig
 from megagrpo.recipe.schema.train import RecomputeConfig, RecomputeModule
 from megagrpo.section import Section, broken_rules
 from megagrpo.weights.families.architecture import Architecture
@@ -38,7 +38,7 @@ APART = (*(f"train.layout.{size}" for size in ("tensor", "pipeline", "context", 
 CHUNKS = (1, 2, 4)
 ENGINE_SHARES = tuple((part, 8) for part in range(1, 8))  # of all GPUs, for engines on GPUs of their own
 SPLITS_SIMULATED, SPLITS_SHOWN = 6, 3
-ASYNC = AsyncConfig(kind="async")
+SYNC, ASYNC = SyncConfig(kind="sync"), AsyncConfig(kind="async")
 SPLIT = (*APART, "train.layout.data")
 ENGINE_WEIGHTS_SHARE = 0.4
 # Engines over nodes, if more than so many bytes of weights on each GPU: for 30B-A3B on 64 H100 and 70B on 128 they are
@@ -75,8 +75,9 @@ class Split(Choice):
 
 @dataclass(frozen=True)
 class Search:
-    """The best choices, fastest first, of `legal` layouts and `estimated` candidates: if one phase follows the other,
-    and for engines on GPUs of their own that sample all the time.
+    """The best choices, fastest first, of `legal` layouts and `estimated` candidates. Those with the least seconds of
+    all phases, with what a step then takes under the recipe's schedule; and for engines on GPUs of their own that
+    sample all the time.
 
     If nothing fits, `choices` is empty and `nearest` lacks the least memory; None if nothing is even legal.
     """
@@ -120,7 +121,8 @@ def search(case: Case, gpus: int | None = None) -> Search:
         best = run.fitting(candidates, SHOWN, apart=APART)
         asynchronous = _asynchronous(run, candidates)
     nearest = run.choice(run.nearest) if run.nearest and not fitting else None
-    return Search(run.gpus, tuple(map(run.choice, best)), tuple(asynchronous), len(sparing), run.estimated, nearest)
+    choices = sorted(map(run.choice, best), key=lambda choice: choice.estimate.time.seconds)
+    return Search(run.gpus, tuple(choices), tuple(asynchronous), len(sparing), run.estimated, nearest)
 
 
 # --- rounds ----------------------------------------------------------------------------------------------------------
@@ -204,16 +206,21 @@ class _Run:
     def choice(self, found: _Found) -> Choice:
         values = found.values.items()
         overrides = (f"{path}={_text(value)}" for path, value in values if value != value_at(self.case.recipe, path))
-        estimate = Estimate(found.memory, found.time, found.lacking)
-        longest = max(found.time.phases, key=lambda phase: phase.seconds)
-        share = f"{longest.phase} takes {longest.seconds / found.time.seconds:.0%} of a step"
+        recipe, time, whole = found.case.recipe, found.time, "a step"
+        if isinstance(recipe, Recipe) and recipe.schedule != SYNC:
+            own, whole = schedule_time(Work.of(found.case, time), recipe.schedule), "all phases"
+            time = replace(time, scheduled=own.seconds)
+        estimate = Estimate(found.memory, time, found.lacking)
+        longest = max(time.phases, key=lambda phase: phase.seconds)
+        share = f"{longest.phase} takes {longest.seconds / time.phase_seconds:.0%} of {whole}"
         return Choice(tuple(overrides), estimate, f"{_reason(found.case.recipe, estimate, self.card_bytes)}; {share}")
 
     def split(self, found: _Found, schedule: ScheduleTime) -> Split:
         choice, recipe = self.choice(found), found.case.grpo
-        reason = _reason(recipe, choice.estimate, self.card_bytes)
+        estimate = replace(choice.estimate, time=replace(found.time, scheduled=schedule.seconds))
+        reason = _reason(recipe, estimate, self.card_bytes)
         overrides = choice.overrides if recipe.schedule == ASYNC else (*choice.overrides, "schedule=async")
-        return Split(overrides, choice.estimate, reason, schedule)
+        return Split(overrides, estimate, reason, schedule)
 
 
 def legal(case: Case, checked: AnyRecipe | None = None) -> bool:

@@ -50,9 +50,17 @@ class StepTime:
     sync: tuple[LinkUse, ...] = ()
     """What the weight sync moves, by kind of link; none if it goes by way of the disk."""
 
+    scheduled: float | None = None
+    """Seconds of a step under the recipe's schedule (plan/schedules.py), unless one phase follows the other."""
+
     @cached_property
-    def seconds(self) -> float:
+    def phase_seconds(self) -> float:
+        """Seconds of all phases, one after the other."""
         return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def seconds(self) -> float:
+        return self.phase_seconds if self.scheduled is None else self.scheduled
 
     @property
     def tokens_per_second_per_gpu(self) -> float:

@@ -11,6 +11,7 @@ from megagrpo.plan.calibrate import calibrated
 from megagrpo.plan.case import A_CPU, GPUS, Case, Machines
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.load import dump, load
+from megagrpo.recipe.schema.schedule import AsyncConfig
 from megagrpo.weights.families import read_architecture
 from tests.plans import H100, sft_recipe
 from tests.tiny_run import make_run
@@ -49,6 +50,16 @@ def with_section(recipe, section, **values):
 def write(directory, *steps, before=""):
     lines = [json.dumps({"step": number, "time": 1.0, **step}) for number, step in enumerate(steps)]
     (directory / "metrics.jsonl").write_text(before + "\n".join(lines) + "\n")
+
+
+def test_what_a_trainer_waited_under_another_schedule_is_not_the_speed_of_engines(case, tmp_path):
+    asynchronous = AsyncConfig(kind="async")
+    (tmp_path / "recipe.yaml").write_text(dump(case.recipe.model_copy(update={"schedule": asynchronous})))
+    step = metrics_of(case)
+    write(tmp_path, {**step, "seconds/rollout": 1e-6, "seconds/update": 3 * step["seconds/update"]})
+    found = calibrated(case, tmp_path)
+    assert found.rollout_factor == 1
+    assert found.update_factor == pytest.approx(3)
 
 
 @pytest.mark.parametrize("machines", [H100, A_CPU])

@@ -28,6 +28,7 @@ from megagrpo.plan.show.as_json import plan_json
 from megagrpo.plan.show.page import page
 from megagrpo.plan.show.terminal import draw
 from megagrpo.plan.time import Sampling
+from megagrpo.plan.units import second_text
 from megagrpo.recipe.schema.schedule import AsyncConfig, OneStepOffConfig, ScheduleConfig, SyncConfig
 from tests import plans
 
@@ -205,6 +206,19 @@ def test_tokens_are_as_old_as_the_version_that_engines_had() -> None:
     assert [run.old_tokens([step]) for step in run.steps] == pytest.approx([0.0, 0.0, 1.0, 100 / 150])
 
 
+def test_responses_that_go_on_over_an_update_are_read_again_unless_they_keep_their_keys_or_finish_first() -> None:
+    """The fourth group begins with the first update, at 210. In place it ends at 360. Retracted it reads 70 tokens
+    again at 270, then 123 and the 63 of the next. To finish first, each update waits for the one group that runs."""
+    work = Work(1, 4, 1, 1, Lengths(10, 150, 150), lambda running, context: 1.0, 60.0, 0.0)
+    work = replace(work, read_seconds=lambda tokens, squares, responses: 0.1 * tokens)
+    ends = {}
+    for pause in ("in_place", "retract", "finish"):
+        run = SimulatedRun(replace(work, pause=pause), asynchronous(2), 4)
+        ends[pause] = run.steps[3].end
+        assert run.steps[3].busy_seconds == pytest.approx(ends[pause] - 60)  # all but the first training
+    assert ends == pytest.approx({"in_place": 360 + 60, "retract": 385.6 + 60, "finish": 210 + 3 * 150})
+
+
 def test_a_part_of_a_run_stands_for_the_whole() -> None:
     large = replace(LONG_TAILED, engines=16, prompts=128)
     part = large.part(RESPONSES_MAX)
@@ -268,6 +282,27 @@ def test_a_plan_tells_them_side_by_side_in_text_json_and_page() -> None:
     assert told[-1]["schedule"]["max_staleness"] == 4
     assert told[0]["seconds"] == plan.schedules[0].seconds
     assert all(f">{name}</td>" in page(plan) for name in names)
+
+
+def test_a_step_of_a_plan_takes_as_long_as_under_the_recipes_own_schedule() -> None:
+    apart = {"cluster.placement": "disaggregated", "train.offload": [], "rollout.sglang": {}}
+    plan = plans.plan({**apart, "schedule": {"kind": "async", "max_staleness": 2}})
+    assert plan.estimate is not None
+    assert plan.own is not None
+    time = plan.estimate.time
+    assert time.seconds == plan.own.seconds < 0.8 * time.phase_seconds
+    assert time.phase_seconds == pytest.approx(sum(phase.seconds for phase in time.phases))
+    assert time.days == pytest.approx((time.steps or 0) * plan.own.seconds / 86400)
+    assert time.tokens_per_second_per_gpu == pytest.approx(time.tokens / plan.own.seconds / time.gpus)
+    assert json.loads(plan_json(plan))["time"]["seconds"] == time.seconds
+    stream = io.StringIO()
+    draw(plan, None, Console(file=stream, width=200, highlight=False))
+    assert f"a step: {second_text(time.seconds)} under async, max_staleness 2 (" in stream.getvalue()
+    assert f"A step: {second_text(time.seconds)} under async" in page(plan)
+    in_turn = plans.plan(apart)
+    assert in_turn.own is None
+    assert in_turn.estimate is not None
+    assert in_turn.estimate.time.seconds == time.phase_seconds
 
 
 def test_a_plan_without_seconds_has_no_schedules() -> None:

@@ -67,7 +67,7 @@ def _sections(plan: Plan, search: Search | None) -> Iterator[str]:
     if plan.memory:
         yield _section(f"Memory of each {plan.noun}", _memory(plan))
     if plan.estimate:
-        yield _section(f"A step: {second_text(plan.estimate.time.seconds)}", _time(plan.estimate.time))
+        yield _section(f"A step: {schedules.headline(plan.estimate.time, plan.own)}", _time(plan.estimate.time))
     if plan.schedules:
         yield _section("Schedules, simulated", _schedules(plan))
     if search:
@@ -159,8 +159,8 @@ def _time(time: StepTime) -> str:
         parts.append((phase.phase, phase.seconds, seconds, colour))
         square = f'<span class="legend" style="margin:0"><span><i class="part{colour}"></i>{phase.phase}</span></span>'
         spent = ", ".join(f"{name} {second_text(each)}" for name, each in phase.largest)
-        lines.append((square, seconds, f"{phase.seconds / time.seconds:.0%}", spent))
-    bar = _svg(36, _stacked(parts, 4, WIDTH / time.seconds, left=0, height=28), "seconds of a step by phase")
+        lines.append((square, seconds, f"{phase.seconds / time.phase_seconds:.0%}", spent))
+    bar = _svg(36, _stacked(parts, 4, WIDTH / time.phase_seconds, left=0, height=28), "seconds of a step by phase")
     return bar + _table(("phase", "seconds", "share", "of which"), lines, numbers=(1, 2), names=(0,))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megagrpo.plan.schedules import ScheduleTime, best
 from megagrpo.plan.search import Split
+from megagrpo.plan.time import StepTime
 from megagrpo.plan.units import second_text
 from megagrpo.recipe.schema import Recipe
 
@@ -38,12 +39,19 @@ def judgement(times: Sequence[ScheduleTime], recipe: Recipe) -> str:
         text = f"best here: {found.name}, {faster}; its price: {late}, and {old}"
     if own != sync.schedule:
         ours = next(time for time in times if time.schedule == own)
-        text += f"; the recipe's is {ours.name}: {second_text(ours.seconds)} a step, not the sum of its phases"
-        if ours.thrown_tokens:
-            text += f", for {ours.thrown_tokens:.0%} of all tokens thrown away and {ours.shorter:.0%} shorter responses"
+        text += f"; the recipe's is {ours.name}, {sync.seconds / ours.seconds:.2f} times as fast as sync"
     if recipe.cluster.placement == "colocated":
         text += "; engines on devices of their own can sample during training, too: --search compares"
     return text
+
+
+def headline(time: StepTime, own: ScheduleTime | None) -> str:
+    """Seconds of a step, with the schedule if they are not those of all phases."""
+    if own is None:
+        return second_text(time.seconds)
+    return (
+        f"{second_text(time.seconds)} under {own.name} ({second_text(time.phase_seconds)} if phases follow one another)"
+    )
 
 
 def of_split(split: Split) -> str:

@@ -203,8 +203,8 @@ def _time(plan: Plan, marks: _Marks) -> RenderableType | None:
     if time.days is not None:
         days = f"; {time.steps} steps take {second_text(time.days * 86400)}"
     return Group(
-        _title(f"a step: {second_text(time.seconds)} on {where}"),
-        *(_phase_time(phase, time.seconds, marks) for phase in time.phases),
+        _title(f"a step: {schedules.headline(time, plan.own)} on {where}"),
+        *(_phase_time(phase, time.phase_seconds, marks) for phase in time.phases),
         *([_sync(time.sync)] if time.sync else []),
         Text(f"{time.tokens_per_second_per_gpu:,.0f} tokens/s/{plan.noun}{days}", style="bold"),
     )
