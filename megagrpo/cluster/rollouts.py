@@ -26,7 +26,7 @@ from megagrpo.recipe.schema.eval import EvalConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.rollout.engine import MemoryTag, SoFar
 from megagrpo.rollout.pool import Order, Pool
-from megagrpo.rollout.requests import groups_of, requests_for, sampling_of
+from megagrpo.rollout.requests import groups_of, requests_for, sampling_of, training_requests
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest, Place
 
@@ -168,11 +168,7 @@ class Rollouts:
 
     def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None] = lambda order: None) -> Order:
         """Training rollouts of a prompt, with the seeds of a step; to be added."""
-        count, sampling = self._training
-        requests = requests_for(
-            [prompt], samples_per_prompt=count, sampling=sampling, recipe_seed=self._recipe.seed, step=step
-        )
-        return Order(requests, on_complete)
+        return Order(training_requests(self._recipe, prompt, step), on_complete)
 
     def add(self, orders: Sequence[Order], *, first: bool = False) -> None:
         with self.changed:

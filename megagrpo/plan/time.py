@@ -134,12 +134,11 @@ class Sampling:
         given = case.architecture, rollout.layout, case.speeds, case.assumptions, case.item_bytes
         engine = EngineSpeed(*given, quantized=rollout.quantization is not None)
         blocks = len(set(devices)) if devices[0] else rollout.engines
-        greedy = 1 if recipe.algorithm.advantage.name == "remax" else 0
         at_once = float(rollout.requests_at_once * math.ceil(rollout.engines / blocks))
         if rollout.engine == "sglang" and case.device == "cuda":
             # Responses whose keys and values fit. They end before they are longest: at their mean length.
             at_once = min(at_once, max(1.0, engine_memory(case).cache_tokens / case.lengths.sequence))
-        return cls(engine, blocks, at_once, rollout.samples_per_prompt + greedy)
+        return cls(engine, blocks, at_once, rollout.samples_per_prompt + recipe.algorithm.greedy_responses)
 
 
 def _rollout(case: Case, rounds: list[int]) -> Seconds:

@@ -53,6 +53,26 @@ def requests_for(
     return requests
 
 
+def training_requests(recipe: Recipe, prompt: Prompt, step: int) -> list[Request]:
+    """All of a prompt in a step: its samples, and then the greedy response that remax wants."""
+    sampling = sampling_of(recipe, recipe.rollout)
+    asked = (
+        (0, recipe.rollout.samples_per_prompt, sampling),
+        (
+            recipe.rollout.samples_per_prompt,
+            recipe.algorithm.greedy_responses,
+            replace(sampling, temperature=0.0),
+        ),
+    )
+    return [
+        request
+        for first, count, params in asked
+        for request in requests_for(
+            [prompt], samples_per_prompt=count, sampling=params, recipe_seed=recipe.seed, step=step, first_index=first
+        )
+    ]
+
+
 def sample_seed(recipe_seed: int, step: int, prompt_id: str, index: int) -> int:
     """Seed of sample `index` of a prompt in a step, in [0, 2**63): BLAKE2b of the four, the same on every machine."""
     digest = hashlib.blake2b(f"{recipe_seed}/{step}/{index}/{prompt_id}".encode(), digest_size=8).digest()

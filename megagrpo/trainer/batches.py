@@ -20,7 +20,7 @@ from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.errors import Problem, UnusableCheckpointError, first_line
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.types import Group
+from megagrpo.types import Group, Sample
 
 BATCHES = "batches"
 NAME = re.compile(r"step_(\d{6,})\.safetensors")
@@ -37,10 +37,11 @@ class Sampled:
     left_over: int = 0  # groups with signal that the last round brought beyond those wanted
     # float64 [groups], for remax: score of the greedy response to each prompt of `groups`, NaN where its reward failed
     baselines: np.ndarray | None = None
-    # Of samples in the background: metrics of how they were sampled, and of each of `all` its number and the newest
-    # weights when it began.
+    # Of samples in the background: metrics of how they were sampled; and of each of `all` its number and the newest
+    # weights when it began, and for remax its greedy response.
     metrics: Mapping[str, float] = field(default_factory=dict)
     begun: Sequence[tuple[int, int]] = ()
+    greedy: Sequence[Sample] = ()
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def require_fitting(sampled: Sampled, recipe: Recipe, vocabulary: int, where: st
     counted = {len(score.counted) for group in sampled.all for score in group.scores} - {0}
     functions, tokens_max = len(recipe.reward.functions), recipe.data.prompt_tokens_max
     tokens_max += recipe.rollout.response_tokens_max
-    lacking = sampled.baselines is None and recipe.algorithm.advantage.name == "remax"
+    lacking = sampled.baselines is None and bool(recipe.algorithm.greedy_responses)
     problems = [
         Problem(where, given, needed, "name a run whose recipe has the same model, data, reward and lengths")
         for wrong, given, needed in (

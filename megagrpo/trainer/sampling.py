@@ -26,6 +26,7 @@ from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import groups_of
 from megagrpo.trainer.batches import Sampled
+from megagrpo.trainer.step import flat_scores
 from megagrpo.types import Group, Prompt, Sample
 
 CLOSE_SECONDS = 5.0
@@ -123,7 +124,9 @@ class Sampling:
             self._paused = then_pause
             self._admit()
             oldest = min((each.since for each in self._begun.values()), default=None)
-        groups, everything = _groups(begun), _groups([*begun, *dropped])
+        everything = [each.group for each in (*begun, *dropped) if each.group is not None]
+        everything, greedy = parted(everything, self._recipe)
+        groups = everything[: len(begun)]
         version = self._admission.version
         for each in begun:
             require_versions(each, version)
@@ -136,7 +139,7 @@ class Sampling:
             "staleness/oldest_seconds": 0.0 if oldest is None else time.monotonic() - oldest,
         }
         order = [(each.admitted.number, each.admitted.version) for each in (*begun, *dropped)]
-        return Sampled(groups, everything, metrics=metrics, begun=order)
+        return with_baselines(Sampled(groups, everything, metrics=metrics, begun=order), greedy)
 
     def advance(self, version: int) -> None:
         """Engines sample with this version from now on."""
@@ -314,9 +317,22 @@ class Sampling:
         self._admission.complete(number)
 
 
-def _groups(begun: Iterable[Begun]) -> list[Group]:
-    """With scores, of those that are complete."""
-    return [each.group for each in begun if each.group is not None]
+def parted(groups: Sequence[Group], recipe: Recipe) -> tuple[list[Group], list[Group]]:
+    """The groups without the greedy responses of training_requests; and those, as groups of one, if there are any."""
+    if not recipe.algorithm.greedy_responses:
+        return list(groups), []
+    return (
+        [replace(group, samples=group.samples[:-1], scores=group.scores[:-1]) for group in groups],
+        [replace(group, samples=group.samples[-1:], scores=group.scores[-1:]) for group in groups],
+    )
+
+
+def with_baselines(sampled: Sampled, greedy: Sequence[Group]) -> Sampled:
+    """greedy: of each of `sampled.all`, as `parted` gives them."""
+    if not greedy:
+        return sampled
+    baselines = flat_scores(greedy[: len(sampled.groups)])
+    return replace(sampled, baselines=baselines, greedy=[group.samples[0] for group in greedy])
 
 
 def step_of(number: int, recipe: Recipe) -> int:

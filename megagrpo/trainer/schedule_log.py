@@ -17,11 +17,12 @@ import numpy as np
 import pydantic
 
 from megagrpo.errors import Problem, UnusableCheckpointError, first_line
+from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import nothing_sampled
 from megagrpo.track.jsonl import SCHEDULE_FILE
 from megagrpo.trainer.batches import Sampled, ranges
-from megagrpo.trainer.sampling import staleness_metrics, step_of
+from megagrpo.trainer.sampling import parted, staleness_metrics, step_of, with_baselines
 from megagrpo.types import Group, Request, Sample
 
 if TYPE_CHECKING:
@@ -54,17 +55,19 @@ class LoggedStep:
 
 def schedule_line(step: int, sampled: Sampled) -> dict[str, Any]:
     """The line of a step whose groups were sampled in the background."""
-    groups = [
-        {
-            "number": number,
-            "version": version,
-            "prompt": group.prompt.id,
-            "trained": place < len(sampled.groups),
-            "samples": [spans(sample.versions) for sample in group.samples],
-            "aborted": [at for at, sample in enumerate(group.samples) if sample.finish == "abort"],
-        }
-        for place, ((number, version), group) in enumerate(zip(sampled.begun, sampled.all, strict=True))
-    ]
+    groups: list[dict[str, Any]] = []
+    for place, ((number, version), group) in enumerate(zip(sampled.begun, sampled.all, strict=True)):
+        samples = (*group.samples, *sampled.greedy[place : place + 1])
+        groups.append(
+            {
+                "number": number,
+                "version": version,
+                "prompt": group.prompt.id,
+                "trained": place < len(sampled.groups),
+                "samples": [spans(sample.versions) for sample in samples],
+                "aborted": [at for at, sample in enumerate(samples) if sample.finish == "abort"],
+            }
+        )
     metrics = {name: value for name, value in sampled.metrics.items() if name.startswith(AS_LOGGED)}
     return {"step": step, "metrics": metrics, "groups": groups}
 
@@ -75,7 +78,7 @@ def spans(versions: np.ndarray) -> list[Span]:
     return [(int(versions[end - 1]), int(end - begin)) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def read_schedule(directory: Path, steps: int, samples_per_prompt: int) -> list[LoggedStep]:
+def read_schedule(directory: Path, steps: int, recipe: Recipe) -> list[LoggedStep]:
     """The first `steps` steps of the run in `directory`. Raises UnusableCheckpointError."""
     path = directory / SCHEDULE_FILE
     line_type, found = pydantic.TypeAdapter(LoggedStep), {}
@@ -91,8 +94,9 @@ def read_schedule(directory: Path, steps: int, samples_per_prompt: int) -> list[
         given, needed = f"no {ranges(absent)}", f"all of the run's {steps} steps (train.total_steps)"
         raise _unusable(str(path), given, needed)
     logged = [found[step] for step in range(1, steps + 1)]
-    if others := {len(group.samples) for step in logged for group in step.groups} - {samples_per_prompt}:
-        raise _unusable(str(path), f"groups of {max(others)} samples", f"{samples_per_prompt}, as in the recipe")
+    wanted = recipe.rollout.samples_per_prompt + recipe.algorithm.greedy_responses
+    if others := {len(group.samples) for step in logged for group in step.groups} - {wanted}:
+        raise _unusable(str(path), f"{max(others)} responses to a prompt", f"{wanted}, as in the recipe")
     return logged
 
 
@@ -132,11 +136,12 @@ class Replayed:
         )
         if differ:
             self._say(f"step {step}: {differ} responses have other lengths than in the run that is repeated")
+        everything, greedy = parted(everything, run.recipe)
         groups = [group for each, group in zip(logged.groups, everything, strict=True) if each.trained]
         begun = [(each.number, each.version) for each in logged.groups]
         carried = sum(each.trained and each.version < version for each in logged.groups)
         metrics = {"staleness/carried_over": float(carried), **staleness_metrics(groups, version), **logged.metrics}
-        return Sampled(groups, everything, metrics=metrics, begun=begun)
+        return with_baselines(Sampled(groups, everything, metrics=metrics, begun=begun), greedy)
 
     def _sample_with(self, version: int, run: Run) -> None:
         orders: dict[tuple[int, int], Order] = {}

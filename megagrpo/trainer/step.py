@@ -23,11 +23,11 @@ from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.recipe.schema import DynamicSamplingConfig, Recipe
 from megagrpo.trainer.batches import Sampled, save_batch
-from megagrpo.trainer.run import Run, TrainRun
 from megagrpo.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
     from megagrpo.rank_results import CriticMetrics, StepMetrics
+    from megagrpo.trainer.run import Run, TrainRun
 
 ATTEMPTS = 3
 """Times that engines are asked for a step's responses while they give up on every one."""
@@ -41,7 +41,7 @@ def sample(run: Run, step: int) -> Sampled:
     if recipe.rollout.dynamic_sampling:
         return _in_rounds(run, step, recipe.rollout.dynamic_sampling)
     prompts = run.cursor.next(recipe.rollout.prompts_per_step)
-    if recipe.algorithm.advantage.name == "remax":
+    if recipe.algorithm.greedy_responses:
         return _with_baselines(run, prompts, step)
     groups = score(run, generate(run, prompts, step))
     return Sampled(groups, groups)

@@ -75,7 +75,7 @@ def start_training(
     # Engines start while the ranks do, except on shared GPUs: a starting engine takes the memory that is free there.
     early = None if ray.shares_gpus else start_engines()
     schedule, rollout = recipe.schedule, recipe.rollout
-    logged = read_schedule(replayed, setup.total_steps, rollout.samples_per_prompt) if replayed else []
+    logged = read_schedule(replayed, setup.total_steps, recipe) if replayed else []
     # A run that is continued finishes what had begun, whatever its schedule is now.
     samples_itself = isinstance(schedule, SyncConfig) and schedule.beyond == 0
     in_background = not replayed and (not samples_itself or pending_of(setup.resumed) is not None)

@@ -54,7 +54,7 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("eval.early_stopping.metric", ["eval.early_stopping.target=0.9"]),
     ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=pass@4"]),
     ("schedule.oversample", ["schedule={kind: sync, oversample: 2, carry_over: 2, max_staleness: 1}"]),
-    ("schedule.kind", ["schedule={kind: sync, oversample: 2}", "algorithm.advantage.name=remax"]),
+    ("schedule.oversample", ["schedule={kind: sync, oversample: 2}", "algorithm.advantage.name=remax"]),
     ("checkpoint.after_export", ["checkpoint.after_export=[ls]", "checkpoint.export_hugging_face=false"]),
     ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=accuracy"]),
     ("rollout.urls", ["rollout.engine=external"]),

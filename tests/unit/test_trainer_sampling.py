@@ -20,7 +20,7 @@ from megagrpo.data.cursor import Cursor
 from megagrpo.errors import UnusableCheckpointError
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.pool import Order
-from megagrpo.rollout.requests import after_begun, requests_for, sampling_of
+from megagrpo.rollout.requests import after_begun, training_requests
 from megagrpo.track.jsonl import SCHEDULE_FILE
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import PhaseClock
@@ -33,6 +33,7 @@ from tests.tiny_run import recipe_with
 from tests.unit.test_checkpoint_groups import comparable
 
 STEPS = 5
+REMAX = "algorithm.advantage.name=remax"
 ASYNC = ("cluster.placement=disaggregated", "schedule=async", "rollout.response_tokens_max=24")
 
 
@@ -46,9 +47,7 @@ class Engines:
         self.orders: list[Order] = []
 
     def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None] = lambda order: None) -> Order:
-        count, sampling = self._recipe.rollout.samples_per_prompt, sampling_of(self._recipe, self._recipe.rollout)
-        requests = requests_for([prompt], samples_per_prompt=count, sampling=sampling, recipe_seed=0, step=step)
-        return Order(requests, on_complete)
+        return Order(training_requests(self._recipe, prompt, step), on_complete)
 
     def add(self, orders: Sequence[Order]) -> None:
         self.orders += orders
@@ -58,10 +57,10 @@ class Engines:
             with self.changed:
                 if until():
                     return
-                self._work()
+                self.work()
             time.sleep(0.001)  # for the thread that scores
 
-    def _work(self) -> None:
+    def work(self) -> None:
         for order in self.orders:
             for index, request in enumerate(order.requests):
                 if index not in order.samples:
@@ -102,6 +101,9 @@ class Engines:
     def held(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def so_far(self) -> Callable[[], dict[tuple[Order, int], Sample]]:
+        return dict  # orders have it
+
     def idle(self) -> tuple[float, float]:
         return 0.0, 1.0
 
@@ -119,7 +121,8 @@ def in_background(
     if pending:
         cursor.restore(pending.cursor)
     engines.version = step
-    scorer: Any = FakeScorer(lambda prompt: (0.0, 0.0, 1.0, prompt), lambda prompt: 0.0, None)
+    greedy = (0.5,) * recipe.algorithm.greedy_responses
+    scorer: Any = FakeScorer(lambda prompt: (0.0, 0.0, 1.0, prompt, *greedy), lambda prompt: 0.0, None)
     sampling = Sampling(recipe, STEPS, cursor, engines, scorer, teaches, step, pending)  # type: ignore[arg-type]
     try:
         yield SimpleNamespace(
@@ -134,6 +137,8 @@ def trained(run: SimpleNamespace, steps: int = STEPS) -> list[Sampled]:
     for step in range(1, steps + 1):
         run.sampling.go_on()
         found.append(run.sampling.take())
+        with run.rollouts.changed:
+            run.rollouts.work()  # so that weights change in the middle of responses, whatever the threads' speed
         run.rollouts.version = step
         run.sampling.advance(step)
     return found
@@ -149,32 +154,35 @@ def written(pending: Pending, directory: Path) -> Pending:
     return restored
 
 
-def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_with(tmp_path: Path) -> None:
-    recipe = recipe_with(*ASYNC, "rollout.dynamic_sampling={}")
-    with in_background(recipe, odd) as run:
+@pytest.mark.parametrize("given", ["rollout.dynamic_sampling={}", REMAX])
+def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_with(given: str, tmp_path: Path) -> None:
+    recipe, remax = recipe_with(*ASYNC, given), given == REMAX
+    with in_background(recipe, (lambda group: True) if remax else odd) as run:
         steps = trained(run)
     lines = [json.dumps(schedule_line(step, sampled)) for step, sampled in enumerate(steps, start=1)]
     (tmp_path / SCHEDULE_FILE).write_text("\n".join(lines) + "\n")
     said: list[str] = []
-    replayed = Replayed(read_schedule(tmp_path, STEPS, samples_per_prompt=4), said.append)
+    replayed = Replayed(read_schedule(tmp_path, STEPS, recipe), said.append)
     with in_background(recipe) as again:
         for step, sampled in enumerate(steps, start=1):
             again.rollouts.version = step - 1
             found = replayed.sample(again, step)
             assert comparable(found.groups) == comparable(sampled.groups)
             assert comparable(found.all) == comparable(sampled.all)
+            assert (found.baselines is None) != remax
+            assert np.array_equal(found.baselines, sampled.baselines)
             assert json.dumps(schedule_line(step, found)) == lines[step - 1]
             assert found.metrics.items() <= sampled.metrics.items()
     assert not said
     samples = [sample for sampled in steps for group in sampled.all for sample in group.samples]
     assert any(len(set(sample.versions.tolist())) > 1 for sample in samples)
     assert any(sample.finish == "abort" for sample in samples)
-    assert any(len(sampled.all) > len(sampled.groups) for sampled in steps)
+    assert any(len(sampled.all) > len(sampled.groups) for sampled in steps) != remax
 
     with pytest.raises(UnusableCheckpointError, match="no steps 6 to 7"):
-        read_schedule(tmp_path, STEPS + 2, samples_per_prompt=4)
-    with pytest.raises(UnusableCheckpointError, match="groups of 4 samples"):
-        read_schedule(tmp_path, STEPS, samples_per_prompt=8)
+        read_schedule(tmp_path, STEPS + 2, recipe)
+    with pytest.raises(UnusableCheckpointError, match="responses to a prompt"):
+        read_schedule(tmp_path, STEPS, recipe_with("rollout.samples_per_prompt=8"))
 
 
 def test_a_replay_says_how_many_responses_became_others(tmp_path: Path) -> None:
@@ -185,7 +193,7 @@ def test_a_replay_says_how_many_responses_became_others(tmp_path: Path) -> None:
     said: list[str] = []
     with in_background(recipe) as again:
         again.rollouts.version = 1  # other weights
-        Replayed(read_schedule(tmp_path, 1, samples_per_prompt=4), said.append).sample(again, 1)
+        Replayed(read_schedule(tmp_path, 1, recipe), said.append).sample(again, 1)
     (line,) = said
     assert "responses have other lengths than in the run that is repeated" in line
 
@@ -216,16 +224,17 @@ def test_a_prompt_that_is_set_aside_does_not_begin_though_it_was_drawn() -> None
     assert begun == {f"p{i}" for i in range(13) if i != 6}
 
 
-def one_step_off(first: int, last: int, pending: Pending | None = None, *, told_to_stop: bool = False) -> Any:
+def one_step_off(
+    given: str, first: int, last: int, pending: Pending | None = None, *, told_to_stop: bool = False
+) -> Any:
     """The groups of these steps, as the schedule takes them, and what a checkpoint after them keeps. told_to_stop: in
     the last one's update, so that engines get no weights after it."""
-    base = make_run("cluster.placement=disaggregated", "schedule=one_step_off", scores=lambda prompt: (0, 0, 1, prompt))
+    base = make_run("cluster.placement=disaggregated", "schedule=one_step_off", given, scores=lambda prompt: ())
     found = []
     with in_background(base.recipe, pending=pending, step=first - 1) as background:
         engines = background.rollouts
         weights = SimpleNamespace(sync=lambda version: setattr(engines, "version", version))
-        given = {"rollouts": engines, "cursor": background.cursor, "sampling": background.sampling, "weights": weights}
-        run = replace(base, **given)
+        run = replace(base, rollouts=engines, cursor=background.cursor, sampling=background.sampling, weights=weights)
         update = run.policy.update
 
         def stopped(*given: Any) -> Any:
@@ -234,16 +243,18 @@ def one_step_off(first: int, last: int, pending: Pending | None = None, *, told_
 
         run.policy.update = stopped
         for step in range(first, last + 1):
-            found.append(comparable(list(grpo_step(run, step, 0.0).sampled)))
+            done = grpo_step(run, step, 0.0)
+            found.append((comparable(list(done.sampled)), done.metrics.get("reward/greedy")))
         return found, background.sampling.pending()
 
 
-@pytest.mark.parametrize("told_to_stop", [False, True])
+@pytest.mark.parametrize(("told_to_stop", "given"), [(False, REMAX), (True, "algorithm.advantage.name=grpo")])
 def test_one_step_off_goes_on_after_any_step_with_the_groups_of_a_run_that_was_not_interrupted(
-    told_to_stop: bool, tmp_path: Path
+    told_to_stop: bool, given: str, tmp_path: Path
 ) -> None:
-    whole, _ = one_step_off(1, STEPS)
+    whole, _ = one_step_off(given, 1, STEPS)
+    assert (whole[0][1] == 0.5) == (given == REMAX)
     for step in range(1, STEPS):
-        first, pending = one_step_off(1, step, told_to_stop=told_to_stop)
-        rest, _ = one_step_off(step + 1, STEPS, written(pending, tmp_path))
+        first, pending = one_step_off(given, 1, step, told_to_stop=told_to_stop)
+        rest, _ = one_step_off(given, step + 1, STEPS, written(pending, tmp_path))
         assert first + rest == whole

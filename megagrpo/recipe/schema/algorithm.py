@@ -106,6 +106,11 @@ class AlgorithmConfig(Section):
         """Whether groups whose advantages are all zero may be left out of the batch."""
         return self.skip_groups_without_signal and self.advantage.by_group and not self.advantage.scales_by_signal
 
+    @property
+    def greedy_responses(self) -> int:
+        """To each prompt, beside its samples: the baseline of remax."""
+        return int(self.advantage.name == "remax")
+
     def policy_learns(self, step: int) -> bool:
         """Whether the critic's warm-up, if there is one, is over at `step`."""
         return self.critic is None or step > self.critic.warmup_steps

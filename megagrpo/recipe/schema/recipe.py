@@ -141,12 +141,9 @@ class Recipe(Section):
             needed = "engines with devices of their own: they sample while the ranks train"
             fix = "placement: disaggregated, or {kind: sync, carry_over: N, max_staleness: 2}"
             yield Problem("schedule.kind", given, needed, fix)
-        if self.algorithm.advantage.name == "remax":
-            given = f"{kind}, with algorithm.advantage.name: remax"
-            needed = "sync: responses and their greedy baselines are of one weight version"
-            yield Problem(
-                "schedule.kind", given, needed, "kind: sync without carry_over or oversample, or another advantage"
-            )
+        if isinstance(schedule, SyncConfig) and schedule.oversample and self.algorithm.greedy_responses:
+            given, needed = f"{schedule.oversample}, with algorithm.advantage.name: remax", "0: no baseline is cut"
+            yield Problem("schedule.oversample", given, needed, "carry_over in its place, or another advantage")
         if self.rollout.dynamic_sampling and isinstance(schedule, OneStepOffConfig):
             given = "one_step_off, with rollout.dynamic_sampling"
             needed = "sync or async: replacements would be sampled while the ranks wait"
