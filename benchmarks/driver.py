@@ -4,7 +4,8 @@
 
 1,024 training ranks (tensor 8, pipeline 8, data 16) and 128 engines. The driver's own code runs: admission, requests,
 the pool, groups, advantages, packing for every data rank, staleness. Engines, rewards and ranks answer at once, and
-nothing is sent: serialising and sending are Ray's, and are not in it. Half of the samples in flight are trained in the
+nothing is sent: serialising and sending are Ray's, and are not in it. What requests have so far stays with the engines'
+nodes, and is read once, as for a checkpoint in this step. Half of the samples in flight are trained in the
 step, half go on.
 """
 
@@ -15,6 +16,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from megagrpo.batching.rank_batches import TrainSequence, make_rank_batches
 from megagrpo.batching.work import work_of
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.parameters import known_models
+from megagrpo.rollout.engine import SoFar
 from megagrpo.rollout.pool import Order, Pool
 from megagrpo.rollout.requests import groups_of, requests_for
 from megagrpo.trainer.sampling import staleness_metrics
@@ -84,6 +87,14 @@ def one_step(in_flight: int, *, traced: bool) -> tuple[Clock, int]:
         engine: {ticket: answer(request, draw) for ticket, request in requests.items()}
         for engine, requests in handed.items()
     }
+    so_far = {
+        engine: SoFar.of({ticket: replace(one, finish="abort") for ticket, one in samples.items()})
+        for engine, samples in answers.items()
+    }
+    with clock.part("tokens so far, for a checkpoint"):
+        for engine, told in so_far.items():
+            told.samples(handed[engine])
+    del so_far  # it is not in the driver's memory
     with clock.part("samples of engines"):
         for engine, samples in answers.items():
             complete += pool.answered(engine, samples)

@@ -67,6 +67,8 @@ class Answers:
 
     samples: Mapping[int, Sample]
     reported: bool
+    silent_seconds: float
+    """Time without a new token, though requests run that engines sample."""
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"requests": 1, "samples": 1})
@@ -82,7 +84,8 @@ class EngineActor:
         """`other_nodes`: EngineNodeActors that have their specs, if the engine is on several nodes."""
         _prepare(spec)
         self._answers: SimpleQueue[tuple[int, Sample | MegagrpoError]] = SimpleQueue()
-        self._reported = time.monotonic()
+        self._reported = self._moved = time.monotonic()
+        self._ends: tuple[list[int], list[int]] = [], []
         self.engine = make_engine(spec, other_nodes)
 
     @ray.method(concurrency_group="requests")
@@ -106,12 +109,18 @@ class EngineActor:
         so_far = None
         with suppress(Empty):
             self._take(found, seconds)
-        if time.monotonic() >= self._reported + seconds:
-            so_far, self._reported = self.engine.so_far(), time.monotonic()
+        now = time.monotonic()
+        if now >= self._reported + seconds:
+            so_far, self._reported = self.engine.so_far(), now
+            before, self._ends = self._ends, (so_far.tickets.tolist(), so_far.ends.tolist())
+            if before != self._ends:
+                self._moved = now
+        if found or self.engine.rests():
+            self._moved = now
         with suppress(Empty):  # what ends meanwhile is in both
             while True:
                 self._take(found, 0)
-        return Answers(found, so_far is not None), so_far
+        return Answers(found, so_far is not None, now - self._moved), so_far
 
     def manifests(self) -> list[Manifest]:
         return self.engine.manifests()

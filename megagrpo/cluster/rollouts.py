@@ -40,6 +40,8 @@ counted as dead earlier, a few long samples would cost all the others."""
 
 ANSWER_SECONDS = 5.0
 """After which an engine without new samples says so. As often it says what its requests have so far."""
+SILENT_SECONDS = 300.0
+"""For an engine with requests and verified weights to sample a token."""
 READ_SECONDS = 10.0
 """For what an engine's requests have so far to come from its node."""
 
@@ -335,7 +337,11 @@ class Rollouts:
                     self._handed.pop(ticket, None)
                 if answer.reported and so_far is not None:
                     self._so_far[engine] = so_far
-                self._ask(engine)
+                if answer.silent_seconds > SILENT_SECONDS:
+                    given, needed = f"no token for {answer.silent_seconds:.0f} s", f"one within {SILENT_SECONDS:g} s"
+                    self._lose(engine, EngineError(Problem(f"rollout: {engine} hangs", given, needed)))
+                else:
+                    self._ask(engine)
             self._hand_out()
         for order in completed:
             order.on_complete(order)

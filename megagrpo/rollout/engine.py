@@ -52,9 +52,7 @@ class SoFar:
         found = {}
         for ticket, (start, end) in zip(self.tickets.tolist(), pairwise([0, *self.ends.tolist()]), strict=True):
             if (at := requests.get(ticket)) is not None:
-                tokens, logprobs, versions = (
-                    array[start:end].copy() for array in (self.tokens, self.logprobs, self.versions)
-                )
+                tokens, logprobs, versions = (array[start:end] for array in (self.tokens, self.logprobs, self.versions))
                 found[ticket] = Sample(at.prompt_id, at.index, tokens, logprobs, versions, "abort", "")
         return found
 
@@ -120,6 +118,10 @@ class Engine(Protocol):
 
     def so_far(self) -> SoFar:
         """The tokens of requests that run, as far as the engine knows them. In any thread."""
+        ...
+
+    def rests(self) -> bool:
+        """Whether no token is to be expected: nothing runs, weights are on their way, or it is not told."""
         ...
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:

@@ -133,6 +133,10 @@ class TransformersEngine(Engine):
             samples |= {ticket: _sample(request, row) for (ticket, request), row in rows}
         return SoFar.of(samples)
 
+    def rests(self) -> bool:
+        with self._changed:
+            return not self._serves or not (self._running or self._waiting)
+
     def _work(self) -> None:
         torch.set_num_threads(self._threads)  # of this thread: OpenMP counts them for each
         while self._next_batches():

@@ -155,8 +155,9 @@ def test_requests_of_an_engine_that_dies_go_to_the_others_and_the_next_sync_brin
     assert not cluster.rollouts.lost
 
 
-def test_responses_of_an_engine_that_dies_go_on_elsewhere_with_the_tokens_that_they_had(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hangs", [False, True], ids=["dies", "samples no more"])
+def test_responses_of_a_lost_engine_go_on_elsewhere_with_the_tokens_that_they_had(
+    hangs: bool, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollouts = cluster.rollouts
     monkeypatch.setattr(cluster_rollouts, "ANSWER_SECONDS", 0.2)
@@ -168,9 +169,15 @@ def test_responses_of_an_engine_that_dies_go_on_elsewhere_with_the_tokens_that_t
     small_run.wait_until(lambda: sum(order.complete for order in orders) == 2, "the samples of engine 1")
     small_run.wait_until(lambda: 4 in {len(sample.tokens) for sample in rollouts.so_far()().values()}, "four tokens")
     known = rollouts.so_far()()
-    with pytest.raises(ray.exceptions.RayActorError):
-        cluster.in_engine("engine 0", lambda actor: os._exit(1))
+    if hangs:
+        with monkeypatch.context() as patience:
+            patience.setattr(cluster_rollouts, "SILENT_SECONDS", 1.0)
+            small_run.wait_until(lambda: bool(rollouts.lost), "the loss of engine 0")
+    else:
+        with pytest.raises(ray.exceptions.RayActorError):
+            cluster.in_engine("engine 0", lambda actor: os._exit(1))
     rollouts.wait(lambda: all(order.complete for order in orders))
+    assert list(rollouts.lost) == ["engine 0"]
     samples = [sample for order in orders for sample in order.there()]
     assert [sample.tokens.tolist() for sample in samples] == [one.tokens.tolist() for one in whole]
     assert [(sample.finish, sample.text) for sample in samples] == [(one.finish, one.text) for one in whole]

@@ -155,6 +155,9 @@ class SglangEngine(Engine):
         """Without tokens since a server's last answer: none at all if it was started without streams of increments."""
         return self._client.run(self._so_far())
 
+    def rests(self) -> bool:
+        return self._server is None or self._gate.held or not self._answers
+
     async def _so_far(self) -> SoFar:
         return SoFar.of({ticket: answer.so_far() for ticket, answer in self._answers.items()})
 
