@@ -16,6 +16,8 @@ from megagrpo.types import Group, Sample
 
 PENDING = "pending.safetensors"
 """In a checkpoint's rank directory."""
+NAMES = ("numbers", "versions", "next_number", "cursor", "dropped", "joints")
+"""What _Notes has of Pending as it is."""
 Count = Annotated[int, pydantic.Field(ge=0, le=10**12)]
 
 
@@ -30,6 +32,7 @@ class Pending:
     next_number: int
     cursor: Mapping[str, Any]  # the place in the data behind them
     dropped: int = 0
+    joints: Sequence[Mapping[int, Sequence[int]]] = ()  # as in Order, of those that have begun
     unfinished: Callable[[], Sequence[Sequence[Sample]]] = tuple
     """Reads, by group, what its other samples have so far, of those that have tokens. () if that is not kept."""
 
@@ -41,13 +44,14 @@ class _Notes:
     next_number: Count
     cursor: dict[str, Any]
     dropped: Count = 0
+    joints: tuple[dict[Count, tuple[Count, ...]], ...] = ()
     unfinished: tuple[Count, ...] = ()
     """How many samples of each group, its last, go on. None in files of earlier versions."""
 
 
 def write_pending(path: Path, pending: Pending) -> None:
     """Raises CheckpointError."""
-    notes = {name: getattr(pending, name) for name in ("numbers", "versions", "next_number", "cursor", "dropped")}
+    notes = {name: getattr(pending, name) for name in NAMES}
     unfinished = pending.unfinished() or [()] * len(pending.groups)
     whole = [
         replace(group, samples=(*group.samples, *goes_on))
@@ -77,6 +81,4 @@ def pending_of(checkpoint: Checkpoint | None) -> Pending | None:
     parts = [(group, length - count) for group, length, count in zip(groups, lengths, counts, strict=True)]
     finished = [replace(group, samples=group.samples[:cut]) for group, cut in parts]
     unfinished = [group.samples[cut:] for group, cut in parts]
-    return Pending(
-        finished, notes.numbers, notes.versions, notes.next_number, notes.cursor, notes.dropped, lambda: unfinished
-    )
+    return Pending(finished, **{name: getattr(notes, name) for name in NAMES}, unfinished=lambda: unfinished)

@@ -29,6 +29,9 @@ class Order:
     on_complete: Callable[[Order], None] = lambda order: None
     samples: dict[int, Sample] = field(default_factory=dict)
     """By index of the request."""
+    joints: dict[int, list[int]] = field(default_factory=dict)
+    """By index of a request, after how many of its tokens it went on: as these are read then, not sampled, last bits of
+    what follows are of their own."""
     continued: int = 0
     """Times that a request went on after tokens of its own."""
 
@@ -54,6 +57,7 @@ class Order:
         request = self.requests[index]
         if 0 < len(sample.tokens) < request.sampling.max_tokens:  # a continued run may have another limit
             self.requests[index] = replace(request, begun=sample)
+            self.joints.setdefault(index, []).append(len(sample.tokens))
             self.continued += 1
 
 

@@ -28,6 +28,15 @@ Count = Annotated[int, pydantic.Field(ge=0, le=10**9)]
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """Of a group in the background. number, version: as in algorithm.admission.Admitted. joints: as in Order."""
+
+    number: int
+    version: int
+    joints: Mapping[int, Sequence[int]]
+
+
+@dataclass(frozen=True)
 class Sampled:
     """A step's groups with their scores."""
 
@@ -37,10 +46,10 @@ class Sampled:
     left_over: int = 0  # groups with signal that the last round brought beyond those wanted
     # float64 [groups], for remax: score of the greedy response to each prompt of `groups`, NaN where its reward failed
     baselines: np.ndarray | None = None
-    # Of samples in the background: metrics of how they were sampled; and of each of `all` its number and the newest
-    # weights when it began, and for remax its greedy response.
+    # Of samples in the background: metrics of how they were sampled; and of each of `all` how it was sampled, and for
+    # remax its greedy response.
     metrics: Mapping[str, float] = field(default_factory=dict)
-    begun: Sequence[tuple[int, int]] = ()
+    begun: Sequence[Beginning] = ()
     greedy: Sequence[Sample] = ()
 
 

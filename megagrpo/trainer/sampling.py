@@ -25,7 +25,7 @@ from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import groups_of
-from megagrpo.trainer.batches import Sampled
+from megagrpo.trainer.batches import Beginning, Sampled
 from megagrpo.trainer.step import flat_scores
 from megagrpo.types import Group, Prompt, Sample
 
@@ -138,7 +138,9 @@ class Sampling:
             "staleness/continued": float(sum(each.order.continued for each in begun)),
             "staleness/oldest_seconds": 0.0 if oldest is None else time.monotonic() - oldest,
         }
-        order = [(each.admitted.number, each.admitted.version) for each in (*begun, *dropped)]
+        order = [
+            Beginning(each.admitted.number, each.admitted.version, each.order.joints) for each in (*begun, *dropped)
+        ]
         return with_baselines(Sampled(groups, everything, metrics=metrics, begun=order), greedy)
 
     def advance(self, version: int) -> None:
@@ -218,6 +220,7 @@ class Sampling:
                 versions=tuple(each.admitted.version for each in begun),
                 next_number=self._admission.next_number,
                 cursor=self._cursor.state(),
+                joints=tuple({at: tuple(joints) for at, joints in each.order.joints.items()} for each in begun),
                 unfinished=unfinished if self._keeps_unfinished else tuple,
             )
 
@@ -245,14 +248,18 @@ class Sampling:
 
     def _restore(self, pending: Pending) -> None:
         unfinished = [*pending.unfinished(), *([()] * len(pending.groups))]
-        begun = list(zip(pending.numbers, pending.versions, pending.groups, unfinished, strict=False))
-        for number, version, group, _ in begun[: pending.dropped]:
+        all_joints = [*pending.joints, *([{}] * len(pending.groups))]  # none in files of earlier versions
+        begun = list(zip(pending.numbers, pending.versions, pending.groups, unfinished, all_joints, strict=False))
+        for number, version, group, _, joints in begun[: pending.dropped]:
             order = self._rollouts.order(group.prompt, step_of(number, self._recipe))
+            order.joints = {at: list(found) for at, found in joints.items()}
             admitted = Admitted(number, version, version, complete=True)
             self._dropped.append(Begun(admitted, group.prompt, order, time.monotonic(), group))
-        for number, version, group, goes_on in begun[pending.dropped :]:
+        for number, version, group, goes_on, joints in begun[pending.dropped :]:
             order = self._begin(self._admission.readmit(number, version), group.prompt)
             order.samples = {sample.index: sample for sample in group.samples}
+            there = {sample.index for sample in (*group.samples, *goes_on)}  # what is not there begins anew
+            order.joints = {at: list(found) for at, found in joints.items() if at in there}
             for sample in goes_on:
                 order.go_on_after(sample.index, sample)
             if group.scores:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import nothing_sampled
 from megagrpo.track.jsonl import SCHEDULE_FILE
-from megagrpo.trainer.batches import Sampled, ranges
+from megagrpo.trainer.batches import Beginning, Sampled, ranges
 from megagrpo.trainer.sampling import parted, staleness_metrics, step_of, with_baselines
 from megagrpo.types import Group, Request, Sample
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 AS_LOGGED = ("staleness/continued", "cut/")
 Count = Annotated[int, pydantic.Field(ge=0, le=10**12)]
 Span = tuple[Count, Annotated[int, pydantic.Field(ge=1, le=10**9)]]
-"""A weight version, and how many tokens in a row it sampled."""
+"""A weight version, and how many tokens in a row it sampled for one request."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,15 @@ class LoggedStep:
 def schedule_line(step: int, sampled: Sampled) -> dict[str, Any]:
     """The line of a step whose groups were sampled in the background."""
     groups: list[dict[str, Any]] = []
-    for place, ((number, version), group) in enumerate(zip(sampled.begun, sampled.all, strict=True)):
+    for place, (begun, group) in enumerate(zip(sampled.begun, sampled.all, strict=True)):
         samples = (*group.samples, *sampled.greedy[place : place + 1])
         groups.append(
             {
-                "number": number,
-                "version": version,
+                "number": begun.number,
+                "version": begun.version,
                 "prompt": group.prompt.id,
                 "trained": place < len(sampled.groups),
-                "samples": [spans(sample.versions) for sample in samples],
+                "samples": [spans(sample.versions, begun.joints.get(at, ())) for at, sample in enumerate(samples)],
                 "aborted": [at for at, sample in enumerate(samples) if sample.finish == "abort"],
             }
         )
@@ -72,10 +73,16 @@ def schedule_line(step: int, sampled: Sampled) -> dict[str, Any]:
     return {"step": step, "metrics": metrics, "groups": groups}
 
 
-def spans(versions: np.ndarray) -> list[Span]:
-    """Runs of equal versions, int32 [tokens]."""
-    ends = [*np.flatnonzero(np.diff(versions)) + 1, len(versions)] if len(versions) else []
-    return [(int(versions[end - 1]), int(end - begin)) for begin, end in zip([0, *ends], ends, strict=False)]
+def spans(versions: np.ndarray, joints: Iterable[int]) -> list[Span]:
+    """Runs of equal versions, int32 [tokens], which also end at joints."""
+    inner = {int(end) for end in np.flatnonzero(np.diff(versions)) + 1} | {*joints}
+    ends = sorted({end for end in inner if 0 < end < len(versions)} | ({len(versions)} - {0}))
+    return [(int(versions[end - 1]), end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def joints_of(of_sample: Sequence[Span]) -> list[int]:
+    """Where spans meet."""
+    return list(accumulate(tokens for _, tokens in of_sample[:-1]))
 
 
 def read_schedule(directory: Path, steps: int, recipe: Recipe) -> list[LoggedStep]:
@@ -130,7 +137,7 @@ class Replayed:
         with run.clock.phase("reward"):
             everything = run.scorer.score(unscored)
         differ = sum(
-            spans(sample.versions) != list(of_sample)
+            spans(sample.versions, joints_of(of_sample)) != list(of_sample)
             for each, group in zip(logged.groups, everything, strict=True)
             for of_sample, sample in zip(each.samples, group.samples, strict=True)
         )
@@ -138,7 +145,10 @@ class Replayed:
             self._say(f"step {step}: {differ} responses have other lengths than in the run that is repeated")
         everything, greedy = parted(everything, run.recipe)
         groups = [group for each, group in zip(logged.groups, everything, strict=True) if each.trained]
-        begun = [(each.number, each.version) for each in logged.groups]
+        begun = [
+            Beginning(each.number, each.version, dict(enumerate(map(joints_of, each.samples))))
+            for each in logged.groups
+        ]
         carried = sum(each.trained and each.version < version for each in logged.groups)
         metrics = {"staleness/carried_over": float(carried), **staleness_metrics(groups, version), **logged.metrics}
         return with_baselines(Sampled(groups, everything, metrics=metrics, begun=begun), greedy)
@@ -146,7 +156,11 @@ class Replayed:
     def _sample_with(self, version: int, run: Run) -> None:
         orders: dict[tuple[int, int], Order] = {}
         requests: dict[int, list[Request]] = {}
+        later = []
         for group, place, index in self._due.pop(version, ()):
+            if (group.number, place) in orders:
+                later.append((group, place, index))
+                continue
             begun, of_sample = self._samples.get((group.number, place)), group.samples[place]
             if begun is not None and begun.finish == "stop":  # sooner than in the run
                 continue
@@ -160,6 +174,9 @@ class Replayed:
         run.rollouts.add(list(orders.values()))
         run.rollouts.wait(lambda: all(order.complete for order in orders.values()))
         self._samples |= {at: order.samples[0] for at, order in orders.items()}
+        if later:
+            self._due[version] = later
+            self._sample_with(version, run)
 
     def _whole(self, group: LoggedGroup, run: Run) -> Group:
         samples = []

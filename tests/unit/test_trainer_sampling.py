@@ -5,9 +5,10 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,11 +39,15 @@ ASYNC = ("cluster.placement=disaggregated", "schedule=async", "rollout.response_
 
 
 class Engines:
-    """They sample `at_once` tokens of every request whenever a run waits. A token follows from the request's seed, its
-    place and the weights' version. Sample 3 of a prompt whose number divides by 3 is given up after 4 tokens."""
+    """They sample three tokens of every request whenever a run waits for more than scores. A token follows from the
+    request's seed, its place and the weights' version, its logprob also from how many tokens were read before those
+    that were sampled. Sample 3 of a prompt whose number divides by 3 is given up after 4 tokens."""
 
-    def __init__(self, recipe: Recipe, at_once: int = 3) -> None:
-        self._recipe, self._at_once, self.version = recipe, at_once, 0
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self.version = recipe, 0
+        self.scores_lack: Callable[[], bool] = lambda: False
+        self._read: dict[tuple[Order, int], tuple[int, int]] = {}
+        """Version that samples a request, and how many of its tokens it has read."""
         self.changed = threading.Condition()
         self.orders: list[Order] = []
 
@@ -57,14 +62,18 @@ class Engines:
             with self.changed:
                 if until():
                     return
-                self.work()
-            time.sleep(0.001)  # for the thread that scores
+                if not self.scores_lack():
+                    self.work()
+            time.sleep(0.001)
 
     def work(self) -> None:
         for order in self.orders:
             for index, request in enumerate(order.requests):
                 if index not in order.samples:
-                    sample = self._sampled(request)
+                    begun = len(request.begun.tokens) if request.begun else 0
+                    if self._read.get((order, index), (-1, 0))[0] != self.version:
+                        self._read[order, index] = self.version, begun
+                    sample = self._sampled(request, begun, self._read[order, index][1])
                     if sample.finish == "abort" and not self._gives_up(sample):
                         order.requests[index] = replace(request, begun=sample)
                     else:
@@ -74,10 +83,17 @@ class Engines:
         for order in complete:
             order.on_complete(order)
 
-    def _sampled(self, request: Request) -> Sample:
-        begun = len(request.begun.tokens) if request.begun else 0
+    def lose(self) -> None:
+        """All engines end, and others go on with what they have sampled."""
+        self._read.clear()
+        for order in self.orders:
+            for index in order.missing():
+                if begun := order.requests[index].begun:
+                    order.go_on_after(index, begun)
+
+    def _sampled(self, request: Request, begun: int, read: int) -> Sample:
         tokens: list[int] = []
-        while len(tokens) < min(self._at_once, request.tokens_left) and 0 not in tokens:
+        while len(tokens) < min(3, request.tokens_left) and 0 not in tokens:
             tokens.append((request.seed + 31 * (begun + len(tokens)) + 7 * self.version) % 11)
         new = np.array(tokens, np.int32)
         ended = "length" if begun + len(tokens) == request.sampling.max_tokens else "abort"
@@ -87,7 +103,7 @@ class Engines:
                 request.prompt_id,
                 request.index,
                 new,
-                -new.astype(np.float32),
+                np.float32(-0.01 * read) - new.astype(np.float32),
                 np.full_like(new, self.version),
                 "stop" if 0 in tokens else ended,
                 "",
@@ -124,6 +140,12 @@ def in_background(
     greedy = (0.5,) * recipe.algorithm.greedy_responses
     scorer: Any = FakeScorer(lambda prompt: (0.0, 0.0, 1.0, prompt, *greedy), lambda prompt: 0.0, None)
     sampling = Sampling(recipe, STEPS, cursor, engines, scorer, teaches, step, pending)  # type: ignore[arg-type]
+    whole = recipe.rollout.samples_per_prompt + recipe.algorithm.greedy_responses
+
+    def scores_lack() -> bool:
+        return any(len(group.samples) == whole and not group.scores for group in sampling.pending().groups)
+
+    engines.scores_lack = scores_lack
     try:
         yield SimpleNamespace(
             rollouts=engines, cursor=cursor, scorer=scorer, sampling=sampling, recipe=recipe, clock=PhaseClock()
@@ -132,13 +154,17 @@ def in_background(
         sampling.close()
 
 
-def trained(run: SimpleNamespace, steps: int = STEPS) -> list[Sampled]:
+def trained(run: SimpleNamespace, steps: Iterable[int]) -> list[Sampled]:
+    """Weights change, and engines are lost, in the middle of responses, whatever the threads' speed."""
     found = []
-    for step in range(1, steps + 1):
+    for step in steps:
         run.sampling.go_on()
         found.append(run.sampling.take())
         with run.rollouts.changed:
-            run.rollouts.work()  # so that weights change in the middle of responses, whatever the threads' speed
+            run.rollouts.work()
+            if step % 2:
+                run.rollouts.lose()
+                run.rollouts.work()
         run.rollouts.version = step
         run.sampling.advance(step)
     return found
@@ -157,8 +183,14 @@ def written(pending: Pending, directory: Path) -> Pending:
 @pytest.mark.parametrize("given", ["rollout.dynamic_sampling={}", REMAX])
 def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_with(given: str, tmp_path: Path) -> None:
     recipe, remax = recipe_with(*ASYNC, given), given == REMAX
-    with in_background(recipe, (lambda group: True) if remax else odd) as run:
-        steps = trained(run)
+    teaches = (lambda group: True) if remax else odd
+    with in_background(recipe, teaches) as run:
+        steps = trained(run, [1, 2, 3])
+        with run.rollouts.changed:
+            run.rollouts.work()
+        pending = written(run.sampling.pending(), tmp_path)
+    with in_background(recipe, teaches, pending, step=3) as run:
+        steps += trained(run, [4, 5])
     lines = [json.dumps(schedule_line(step, sampled)) for step, sampled in enumerate(steps, start=1)]
     (tmp_path / SCHEDULE_FILE).write_text("\n".join(lines) + "\n")
     said: list[str] = []
@@ -177,6 +209,9 @@ def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_wi
     samples = [sample for sampled in steps for group in sampled.all for sample in group.samples]
     assert any(len(set(sample.versions.tolist())) > 1 for sample in samples)
     assert any(sample.finish == "abort" for sample in samples)
+    logged = [group for line in lines for group in json.loads(line)["groups"]]
+    joined = [a[0] == b[0] for group in logged for each in group["samples"] for a, b in pairwise(each)]
+    assert any(joined), "a response went on with the same weights"
     assert any(len(sampled.all) > len(sampled.groups) for sampled in steps) != remax
 
     with pytest.raises(UnusableCheckpointError, match="no steps 6 to 7"):
@@ -188,7 +223,7 @@ def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_wi
 def test_a_replay_says_how_many_responses_became_others(tmp_path: Path) -> None:
     recipe = recipe_with(*ASYNC)
     with in_background(recipe) as run:
-        (sampled,) = trained(run, 1)
+        (sampled,) = trained(run, [1])
     (tmp_path / SCHEDULE_FILE).write_text(json.dumps(schedule_line(1, sampled)))
     said: list[str] = []
     with in_background(recipe) as again:
@@ -201,7 +236,7 @@ def test_a_replay_says_how_many_responses_became_others(tmp_path: Path) -> None:
 def test_a_checkpoint_keeps_the_groups_that_dynamic_sampling_has_dropped_since_the_last_step(tmp_path: Path) -> None:
     recipe = recipe_with(*ASYNC, "rollout.dynamic_sampling={}")
     with in_background(recipe, odd) as run:
-        trained(run, 1)
+        trained(run, [1])
         run.rollouts.wait(lambda: run.sampling.pending().dropped > 1)
         pending = run.sampling.pending()
     restored = written(pending, tmp_path)
@@ -220,7 +255,7 @@ def test_a_prompt_that_is_set_aside_does_not_begin_though_it_was_drawn() -> None
     with in_background(recipe) as run:
         run.sampling.go_on()  # begins p0 to p5; p6 and p7 are drawn
         run.sampling.set_aside(["p1", "p6"])
-        begun = {group.prompt.id for sampled in trained(run, 3) for group in sampled.groups}
+        begun = {group.prompt.id for sampled in trained(run, [1, 2, 3]) for group in sampled.groups}
     assert begun == {f"p{i}" for i in range(13) if i != 6}
 
 
