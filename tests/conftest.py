@@ -21,7 +21,7 @@ settings.register_profile("new_examples", settings.get_profile("same_examples"),
 settings.load_profile("same_examples")
 
 # The longest starts come first, and the files of unit tests fill up the workers' last minute.
-FOLDERS = ("loop", "sglang", "slurm", "gpu", "distributed", "unit")
+FOLDERS = ("chaos", "loop", "sglang", "slurm", "gpu", "distributed", "unit")
 OWN_RAY = ("test_demo", "test_engine_faults", "test_killed")
 """Files in loop/ that share no Ray and no finished run with the others."""
 

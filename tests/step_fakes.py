@@ -36,7 +36,7 @@ class FakeRollouts:
     """Responses of 2, 3, 4, ... tokens."""
 
     def __init__(self, per_prompt: int) -> None:
-        self._per_prompt = per_prompt
+        self._per_prompt, self.serving = per_prompt, 1
         self.asked: list[str] = []
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:

@@ -1,15 +1,15 @@
 """The engines as the trainer sees them: prompts in, groups out.
 
 A thread collects samples and hands requests to engines with free slots. An engine that fails leaves: its requests go
-elsewhere, and the next weight sync brings it back. If none is left, the thread that waits for samples brings them back.
+elsewhere, and it is started again beside the others. The next weight sync after that brings it back. If none is left,
+the thread that waits for samples brings back the first that has started.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,9 @@ from typing import Any
 
 import ray
 
-from megagrpo.cluster.engines import EngineActor, EngineNodeActor, EngineSpec, visible_gpus
+from megagrpo.cluster.engine_actors import CLOSE_SECONDS, EngineActors
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import SLICE_SECONDS, answer_of, wait_for
+from megagrpo.cluster.waiting import SLICE_SECONDS, answer_of, settle
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalConfig
@@ -29,10 +29,6 @@ from megagrpo.rollout.pool import Order, Pool
 from megagrpo.rollout.requests import groups_of, requests_for, sampling_of, training_requests
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest, Place
-
-END_SECONDS = 30.0
-CLOSE_SECONDS = 5.0
-"""Time for an engine that may be stuck to close its server and remove its files before it is killed."""
 
 ABORT_MARGIN_SECONDS = 60.0
 """After rollout.timeout_seconds an engine aborts its requests, which takes up to 30 s, and sends its samples. If it
@@ -45,20 +41,18 @@ SILENT_SECONDS = 300.0
 READ_SECONDS = 10.0
 """For what an engine's requests have so far to come from its node."""
 
+RETRY_SECONDS = 10.0
+"""Before an engine that could not start is tried again while the run waits for one."""
+
 
 class Rollouts:
     """One actor per engine. Created at once, ready after `wait_until_ready`."""
 
     def __init__(self, runtime: Runtime, recipe: Recipe, model_directory: Path, tokenizer_directory: Path) -> None:
         self._runtime, self._recipe = runtime, recipe
-        self._directories = model_directory, tokenizer_directory
-        self._index = {f"engine {index}": index for index in range(recipe.rollout.engines)}
-        self.actors: dict[str, Any] = {}
-        self._other_nodes: dict[str, list[Any]] = {}
-        """Actors of engines on several nodes, on all but the first."""
-        self._starting = self._start(self._index)
-        self.bring_back: Callable[[Mapping[str, MegagrpoError]], None] | None = None
-        """Restarts engines with the weights that the others have. Set by the weight sync."""
+        self._engines = EngineActors(runtime, recipe, model_directory, tokenizer_directory)
+        self.bring_back: Callable[[], None] | None = None
+        """Gives engines the weights that the others have. Set by the weight sync."""
         self.say: Callable[[str], None] = lambda line: None
         """Takes a line of text for the user. Set by the weight sync."""
         self.changed = threading.Condition()
@@ -66,7 +60,15 @@ class Rollouts:
         # The embedded engine samples batch after batch: what it has at once, it samples in batches of its own choice.
         self._pool = Pool(None if recipe.rollout.engine == "transformers" else recipe.rollout.requests_at_once)
         self.lost: dict[str, MegagrpoError] = {}
-        """Engines that failed since the last sync, and why."""
+        """Engines that do not sample because they failed, and why."""
+        self._started: set[str] = set()
+        """Engines that wait for weights."""
+        self._retry_at: dict[str, float] = {}
+        """From when on engines that could not be started are tried again."""
+        self._none_since: float | None = None
+        """Since when no engine samples, because all are lost."""
+        self._awaited = False
+        """Whether a weight sync waits for engines to start."""
         self._asked: dict[ray.ObjectRef[Any], str] = {}
         """Engines by their next answer."""
         self._so_far: dict[str, ray.ObjectRef[SoFar]] = {}
@@ -92,57 +94,84 @@ class Rollouts:
 
     def wait_until_ready(self) -> None:
         """Raises EngineError naming the engines that did not start in `cluster.start_timeout_seconds`."""
-        timeout = self._recipe.cluster.start_timeout_seconds
-        watch = self._runtime.watch
-        wait_for(self._starting, doing="starting", timeout_seconds=timeout, error=EngineError, watch=watch)
-
-    def restart(self, engines: Iterable[str]) -> None:
-        """Ends these engines, whatever they do, and starts new ones in their place. Raises EngineError."""
-        engines = list(engines)
-        if not engines:
-            return
+        self._engines.wait_until_ready()
         with self.changed:
-            for engine in engines:
-                self._leave(engine)
-                self.lost.pop(engine, None)
-        self._end(engines)
-        self._starting = self._start(engines)
-        self.wait_until_ready()
-        self.actors = {name: self.actors[name] for name in self._index}
+            self._started = set(self._engines.by_name)
 
-    def serve(self, engines: Iterable[str]) -> None:
-        """These engines have the newest weights: they get requests, unless they were lost meanwhile."""
+    @property
+    def serving(self) -> int:
+        """How many engines sample."""
+        return len(self._pool.engines)
+
+    def up(self) -> dict[str, Any]:
+        """The actors of the engines that can get weights, by name: once there is one. Those that could not start are
+        tried again beside; on GPUs that training shares, an engine starts only while this waits for it.
+
+        Raises EngineError if there is none for rollout.no_engine_timeout_seconds, and what the run's watch raises.
+        """
         with self.changed:
-            for engine in engines:
-                if engine in self.lost:
+            self._awaited = True
+        try:
+            while True:
+                with self.changed:
+                    self._require_collecting()
+                    self._start_lost_again()
+                    found = self._up()
+                    if found and not (self._runtime.shares_gpus and self._engines.restarts):
+                        return found
+                    self._require_patience()
+                    self.changed.wait(SLICE_SECONDS)
+                self._runtime.watch.check()
+        finally:
+            self._awaited = False
+
+    def serve(self, engines: Mapping[str, Any]) -> None:
+        """These actors' engines have the newest weights: they get requests, unless they were lost meanwhile."""
+        with self.changed:
+            for engine, actor in engines.items():
+                if self._up().get(engine) is not actor:
                     continue
+                self._started.discard(engine)
                 self._pool.join(engine)
+                self._none_since = None
+                if self.lost.pop(engine, None):
+                    self.say(f"{engine} samples again, with verified weights ({self._left()})")
                 if engine not in self._asked.values():
                     self._ask(engine)
             self._hand_out()
 
+    def lose(self, engine: str, actor: Any, error: MegagrpoError) -> None:
+        """This actor's engine has failed: it gets no requests, and is started again."""
+        with self.changed:
+            if self._up().get(engine) is not actor:
+                return
+            self.lost[engine] = error
+            self._started.discard(engine)
+            self._leave(engine)
+            if not self._pool.engines and self._none_since is None:
+                self._none_since = time.monotonic()
+            self._engines.restart(engine)
+            first = error.problems[0]
+            self.say(f"restarting {engine}: {first.where}: {first.given} ({self._left()})")
+            self._hand_out()
+            self.changed.notify_all()
+
     def give_up(self) -> None:
         """Ends all engines, whatever they do. They cannot be used afterwards."""
         self._stop_collecting()
-        self._end(list(self.actors))
+        self._engines.give_up()
 
     def manifests(self) -> dict[str, list[Manifest]]:
         """What the ranks of each engine hold."""
-        return self._on_all("manifests", lambda actor: actor.manifests.remote())
+        return self._engines.manifests()
 
     def places(self) -> tuple[Place, ...]:
         """Node and device of every rank of every engine, in the order of `manifests`."""
-        found: list[Place] = []
-        for name, manifests in self.manifests().items():
-            own = self._runtime.places_of_engine(self._index[name])
-            found += own or [Place(name)] * len(manifests)
-        return tuple(found)
+        return self._engines.places()
 
     def visible_gpus(self) -> list[tuple[int | str, ...]]:
         """GPUs seen by the process of every rank of every engine that the run starts, in the order of `places`."""
-        places = self._runtime.places
-        on_node = (own for index in range(len(self._index)) for own in self._runtime.places_of_engine_by_node(index))
-        return [visible_gpus(own, places) for own in on_node for _ in own]
+        return self._engines.visible_gpus()
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Training rollouts of a step, in the order of the prompts."""
@@ -162,11 +191,22 @@ class Rollouts:
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
         """Frees the engines' memory for training on the same devices. Returns whether they can."""
         memory_saver = (self._recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
-        started = self._recipe.rollout.engine == "sglang" and bool(self.actors)
-        can = started and memory_saver and self._recipe.cluster.placement == "colocated"
-        if can:
-            self._on_all("release_memory", lambda actor: actor.release_memory.remote(tags), without=self.lost)
-        return bool(can)
+        started = self._recipe.rollout.engine == "sglang"
+        if not (started and memory_saver and self._recipe.cluster.placement == "colocated"):
+            return False
+        with self.changed:
+            up = self._up()
+        _, failed = settle(
+            {name: actor.release_memory.remote(tags) for name, actor in up.items()},
+            doing="release_memory",
+            timeout_seconds=self._recipe.cluster.start_timeout_seconds,
+            error=EngineError,
+            watch=self._runtime.watch,
+            grace_seconds=CLOSE_SECONDS,
+        )
+        for name, error in failed.items():
+            self.lose(name, up[name], error)
+        return bool(up)
 
     def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None] = lambda order: None) -> Order:
         """Training rollouts of a prompt, with the seeds of a step; to be added."""
@@ -195,7 +235,7 @@ class Rollouts:
         """Takes orders back that are not added again."""
         with self.changed:
             for engine, tickets in self._pool.withdraw(orders).items():
-                self.actors[engine].give_back.remote(tickets)
+                self._engines.by_name[engine].give_back.remote(tickets)
 
     def withdraw(self, orders: Sequence[Order]) -> None:
         """Takes orders back, with the tokens that were sampled of them. Raises as `wait` does."""
@@ -207,18 +247,16 @@ class Rollouts:
         and what the run's watch raises."""
         while True:
             with self.changed:
-                if self._failure is not None:
-                    raise self._failure
-                require_alive(self._collecting)
+                self._require_collecting()
                 if until():
                     return
-                gone = dict(self.lost) if not self._pool.engines else {}
-                if not gone:
+                none_left = bool(self.lost) and not self._pool.engines
+                if not none_left:
                     self.changed.wait(SLICE_SECONDS)
-            if gone:
+            if none_left:
                 if self.bring_back is None:
-                    raise EngineError(problem for error in gone.values() for problem in error.problems)
-                self.bring_back(gone)
+                    raise EngineError(problem for error in self.lost.values() for problem in error.problems)
+                self.bring_back()
             self._runtime.watch.check()
 
     @contextmanager
@@ -245,19 +283,7 @@ class Rollouts:
     def close(self) -> None:
         """Ends the engines and the servers that they started: in up to 30 s, or 5 s for engines that still start."""
         self._stop_collecting()
-        _, starting = ray.wait(list(self._starting.values()), num_returns=len(self._starting), timeout=0)
-        self._end([name for name, start in self._starting.items() if start in starting and name in self.actors])
-        self._end(list(self.actors), END_SECONDS)
-
-    def _end(self, engines: Sequence[str], patience_seconds: float = CLOSE_SECONDS) -> None:
-        """Asks these engines to close, and kills them."""
-        ended = [self.actors.pop(name) for name in engines]
-        ended += [actor for name in engines for actor in self._other_nodes.pop(name)]
-        if not ended:
-            return
-        ray.wait([actor.close.remote() for actor in ended], num_returns=len(ended), timeout=patience_seconds)
-        for actor in ended:
-            ray.kill(actor)
+        self._engines.close()
 
     @property
     def _training(self) -> tuple[int, SamplingParams]:
@@ -303,6 +329,7 @@ class Rollouts:
 
     def _collect_once(self) -> None:
         with self.changed:
+            self._look_at_restarts()
             asked = list(self._asked)
         if not asked:
             time.sleep(SLICE_SECONDS)
@@ -356,14 +383,14 @@ class Rollouts:
 
     def _ask(self, engine: str) -> None:
         self._heard[engine] = time.monotonic()
-        answer, so_far = self.actors[engine].finished.remote(ANSWER_SECONDS)
+        answer, so_far = self._engines.by_name[engine].finished.remote(ANSWER_SECONDS)
         self._asked[answer], self._next_so_far[answer] = engine, so_far
 
     def _hand_out(self) -> None:
         self._count_idle()
         now = time.monotonic()
         for engine, requests in self._pool.hand_out().items():
-            self.actors[engine].begin.remote(requests)
+            self._engines.by_name[engine].begin.remote(requests)
             self._handed |= dict.fromkeys(requests, now)
 
     def _lose_silent(self) -> None:
@@ -386,11 +413,28 @@ class Rollouts:
         return bool(asked and ray.wait(asked, timeout=0)[0])
 
     def _lose(self, engine: str, error: MegagrpoError) -> None:
-        self.lost[engine] = error
-        self._leave(engine)
-        self.say(f"{error.problems[0].where}: {error.problems[0].given}; {len(self._pool.engines)} engines are left")
-        self._hand_out()
-        self.changed.notify_all()
+        self.lose(engine, self._engines.by_name[engine], error)
+
+    def _look_at_restarts(self) -> None:
+        """Engines that have started again wait for weights."""
+        may_start = self._awaited or not self._runtime.shares_gpus
+        for engine, error in self._engines.look(may_start=may_start).items():
+            if error is None:
+                self._started.add(engine)
+                self.say(f"{engine} has started again: the next weight sync brings it up to date")
+            else:
+                self.lost[engine] = EngineError([*self.lost[engine].problems[:1], *error.problems])
+                self._retry_at[engine] = time.monotonic() + RETRY_SECONDS
+                first = error.problems[0]
+                self.say(f"{engine} could not start: {first.where}: {first.given} ({self._left()})")
+            self.changed.notify_all()
+
+    def _start_lost_again(self) -> None:
+        for engine in self.lost:
+            waits = engine in self._started or engine in self._engines.restarts
+            if not waits and time.monotonic() > self._retry_at.get(engine, 0.0):
+                self.say(f"restarting {engine}: it could not start before")
+                self._engines.restart(engine)
 
     def _leave(self, engine: str) -> None:
         self._asked = {ref: other for ref, other in self._asked.items() if other != engine}
@@ -411,42 +455,29 @@ class Rollouts:
         if self._collecting.is_alive():
             self._collecting.join(CLOSE_SECONDS)
 
-    # --- actors -------------------------------------------------------------------------------------------------------
+    # --- which engines there are --------------------------------------------------------------------------------------
 
-    def _start(self, engines: Iterable[str]) -> dict[str, ray.ObjectRef[None]]:
-        starting = {}
-        for name in engines:
-            index = self._index[name]
-            self.actors[name] = self._runtime.start_engine(EngineActor, index)
-            nodes = range(1, self._runtime.devices.engine_nodes)
-            others = [self._runtime.start_engine(EngineNodeActor, index, node) for node in nodes]
-            for node, other in zip(nodes, others, strict=True):
-                other.prepare.remote(self._spec(index, node))
-            self._other_nodes[name] = others
-            starting[name] = self.actors[name].start.remote(self._spec(index), others)
-        return starting
+    def _up(self) -> dict[str, Any]:
+        """Actors of the engines that sample, or wait for weights."""
+        up = [name for name in self._engines.names if name in self._pool.engines or name in self._started]
+        return {name: self._engines.by_name[name] for name in up}
 
-    def _spec(self, index: int, node: int = 0) -> EngineSpec:
-        model, tokenizer = self._directories
-        on_nodes = self._runtime.places_of_engine_by_node(index)
-        return EngineSpec(
-            recipe=self._recipe,
-            index=index,
-            model_directory=str(model),
-            tokenizer_directory=str(tokenizer),
-            device=self._runtime.device,
-            gpus=visible_gpus(on_nodes[node] if on_nodes else (), self._runtime.places),
-            api_key=os.environ.get(self._recipe.rollout.api_key_variable or ""),
-        )
+    def _left(self) -> str:
+        return f"{self.serving} of {len(self._engines.names)} engines sample"
 
-    def _on_all(self, doing: str, method: Callable[[Any], Any], without: Collection[str] = ()) -> dict[str, Any]:
-        return wait_for(
-            {name: method(actor) for name, actor in self.actors.items() if name not in without},
-            doing=doing,
-            timeout_seconds=self._recipe.cluster.start_timeout_seconds,
-            error=EngineError,
-            watch=self._runtime.watch,
-        )
+    def _require_collecting(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        require_alive(self._collecting)
+
+    def _require_patience(self) -> None:
+        """Raises EngineError, saying why each was lost, if no engine has sampled for too long."""
+        limit = self._recipe.rollout.no_engine_timeout_seconds
+        if self._none_since is not None and time.monotonic() > self._none_since + limit:
+            given, needed = f"none for {limit:g} s", "one that starts and gets verified weights"
+            fix = "look at the engines' logs for the first error; rollout.no_engine_timeout_seconds is the longest wait"
+            problems = [problem for error in self.lost.values() for problem in error.problems]
+            raise EngineError([Problem("rollout: no engine is left", given, needed, fix), *problems])
 
 
 def read_so_far(found: Iterable[ray.ObjectRef[SoFar]], requests: Mapping[int, Request]) -> dict[int, Sample]:

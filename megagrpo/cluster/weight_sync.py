@@ -73,33 +73,36 @@ class WeightSync:
             name: actor.connect.remote(self._shared_plan, source, self._channel, prepared)
             for source, (name, actor) in enumerate(policy.actors.items())
         }
+        self._connected: dict[str, Any] = {}
+        """Actors of the engines whose receiving ends are open."""
         with ExitStack() as undoing:
             undoing.callback(self.close)  # for the ranks that did connect
-            self._wait(connecting | self._connect(rollouts.actors), "planning weight sync")
+            self._wait(connecting, "planning weight sync")
             undoing.pop_all()
         rollouts.bring_back, rollouts.say = self.bring_back, say
 
     def sync(self, version: int) -> None:
         """Brings every engine to the policy's weights and calls them `version`.
 
-        An engine that fails, or has failed since the last sync, is restarted and brought up to date, `weights.attempts`
-        times. No engine generates before its update is committed. All parts in train.offload but the parameters are
-        moved to host memory and stay there: engines on the same devices take their weights back before the cache.
-        Raises RankError if a training rank fails; WeightSyncError, naming tensors, buckets and engines, if an engine
-        cannot be brought to this version.
+        An engine that fails is started again beside the others, and gets weights in a later sync; so do engines that
+        have started again since the last sync. No engine samples before its update is committed. If all fail, the sync
+        waits for the first that has started again, `weights.attempts` times.
+        All parts in train.offload but the parameters are moved to host memory and stay there: engines on the same
+        devices take their weights back before the cache.
+        Raises RankError if a training rank fails; WeightSyncError, naming tensors, buckets and engines, if no engine
+        can be brought to this version; EngineError if no engine starts.
         """
         self._policy.release(keep=["parameters"])
         with self._policy.needed(["parameters"]):
-            self._bring(version, list(self._rollouts.actors), lost=list(self._rollouts.lost))
+            self._bring(version)
         self.version = version
         if self.transport is TransportName.DISK:
             remove_older(sync_directory(self._recipe), version)
 
-    def bring_back(self, failed: Mapping[str, MegagrpoError]) -> None:
-        """Restarts engines that failed while generating, and brings them to the version that the others hold."""
-        engines = list(failed)
+    def bring_back(self) -> None:
+        """Brings an engine that has started again to the version that all engines had. Raises as `sync` does."""
         with self._policy.needed(["parameters"]):
-            self._bring(self.version, engines, lost=engines)
+            self._bring(self.version)
 
     def give_up(self) -> None:
         """Releases the training ranks from a sync whose result is not needed any more."""
@@ -125,36 +128,46 @@ class WeightSync:
         if self.transport is TransportName.DISK:
             remove_all(sync_directory(self._recipe))
 
-    def _bring(self, version: int, engines: list[str], lost: Sequence[str] = ()) -> None:
-        """Brings these engines to `version`, and restarts those in `lost` first."""
-        wanted, asked_before = engines, False
-        for left in range(self._recipe.weights.attempts, -1, -1):
-            try:
-                self._restart(lost)
-            except (EngineError, WeightSyncError) as error:
-                failed: dict[str, MegagrpoError] = dict.fromkeys(lost, error)
-            else:
-                failed, to_blame = self._attempt(version, engines)
-                engines = list(failed)
-                # An engine that answers may hold wrong bytes by chance: it is asked once more before it is restarted.
-                silent = [name for name in to_blame if not isinstance(failed[name], WeightSyncError)]
-                lost = to_blame if asked_before else silent
-                asked_before = True
-            if not failed:
-                self._rollouts.serve(wanted)
+    def _bring(self, version: int) -> None:
+        reasons: list[Problem] = []
+        for _ in range(self._recipe.weights.attempts + 1):
+            reasons = self._bring_those_up(version)
+            if not reasons:
                 return
-            reasons = [problem for error in failed.values() for problem in error.problems]
-            if not left:
-                raise WeightSyncError(reasons)
-            self._say(f"weight sync to version {version}: {reasons[0].where}: {reasons[0].given}; trying again")
+        raise WeightSyncError(reasons)
 
-    def _attempt(self, version: int, engines: Sequence[str]) -> tuple[dict[str, MegagrpoError], list[str]]:
+    def _bring_those_up(self, version: int) -> list[Problem]:
+        """Brings the engines that are up to `version`, and loses those that fail. If all do, why."""
+        engines, reasons = self._connect(self._rollouts.up())
+        asked_again: set[str] = set()
+        brought, without_blame = False, 0
+        while engines:
+            failed, to_blame = self._attempt(version, engines)
+            self._rollouts.serve({name: actor for name, actor in engines.items() if name not in failed})
+            brought |= len(failed) < len(engines)
+            reasons = [problem for error in failed.values() for problem in error.problems]
+            without_blame += bool(failed) and not to_blame
+            if without_blame > self._recipe.weights.attempts:
+                raise WeightSyncError(reasons)
+            # An engine that answers may hold wrong bytes by chance: it is asked once more before it is restarted.
+            wrong = {name for name in to_blame if isinstance(failed[name], WeightSyncError)}
+            for name in to_blame:
+                if name not in wrong - asked_again:
+                    self._rollouts.lose(name, engines[name], failed[name])
+                    del failed[name]
+            asked_again |= wrong
+            engines = {name: engines[name] for name in failed}
+            if engines:
+                self._say(f"weight sync to version {version}: {reasons[0].where}: {reasons[0].given}; trying again")
+        return [] if brought else reasons
+
+    def _attempt(self, version: int, engines: Mapping[str, Any]) -> tuple[dict[str, MegagrpoError], list[str]]:
         """One attempt. Returns the errors of the engines that are not at `version` afterwards, and those to blame."""
-        ranks, actors = self._policy.actors, self._rollouts.actors
+        ranks = self._policy.actors
         destinations = list(chain(*(self._destinations[name] for name in engines)))
         self._host.open(version, destinations)
         sending = {name: actor.send_weights.remote(version, destinations) for name, actor in ranks.items()}
-        updating = {name: actors[name].update.remote(version) for name in engines}
+        updating = {name: actor.update.remote(version) for name, actor in engines.items()}
         given_up: list[Problem] = []
 
         def give_up(reason: str) -> None:
@@ -183,12 +196,12 @@ class WeightSync:
         expected = expected_digests(done[name] for name in ranks)
         verified = []
         for name in engines:
-            if problems := self._digest_problems(name, expected, done[name], destinations):
+            if problems := self._digest_problems(name, engines[name], expected, done[name], destinations):
                 failed[name] = WeightSyncError(problems)
             else:
                 verified.append(name)
         _, uncommitted = settle(
-            {name: actors[name].commit_update.remote(version) for name in verified},
+            {name: engines[name].commit_update.remote(version) for name in verified},
             doing=f"weight sync: commit of version {version}",
             timeout_seconds=self._recipe.weights.timeout_seconds,
             error=EngineError,
@@ -201,6 +214,7 @@ class WeightSync:
     def _digest_problems(
         self,
         engine: str,
+        actor: Any,
         expected: Mapping[int, Mapping[str, int]],
         arrived: Sequence[Mapping[str, int]],
         active: Sequence[int],
@@ -215,13 +229,13 @@ class WeightSync:
             problems += digest_problems(self.plan.destinations[destination].holder, wanted, held)
             differing = sorted(name for name in wanted.keys() & held.keys() if wanted[name] != held[name])
             if differing:
-                problems += self._bucket_problems(engine, differing[0], active)
+                problems += self._bucket_problems(engine, actor, differing[0], active)
         return problems
 
-    def _bucket_problems(self, engine: str, tensor: str, active: Sequence[int]) -> list[Problem]:
+    def _bucket_problems(self, engine: str, actor: Any, tensor: str, active: Sequence[int]) -> list[Problem]:
         ranks = self._policy.actors
         asked = {name: actor.bucket_digests.remote(tensor, active) for name, actor in ranks.items()}
-        asked[engine] = self._rollouts.actors[engine].bucket_digests.remote(tensor, active)
+        asked[engine] = actor.bucket_digests.remote(tensor, active)
         answers, failed = settle(
             asked,
             doing=f"looking for the bucket of {tensor}",
@@ -238,20 +252,31 @@ class WeightSync:
             for problem in bucket_problems(tensor, sent | of_rank["sent"], of_rank["arrived"])
         ]
 
-    def _restart(self, engines: Sequence[str]) -> None:
-        if not engines:
-            return
-        self._say(f"restarting {', '.join(engines)}")
-        # No process in the last sync may have noticed that they ended; connections to them must be made anew.
-        self._host.abort([Problem(f"{', '.join(engines)}: restarted")])
-        self._rollouts.restart(engines)
-        self._wait(self._connect(engines), "reconnecting")
-
-    def _connect(self, engines: Iterable[str]) -> dict[str, ray.ObjectRef[None]]:
-        return {
-            name: self._rollouts.actors[name].connect.remote(self._shared_plan, self._destinations[name], self._channel)
-            for name in engines
-        }
+    def _connect(self, engines: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+        """Opens the receiving ends of engines that have started since the last sync. Those that are left, and why the
+        others are lost. Raises an error that every start would meet again."""
+        new = {name: actor for name, actor in engines.items() if self._connected.get(name) is not actor}
+        if new and self._connected:
+            # No process in the last sync may have noticed that they ended; connections to them must be made anew.
+            self._host.abort([Problem(f"{', '.join(new)}: restarted")])
+        _, failed = settle(
+            {
+                name: actor.connect.remote(self._shared_plan, self._destinations[name], self._channel)
+                for name, actor in new.items()
+            },
+            doing="connecting",
+            timeout_seconds=self._recipe.weights.timeout_seconds + GRACE_SECONDS,
+            error=EngineError,
+            watch=self._policy.watch,
+            grace_seconds=GRACE_SECONDS,
+        )
+        for name, error in failed.items():
+            if not isinstance(error, EngineError):
+                raise error
+            self._rollouts.lose(name, engines[name], error)
+        up = {name: actor for name, actor in engines.items() if name not in failed}
+        self._connected |= up
+        return up, [problem for error in failed.values() for problem in error.problems]
 
     def _wait(self, results: Mapping[str, ray.ObjectRef[Any]], doing: str) -> dict[str, Any]:
         return wait_for(

@@ -57,6 +57,7 @@ METRICS = (
     Metric("cut/bias", "share", "By how much what is trained is shorter, in the mean, than what began; at least."),
     Metric("trainer/idle_seconds", "s", "What the training ranks waited for samples and their scores."),
     Metric("trainer/idle_share", "share", "The same as a share of seconds/step."),
+    Metric("engines/serving", "engines", "Engines that sample after the step's weight sync."),
     Metric(
         "engines/idle_seconds",
         "s",

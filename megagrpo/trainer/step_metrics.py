@@ -34,6 +34,7 @@ def step_metrics(
     metrics = rollout_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
     if isinstance(run, Run):
         idle, seconds = run.rollouts.idle()
+        metrics["engines/serving"] = float(run.rollouts.serving)
         metrics |= {"engines/idle_seconds": idle, "engines/idle_share": idle / seconds if seconds else 0.0}
         if run.recipe.data.no_resampling_pass_rate is not None:
             metrics["prompts/set_aside"] = float(run.cursor.set_aside_count)

@@ -121,7 +121,6 @@ def start_training(
         if run.sampling:
             run.sampling.drop()
         of_ranks.close()
-        run.rollouts.restart(list(run.rollouts.lost))
         run.rollouts.release_memory()  # ranks that start take the memory that is free
         policy = start_policy(saved)
         weights = bring_weights(policy, run.rollouts, saved)

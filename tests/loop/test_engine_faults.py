@@ -16,7 +16,7 @@ from megagrpo.cluster import runtime, weight_sync
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
-from megagrpo.errors import WeightSyncError
+from megagrpo.errors import EngineError, Problem, WeightSyncError
 from megagrpo.recipe.schema import Recipe
 from megagrpo.types import Prompt
 from tests.loop import small_run
@@ -46,7 +46,11 @@ class Cluster:
 
     def in_engine(self, engine: str, function: Callable[[Any], Any]) -> Any:
         """Calls `function(actor)` in the engine's own process."""
-        return ray.get(self.rollouts.actors[engine].__ray_call__.remote(function), timeout=SYNC_SECONDS)
+        return ray.get(self.rollouts.up()[engine].__ray_call__.remote(function), timeout=SYNC_SECONDS)
+
+    def wait_for_both(self) -> None:
+        """Until both engines sample, or have started again."""
+        small_run.wait_until(lambda: len(self.rollouts.up()) == 2, "both engines", SYNC_SECONDS)
 
     def versions(self) -> set[int]:
         """Weight versions of the tokens that the engines sample now. Each prompt goes to one engine."""
@@ -112,13 +116,14 @@ def stop_sampling_after(steps: int) -> Callable[[Any], None]:
 
 
 def restarted(cluster: Cluster) -> list[str]:
-    return [line for line in cluster.said if line.startswith("restarting")]
+    """Engines that were started again, and why."""
+    return [line.removeprefix("restarting ") for line in cluster.said if line.startswith("restarting ")]
 
 
 @pytest.mark.parametrize(
-    ("version", "fault", "sync_seconds"), [(2, die, SYNC_SECONDS), (3, be_silent, PATIENCE_SECONDS / 2)]
+    ("version", "fault", "sync_seconds"), [(2, die, SYNC_SECONDS), (5, be_silent, PATIENCE_SECONDS / 2)]
 )
-def test_an_engine_that_dies_or_stays_silent_in_a_sync_is_restarted_and_brought_to_the_same_version(
+def test_an_engine_that_dies_or_stays_silent_in_a_sync_is_left_out_until_it_has_started_again(
     cluster: Cluster, version: int, fault: Callable[[Any], None], sync_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = cluster.recipe.weights.model_copy(update={"timeout_seconds": sync_seconds})
@@ -129,29 +134,50 @@ def test_an_engine_that_dies_or_stays_silent_in_a_sync_is_restarted_and_brought_
     cluster.said.clear()
     cluster.in_engine("engine 1", after("receive", fault))
     cluster.weights.sync(version)
-    assert restarted(cluster) == ["restarting engine 1"]
+    (why,) = restarted(cluster)
+    assert why.startswith("engine 1: ")
+    assert why.endswith("(1 of 2 engines sample)")
+    assert cluster.rollouts.serving == 1, "the sync has waited for the start"
     assert cluster.versions() == {version}
+    cluster.wait_for_both()
+    cluster.weights.sync(version + 1)
+    assert cluster.rollouts.serving == 2
+    assert cluster.versions() == {version + 1}
+    assert len(restarted(cluster)) == 1
 
 
 def test_wrong_bytes_are_named_by_tensor_and_bucket_and_replaced_by_another_sync(cluster: Cluster) -> None:
     cluster.said.clear()
-    cluster.weights.sync(4)
+    cluster.weights.sync(7)
     cluster.in_engine("engine 0", after("receive", flip_a_bit))
-    cluster.weights.sync(5)
+    cluster.weights.sync(8)
     (said,) = cluster.said  # an engine that answers is asked again, not restarted
     assert "model.layers.1.mlp.up_proj.weight on engine 0 rank 0" in said
-    assert cluster.versions() == {5}
+    assert cluster.versions() == {8}
 
 
-def test_requests_of_an_engine_that_dies_go_to_the_others_and_the_next_sync_brings_it_back(cluster: Cluster) -> None:
-    cluster.weights.sync(6)
+def test_an_engine_whose_bytes_are_wrong_again_is_left_out(cluster: Cluster) -> None:
+    cluster.said.clear()
+    cluster.in_engine("engine 0", after("receive", flip_a_bit, times=2))
+    cluster.weights.sync(9)
+    (why,) = restarted(cluster)
+    assert "model.layers.1.mlp.up_proj.weight on engine 0 rank 0" in why
+    assert cluster.rollouts.serving == 1
+    assert cluster.versions() == {9}
+    cluster.wait_for_both()
+
+
+def test_requests_of_an_engine_that_dies_go_to_the_others_and_a_later_sync_brings_it_back(cluster: Cluster) -> None:
+    cluster.weights.sync(10)
     cluster.said.clear()
     cluster.in_engine("engine 0", after("begin", die))
-    assert cluster.versions() == {6}
+    assert cluster.versions() == {10}
     assert list(cluster.rollouts.lost) == ["engine 0"]
-    cluster.weights.sync(7)
-    assert restarted(cluster) == ["restarting engine 0"]
-    assert cluster.versions() == {7}
+    cluster.wait_for_both()
+    assert cluster.rollouts.serving == 1, "it has no verified weights yet"
+    cluster.weights.sync(11)
+    assert len(restarted(cluster)) == 1
+    assert cluster.versions() == {11}
     assert not cluster.rollouts.lost
 
 
@@ -161,7 +187,7 @@ def test_responses_of_a_lost_engine_go_on_elsewhere_with_the_tokens_that_they_ha
 ) -> None:
     rollouts = cluster.rollouts
     monkeypatch.setattr(cluster_rollouts, "ANSWER_SECONDS", 0.2)
-    cluster.weights.sync(7)
+    cluster.weights.sync(12)
     whole = [sample for group in rollouts.generate(PROMPTS, step=1) for sample in group.samples]
     cluster.in_engine("engine 0", stop_sampling_after(4))
     orders = [rollouts.order(prompt, 1, lambda order: None) for prompt in PROMPTS]
@@ -181,34 +207,68 @@ def test_responses_of_a_lost_engine_go_on_elsewhere_with_the_tokens_that_they_ha
     samples = [sample for order in orders for sample in order.there()]
     assert [sample.tokens.tolist() for sample in samples] == [one.tokens.tolist() for one in whole]
     assert [(sample.finish, sample.text) for sample in samples] == [(one.finish, one.text) for one in whole]
-    assert all((sample.versions == 7).all() for sample in samples)
+    assert all((sample.versions == 12).all() for sample in samples)
     for (order, index), before in known.items():
         assert order.continued
         after, count = order.samples[index], len(before.tokens)
         assert before.tokens.tolist() == after.tokens[:count].tolist()
         assert before.logprobs.tolist() == after.logprobs[:count].tolist()
+    cluster.wait_for_both()
 
 
-def test_a_run_whose_engines_have_all_died_brings_them_back_before_it_samples_on(cluster: Cluster) -> None:
-    cluster.weights.sync(8)
+def test_a_run_whose_engines_have_all_died_brings_one_back_before_it_samples_on(cluster: Cluster) -> None:
+    cluster.weights.sync(13)
     cluster.said.clear()
-    for engine in cluster.rollouts.actors:
+    for engine in cluster.rollouts.up():
         cluster.in_engine(engine, after("begin", die))
-    assert cluster.versions() == {8}
-    (line,) = restarted(cluster)
-    assert sorted(line.removeprefix("restarting ").split(", ")) == ["engine 0", "engine 1"]
-    assert any("died" in line for line in cluster.said)
+    assert cluster.versions() == {13}
+    assert sorted(why.partition(":")[0] for why in restarted(cluster)) == ["engine 0", "engine 1"]
+    assert all("died" in why for why in restarted(cluster))
+    cluster.wait_for_both()
 
 
-def test_wrong_bytes_that_come_again_stop_the_run_and_nothing_generates_with_them(
+def test_wrong_bytes_on_all_engines_again_and_again_stop_the_run_and_nothing_samples_with_them(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.weights.sync(9)
-    # The same process again, as if the machine's memory were at fault.
-    monkeypatch.setattr(cluster.rollouts, "restart", lambda engines: None)
-    cluster.in_engine("engine 1", after("receive", flip_a_bit, times=100))
-    with pytest.raises(WeightSyncError, match=r"up_proj.weight on engine 1 rank 0(.|\n)*bucket \d+ "):
-        cluster.weights.sync(10)
-    assert cluster.weights.version == 9
-    state = cluster.in_engine("engine 1", lambda actor: actor.engine._protocol.state.value)
-    assert state == "holding unverified weights"
+    cluster.weights.sync(14)
+    with monkeypatch.context() as same_processes:  # as if the machine's memory were at fault
+        same_processes.setattr(cluster.rollouts, "lose", lambda engine, actor, error: None)
+        for engine in cluster.rollouts.up():
+            cluster.in_engine(engine, after("receive", flip_a_bit, times=100))
+        with pytest.raises(WeightSyncError, match=r"up_proj.weight on engine 1 rank 0(.|\n)*bucket \d+ "):
+            cluster.weights.sync(15)
+    assert cluster.weights.version == 14
+    for engine in cluster.rollouts.up():
+        state = cluster.in_engine(engine, lambda actor: actor.engine._protocol.state.value)
+        assert state == "holding unverified weights"
+
+
+def test_a_run_goes_on_without_an_engine_that_cannot_start_and_ends_when_none_can(
+    cluster: Cluster, inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for engine, actor in cluster.rollouts.up().items():  # the engines of the test before
+        cluster.rollouts.lose(engine, actor, EngineError(Problem(engine, "its memory is at fault")))
+    cluster.wait_for_both()
+    cluster.weights.sync(16)
+    cluster.said.clear()
+    model, away = inputs / "model", inputs / "model away"
+    model.rename(away)
+    try:
+        cluster.in_engine("engine 0", after("begin", die))
+        assert cluster.versions() == {16}
+        small_run.wait_until(lambda: any("engine 0 could not start" in line for line in cluster.said), "a failed start")
+        monkeypatch.setattr(cluster_rollouts, "RETRY_SECONDS", 0.0)
+        cluster.rollouts._retry_at.clear()
+        cluster.weights.sync(17)
+        assert restarted(cluster)[-1] == "engine 0: it could not start before"
+        assert cluster.versions() == {17}
+
+        limit = cluster.recipe.rollout.model_copy(update={"no_engine_timeout_seconds": 1.0})
+        monkeypatch.setattr(cluster.rollouts, "_recipe", cluster.recipe.model_copy(update={"rollout": limit}))
+        cluster.in_engine("engine 1", after("begin", die))
+        with pytest.raises(EngineError, match="no engine is left") as raised:
+            cluster.versions()
+    finally:
+        away.rename(model)
+    why = [problem.where for problem in raised.value.problems[1:]]
+    assert {"rollout: engine 0 died", "rollout: engine 1 died"} <= set(why)

@@ -7,12 +7,14 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megagrpo.demo.model import make_tokenizer
+from megagrpo.errors import EXIT_STOPPED
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.answers import Answer, generate_body
 from megagrpo.rollout.sglang.server import Server
@@ -35,7 +37,7 @@ ELSEWHERE = [
     "weights.bucket_bytes=8192",
     "weights.transfer=process_group",
 ]
-ADAPTERS = ["train.lora={rank: 4, alpha: 8}", "train.optimizer.lr=1e-2"]
+ADAPTERS = ["train.lora={rank: 4, alpha: 8}"]
 KEY_VARIABLE = "KEY_OF_THE_SERVER"
 PROMPT = (3, 4, 5, 6)
 
@@ -158,23 +160,40 @@ def answered(log: str, path: str) -> int:
 def test_a_run_with_adapters_goes_on_when_a_server_is_killed_and_when_one_is_stopped(
     inputs: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:
-    recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
-    process = small_run.start(recipe, *ELSEWHERE, *ADAPTERS, "train.total_steps=6", environment=ray)
-    try:
-        for step, number in ((2, signal.SIGKILL), (4, signal.SIGSTOP)):
-            signal_a_scheduler_after_step(number, tmp_path / "small" / "metrics.jsonl", step)
-    except BaseException:
-        process.kill()
-        raise
-    printed = small_run.end(process)
-    assert printed.count("restarting engine") == 2
+    recipe, run = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path), tmp_path / "small"
+    process = small_run.start(recipe, *ELSEWHERE, *ADAPTERS, "train.total_steps=10000", environment=ray)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(small_run.end, process, EXIT_STOPPED)
+        try:
+            wait_for_engines(2, run)
+            for number in (signal.SIGKILL, signal.SIGSTOP):
+                signal_a_scheduler(number)
+                wait_for_engines(1, run)
+                wait_for_engines(2, run)
+            process.send_signal(signal.SIGTERM)
+        except BaseException:
+            process.kill()
+            raise
+        printed = ended.result()
+    assert printed.count("restarting engine") == printed.count("samples again, with verified weights") == 2
     assert "was stopped (SIGSTOP)" in printed
-    by_step = check_trained(tmp_path / "small", 6)
-    assert by_step[6]["kl/mean"] > 1e-5, "the adapters that the servers were sent are not those of the start"
+    last = max(small_run.metrics(run))
+    assert check_trained(run, last)[last]["kl/mean"] > 1e-5, "the servers' adapters are not those of the start"
 
 
-def signal_a_scheduler_after_step(number: int, metrics: Path, step: int) -> None:
-    small_run.wait_until(lambda: metrics.exists() and f'"step": {step}' in metrics.read_text(), f"step {step}")
+def wait_for_engines(count: int, run: Path) -> None:
+    """Until so many sample after a step."""
+
+    def sample() -> bool:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # a line that is being written
+            by_step = small_run.metrics(run)
+            return by_step[max(by_step)].get("engines/serving") == count
+        return False
+
+    small_run.wait_until(sample, f"{count} engines")
+
+
+def signal_a_scheduler(number: int) -> None:
     schedulers = []
     for child in psutil.Process().children(recursive=True):  # the Ray that the run joined is ours
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
-from megagrpo.cluster import rollouts, weight_sync
-from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.cluster import engine_actors, weight_sync
+from megagrpo.cluster.engine_actors import EngineActors
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.errors import WeightSyncError
 from megagrpo.recipe.schema.run import WeightsConfig
-from megagrpo.rollout.pool import Pool
 
 
 class Actors:
@@ -47,15 +45,14 @@ class Actors:
 
 def test_an_engine_that_is_still_starting_does_not_hold_up_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     actors = Actors(monkeypatch, "engine 0", "engine 1", ready=("start engine 0", "close engine 0"))
-    engines = object.__new__(Rollouts)
-    engines.actors = dict(actors.by_name)
+    engines = object.__new__(EngineActors)
+    engines.by_name = dict(actors.by_name)
     engines._other_nodes = {name: [] for name in actors.by_name}
-    engines._collecting, engines.changed, engines._pool = threading.Thread(), threading.Condition(), Pool(None)
-    engines._starting = {name: f"start {name}" for name in actors.by_name}  # type: ignore[misc]
+    engines.restarts, engines._starting = {}, {name: f"start {name}" for name in actors.by_name}  # type: ignore[misc]
     engines.close()
     assert sorted(actors.asked) == ["close engine 0", "close engine 1"]
     assert sorted(actors.killed) == ["engine 0", "engine 1"]
-    assert actors.waited <= rollouts.CLOSE_SECONDS
+    assert actors.waited <= engine_actors.CLOSE_SECONDS
     engines.close()
     assert len(actors.asked) == len(actors.killed) == 2, "engines that are gone are not asked again"
 
@@ -74,7 +71,7 @@ def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyP
 
     closed: list[WeightSync] = []
     engines: Any = SimpleNamespace(
-        actors={}, external=False, places=tuple, visible_gpus=list, manifests=lambda: {"engine 0": []}, bring_back=None
+        external=False, places=tuple, visible_gpus=list, manifests=lambda: {"engine 0": []}, bring_back=None
     )
     ranks: Any = SimpleNamespace(actors={}, places=tuple, manifests=list)
     recipe: Any = SimpleNamespace(weights=WeightsConfig(), rollout=SimpleNamespace(urls=[]))

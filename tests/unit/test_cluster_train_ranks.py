@@ -63,9 +63,8 @@ class Sync(WeightSync):
         self.transport = TransportName.SHARED_MEMORY
         self._device = policy.device
         self.brought: list[int] = []
-        run.rollouts.actors, run.rollouts.lost = {"engine 0": SimpleNamespace()}, {}
 
-    def _bring(self, version: int, engines: list[str], lost: Any = ()) -> None:
+    def _bring(self, version: int) -> None:
         assert "parameters" in self._device.policy
         self._device.engine |= {"weights"}
         self.brought.append(version)

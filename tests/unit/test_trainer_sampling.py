@@ -49,6 +49,7 @@ class Engines:
         self._read: dict[tuple[Order, int], tuple[int, int]] = {}
         """Version that samples a request, and how many of its tokens it has read."""
         self.changed = threading.Condition()
+        self.serving = 1
         self.orders: list[Order] = []
 
     def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None] = lambda order: None) -> Order:

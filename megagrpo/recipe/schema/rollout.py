@@ -135,6 +135,9 @@ class RolloutConfig(Section):
     """Longest wait for all responses of a step, and for those of an evaluation. What an SGLang server still samples
     then is returned as it is. An engine that has not answered a minute after that is taken to have failed."""
 
+    no_engine_timeout_seconds: Seconds = 1800.0
+    """Longest time that a run waits for an engine once all have failed and none has started again."""
+
     quantization: Literal["fp8"] | None = None
     """fp8: SGLang servers hold linear layers and experts in float8, in blocks of 128 x 128 with a scale each, and
     multiply in float8. Each sync quantises the trainer's bfloat16 weights. For Hopper and Ada GPUs. Half the memory and

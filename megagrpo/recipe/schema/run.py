@@ -59,7 +59,8 @@ class WeightsConfig(Section):
     """Longest time of one attempt at a sync, and of any wait in it."""
 
     attempts: PositiveInt = 2
-    """How often an engine may be restarted and brought up to date in one sync before the run stops."""
+    """How often engines may be restarted and brought up to date in one sync that has failed on all of them, before the
+    run stops."""
 
     def transfer_to(self, *, external: bool) -> str:
         """`transfer`; where it is auto, files for engines that are external servers."""
