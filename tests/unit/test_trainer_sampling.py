@@ -115,6 +115,12 @@ class Engines:
         prompt = int(sample.prompt_id[1:].partition("+")[0])
         return sample.index == 3 and prompt % 3 == 0 and len(sample.tokens) >= 4
 
+    def withdraw(self, orders: Sequence[Order]) -> None:
+        self.orders = [order for order in self.orders if order not in orders]
+
+    def so_far(self) -> Callable[[], dict[tuple[Order, int], Sample]]:
+        return dict  # each request has what was sampled of it
+
     def held(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -123,6 +129,57 @@ class Engines:
 
     def idle(self) -> tuple[float, float]:
         return 0.0, 1.0
+
+
+def sample_of(request: Request) -> Sample:
+    none = np.zeros(0, np.int32)
+    return Sample(request.prompt_id, request.index, none, none.astype(np.float32), none, "stop", "")
+
+
+def test_over_sampling_throws_away_what_is_late_and_says_what_that_does_to_lengths() -> None:
+    """Also what is complete, and what is being scored, when the step has its groups."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slowly(groups: Sequence[Group]) -> list[Group]:
+        entered.set()
+        assert go_on.wait(60)
+        return quickly(groups)
+
+    recipe = recipe_with("schedule={kind: sync, oversample: 3}", "rollout.response_tokens_max=24")
+    per_step, samples = recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt
+    biases, seen = [], set()
+    with in_background(recipe) as run:
+        quickly = run.scorer.score
+        for step in range(1, STEPS + 1):
+            run.sampling.go_on()
+            taken = run.sampling.take(then_pause=True)
+            late = list(run.rollouts.orders)
+            run.sampling.pause()
+            if late:
+                for request in late[0].requests:
+                    late[0].samples[request.index] = after_begun(request, sample_of(request))
+                run.scorer.score = slowly
+                late[0].on_complete(late[0])
+                assert entered.wait(60)
+            cut = run.sampling.cut(taken)
+            for order in late:
+                order.on_complete(order)
+            run.scorer.score = quickly
+            go_on.set()
+            lengths = [len(sample.tokens) for group in cut.groups for sample in group.samples]
+            assert len(cut.groups) == per_step
+            assert cut.metrics["cut/samples"] == 3 * samples
+            assert cut.metrics["cut/trained_tokens_mean"] == pytest.approx(np.mean(lengths))
+            biases.append(cut.metrics["cut/bias"])
+            ids = {group.prompt.id for group in cut.groups}
+            assert not ids & seen
+            seen |= ids
+            assert not run.sampling.pending().numbers
+            run.rollouts.version = step
+            run.sampling.advance(step)
+    assert max(biases) > 0.0
+    with in_background(recipe_with(*ASYNC)) as run:
+        assert not [name for taken in trained(run) for name in taken.metrics if name.startswith("cut/")]
 
 
 def odd(group: Group) -> bool:
