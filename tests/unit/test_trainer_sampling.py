@@ -118,9 +118,6 @@ class Engines:
     def withdraw(self, orders: Sequence[Order]) -> None:
         self.orders = [order for order in self.orders if order not in orders]
 
-    def so_far(self) -> Callable[[], dict[tuple[Order, int], Sample]]:
-        return dict  # each request has what was sampled of it
-
     def held(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -145,12 +142,12 @@ def test_over_sampling_throws_away_what_is_late_and_says_what_that_does_to_lengt
         assert go_on.wait(60)
         return quickly(groups)
 
-    recipe = recipe_with("schedule={kind: sync, oversample: 3}", "rollout.response_tokens_max=24")
+    recipe = recipe_with("schedule={kind: sync, oversample: 6}", "rollout.response_tokens_max=24")
     per_step, samples = recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt
     biases, seen = [], set()
     with in_background(recipe) as run:
         quickly = run.scorer.score
-        for step in range(1, STEPS + 1):
+        for step in range(1, STEPS):
             run.sampling.go_on()
             taken = run.sampling.take(then_pause=True)
             late = list(run.rollouts.orders)
@@ -168,7 +165,7 @@ def test_over_sampling_throws_away_what_is_late_and_says_what_that_does_to_lengt
             go_on.set()
             lengths = [len(sample.tokens) for group in cut.groups for sample in group.samples]
             assert len(cut.groups) == per_step
-            assert cut.metrics["cut/samples"] == 3 * samples
+            assert cut.metrics["cut/samples"] == 6 * samples
             assert cut.metrics["cut/trained_tokens_mean"] == pytest.approx(np.mean(lengths))
             biases.append(cut.metrics["cut/bias"])
             ids = {group.prompt.id for group in cut.groups}
