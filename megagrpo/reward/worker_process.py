@@ -41,6 +41,7 @@ def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes the keeper's child
+    prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)  # one that was stopped sees that the driver has ended
     output, printed = os.pipe()
     worker = os.fork()
     if worker == 0:

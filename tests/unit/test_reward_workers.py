@@ -2,6 +2,9 @@
 
 import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -167,3 +170,27 @@ def test_no_process_of_a_closed_scorer_is_left(make_scorer: Callable[..., Scorer
     began = time.monotonic()
     scorer.close()
     assert all(not os.path.exists(f"/proc/{pid}") for pid in pids), time.monotonic() - began
+
+
+DRIVER = """
+import sys, time
+from megagrpo.reward.functions import FunctionSpec
+from megagrpo.reward.workers import Limits, WorkerPool
+
+pool = WorkerPool([FunctionSpec("mine", sys.argv[1], 1.0, {}, "test")], workers=1, limits=Limits(300.0, 1 << 32))
+pool.start()
+print(pool.workers()[0].process.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_keeper_that_was_stopped_ends_when_the_driver_is_killed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MISBEHAVES)
+    command = [sys.executable, "-c", DRIVER, f"{file}:misbehaves"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout
+        keeper = int(driver.stdout.readline())
+        os.kill(keeper, signal.SIGSTOP)
+        driver.kill()
+    assert ends(keeper)
