@@ -111,6 +111,9 @@ def unwise(
     what the recipe's schedule comes to, if that is not sync."""
     if case.device == "cuda":
         yield from _unwise_nodes(case)
+        if case.recipe.deterministic:
+            given, needed = "on GPUs: kernels are slower than this plan's", "a run that must repeat bit for bit"
+            yield Problem("deterministic", given, needed, "remove it where runs need not repeat")
     yield from _unwise_layout(case, time)
     yield from _unwise_training(case, held)
     if isinstance(case.recipe, Recipe):

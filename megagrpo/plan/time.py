@@ -134,7 +134,8 @@ class Sampling:
         given = case.architecture, rollout.layout, case.speeds, case.assumptions, case.item_bytes
         engine = EngineSpeed(*given, quantized=rollout.quantization is not None)
         blocks = len(set(devices)) if devices[0] else rollout.engines
-        at_once = float(rollout.requests_at_once * math.ceil(rollout.engines / blocks))
+        each = 1 if rollout.engine == "transformers" and recipe.deterministic else rollout.requests_at_once
+        at_once = float(each * math.ceil(rollout.engines / blocks))
         if rollout.engine == "sglang" and case.device == "cuda":
             # Responses whose keys and values fit. They end before they are longest: at their mean length.
             at_once = min(at_once, max(1.0, engine_memory(case).cache_tokens / case.lengths.sequence))

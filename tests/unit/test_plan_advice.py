@@ -61,6 +61,7 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"rollout.timeout_seconds": 30.0}, "rollout.timeout_seconds", {"rollout.timeout_seconds": 3600.0}),
     ({"checkpoint": {"every_steps": 500}}, "checkpoint.every_steps", {"checkpoint": {"every_steps": 20}}),
     ({"train.optimizer": {"lr": 1e-3}}, "train.optimizer.lr", {"train.optimizer": {"lr": 1e-6}}),
+    ({"deterministic": True}, "deterministic", {"deterministic": False}),
     ({"cluster.gpu": "L40S"}, "train.layout.tensor", {"cluster.gpu": "H100"}),
     ({"train.layout": {"tensor": 8, "pipeline": 8, "data": 2}, "rollout.prompts_per_step": 2}, "train.layout.pipeline",
      {"train.layout": {"tensor": 8, "pipeline": 2, "data": 8}, "rollout.prompts_per_step": 256}),
