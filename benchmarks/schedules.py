@@ -1,8 +1,16 @@
-"""Samples a second and idle shares of sync, carry-over, one_step_off and async schedules.
+"""Samples a second, idle shares and held-out score of sync, carry-over, one_step_off and async schedules.
 
+    make sglang-cpu warm-start
+    python benchmarks/schedules.py                # real runs with two SGLang servers on this machine's CPUs: minutes
     python benchmarks/schedules.py --simulate     # 8 to 1,024 engines, one core, no GPU: minutes
 
-Phases have the seconds that `megagrpo plan` predicts; a run is simulated response by response (plan/schedules.py).
+Real runs: the demo's model and sums, taught to pad its answers so that lengths are long-tailed
+(long_tailed_model.py). All runs train as many samples, from the same model, with the same settings. Their time is that
+from the evaluation of the start, when nothing has been sampled, to the last step's evaluation, when nothing is left.
+Rounds are repetitions in turn.
+
+The simulator: phases have the seconds that `megagrpo plan` predicts; a run is simulated response by response
+(plan/schedules.py).
 The workload is that of verl's fully asynchronous benchmark on 128 H800s, with H100s: a 7B model (here Qwen3-8B), 16
 responses for each of 512 prompts, up to 28,672 tokens, 64 engines of one GPU; other clusters have as many responses
 for each engine. verl tells no lengths. Their mean is 0.19 of the longest here, as in one of three workloads of Seer
@@ -13,6 +21,15 @@ docs/plan.md (response_spread); the second table varies both.
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from long_tailed_model import ADDER, ROOT, make_long_tailed_adder
 
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import Plan, plan_of
@@ -21,6 +38,106 @@ from megagrpo.plan.show.schedules import HEADS, figures
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.schedule import AsyncConfig, ScheduleConfig, SyncConfig
 from megagrpo.weights.families import read_architecture
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+
+SCHEDULES = {
+    "sync": "{kind: sync}",
+    "sync, carry_over 8": "{kind: sync, carry_over: 8, max_staleness: 2}",
+    "one_step_off": "{kind: one_step_off}",
+    "async, max_staleness 2": "{kind: async, max_staleness: 2}",
+}
+PROMPTS, GROUP, EVALUATIONS = 16, 8, 4
+MEDIAN, DEVIATION, MOST_LETTERS = 8.0, 1.2, 256
+ANSWER_TOKENS = 10
+"""An evaluation needs the answer alone, not the letters behind it."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """metrics.jsonl of a run."""
+
+    lines: list[dict[str, float]]
+
+    @property
+    def seconds(self) -> float:
+        return self.lines[-1]["time"] - self.lines[0]["time"]
+
+    def total(self, name: str) -> float:
+        return sum(line.get(name, 0.0) for line in self.lines[1:])
+
+    @property
+    def trainer_idle(self) -> float:
+        return self.total("trainer/idle_seconds") / self.total("seconds/step")
+
+    @property
+    def engines_idle(self) -> float:
+        known = [line for line in self.lines[1:] if line["engines/idle_share"]]
+        return self.total("engines/idle_seconds") / sum(
+            line["engines/idle_seconds"] / line["engines/idle_share"] for line in known
+        )
+
+    @property
+    def scores(self) -> list[tuple[float, float]]:
+        """(seconds from the start, held-out score) of each evaluation."""
+        began = self.lines[0]["time"]
+        return [(line["time"] - began, line["eval/mean@1"]) for line in self.lines if "eval/mean@1" in line]
+
+
+def trained(schedule: str, model: Path, given: argparse.Namespace) -> Entries:
+    with tempfile.TemporaryDirectory() as directory:
+        settings = [
+            "name=run",
+            f"track={{directory: {directory}, mlflow: null, console: off}}",
+            f"model.path={model}",
+            f"data.train=[{{path: {ADDER / 'train.parquet'}}}]",
+            f"schedule={SCHEDULES[schedule]}",
+            "cluster.placement=disaggregated",
+            "rollout.engines=2",
+            f"rollout.prompts_per_step={PROMPTS}",
+            f"rollout.samples_per_prompt={GROUP}",
+            f"rollout.requests_at_once={given.slots}",
+            f"rollout.response_tokens_max={MOST_LETTERS}",
+            "train.layout={tensor: 1}",
+            f"train.total_steps={given.steps}",
+            "train.tokens_per_microbatch=4608",
+            f"train.optimizer={{lr: {given.lr}, schedule: linear, warmup_steps: 2}}",
+            "algorithm.kl.coefficient=0",
+            f"algorithm.epochs={given.epochs}",
+            "algorithm.rollout_logprobs_as_old=true",  # ratios to what sampled: samples may be stale
+            f"eval={{files: [{{path: {ADDER / 'test.parquet'}}}], response_tokens_max: {ANSWER_TOKENS}, "
+            f"every_steps: {-(-given.steps // EVALUATIONS)}, before_training: true}}",
+            f"checkpoint={{every_steps: {given.steps}, export_hugging_face: false}}",
+        ]
+        recipe = ROOT / "yaml_recipes" / "adder_sglang_cpu.yaml"
+        subprocess.run([sys.executable, "-m", "megagrpo.cli", "train", str(recipe), *settings], check=True, cwd=ROOT)
+        lines = (Path(directory) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return Entries([json.loads(line) for line in lines])
+
+
+def measured(given: argparse.Namespace) -> None:
+    model = make_long_tailed_adder(ROOT / "runs" / "long_tailed_adder", MEDIAN, DEVIATION, MOST_LETTERS)
+    rounds = [{schedule: trained(schedule, model, given) for schedule in given.schedules} for _ in range(given.rounds)]
+    heads("schedule", "s/step", "samples/s", "x sync", "trainer idle", "engines idle", "staleness", "held-out (at s)")
+    for schedule in given.schedules:
+        runs = [of[schedule] for of in rounds]
+        first = [of[given.schedules[0]].seconds for of in rounds]
+        seconds = statistics.median(run.seconds for run in runs)
+        stale = statistics.mean(run.total("staleness/mean") / given.steps for run in runs)
+        scores = (zip(*(run.scores[place] for run in runs), strict=True) for place in range(len(runs[0].scores)))
+        row(
+            schedule,
+            f"{seconds / given.steps:.2f}",
+            f"{PROMPTS * GROUP * given.steps / seconds:.1f}",
+            ", ".join(f"{sync / run.seconds:.2f}" for sync, run in zip(first, runs, strict=True)),
+            f"{statistics.mean(run.trainer_idle for run in runs):.0%}",
+            f"{statistics.mean(run.engines_idle for run in runs):.0%}",
+            f"{stale:.1f}",
+            ", ".join(f"{statistics.mean(found):.2f} ({statistics.mean(at):.0f})" for at, found in scores),
+        )
+
+
+# --- the simulator ----------------------------------------------------------------------------------------------------
 
 MODEL, SAMPLES, LONGEST, MEAN_SHARE, SPREAD = "Qwen/Qwen3-8B", 16, 28_672, 0.19, 1.0
 PROMPTS_PER_ENGINE = 8
@@ -122,8 +239,17 @@ def by_lengths(engines: int = 64) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulate", action="store_true", required=True, help="print both tables of the simulator")
-    parser.parse_args()
-    by_size()
-    print("\n64 engines, other lengths:\n")
-    by_lengths()
+    parser.add_argument("--simulate", action="store_true", help="print both tables of the simulator")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--slots", type=int, default=32, help="responses that a server decodes at once")
+    parser.add_argument("--epochs", type=int, default=3, help="algorithm.epochs: how much the trainer has to do")
+    parser.add_argument("--lr", type=float, default=5e-5)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
+    given = parser.parse_args()
+    if given.simulate:
+        by_size()
+        print("\n64 engines, other lengths:\n")
+        by_lengths()
+    else:
+        measured(given)
