@@ -8,8 +8,10 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -18,6 +20,7 @@ from megagrpo.errors import EXIT_STOPPED
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.answers import Answer, generate_body
 from megagrpo.rollout.sglang.server import Server
+from megagrpo.trainer.batches import read_batch
 from megagrpo.types import SamplingParams
 from tests.loop import small_run
 from tests.loop.conftest import watched
@@ -201,3 +204,46 @@ def signal_a_scheduler(number: int) -> None:
                 schedulers.append(child)
     assert len(schedulers) == 2, schedulers
     schedulers[0].send_signal(number)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * small_run.RUN_SECONDS)
+def test_an_asynchronous_run_trains_each_prompt_once_within_its_staleness_also_responses_that_updates_fall_into(
+    inputs: Path, tmp_path: Path, ray: Mapping[str, str]
+) -> None:
+    steps, pauses = 3, ("in_place", "retract")
+    recipes = []
+    for pause in pauses:
+        values = small_run.recipe(inputs, tmp_path, pause)
+        values["schedule"], values["weights"] = {"kind": "async", "max_staleness": 2}, {"pause": pause}
+        values["data"]["prompt_tokens_max"], values["cluster"]["placement"] = 12, "disaggregated"
+        # Two samples at a time, so that the engine has far more to do than the rank: updates find it at work.
+        values["rollout"] |= {"engine": "sglang", "response_tokens_max": 32, "requests_at_once": 2}
+        values["train"] |= {"layout": {"tensor": 1}, "total_steps": steps, "tokens_per_microbatch": 512}
+        values["checkpoint"] |= {"keep_batches": steps, "export_every_steps": 1}
+        values["cluster"]["start_timeout_seconds"] = 600
+        recipes.append(small_run.write(values, tmp_path))
+    small_run.side_by_side(*(partial(small_run.train, recipe, environment=ray) for recipe in recipes))
+
+    for pause in pauses:
+        run = tmp_path / pause
+        batches = {step: read_batch(run, step).sampled.groups for step in range(1, steps + 1)}
+        prompts = {group.prompt.id: group.prompt.tokens for groups in batches.values() for group in groups}
+        assert [len(groups) for groups in batches.values()] == [4] * steps
+        assert len(prompts) == 4 * steps, "each is trained once"
+        trained = {step: [one for group in groups for one in group.samples] for step, groups in batches.items()}
+        for step, samples in trained.items():
+            assert {step - 1 - int(version) for one in samples for version in one.versions} <= {0, 1, 2}
+            assert all((np.diff(one.versions) >= 0).all() for one in samples)
+        mixed = [one for samples in trained.values() for one in samples if len(set(one.versions.tolist())) > 1]
+        assert mixed, f"{pause}: no update fell into a response"
+        by_step = small_run.metrics(run)
+        assert any(by_step[step]["staleness/mixed_share"] for step in trained)
+        assert by_step[1]["logprob_difference/max"] < 1e-5, "the first step has samples of the newest weights alone"
+
+    # With retract every key and value is of the weights that sample: each token has the logprob of its version.
+    directories = {0: inputs / "model"} | {
+        step: tmp_path / "retract" / "hugging_face_steps" / f"step_{step:06d}" for step in (1, 2)
+    }
+    one = max(mixed, key=lambda sample: len(set(sample.versions.tolist())))
+    check_logprobs([one], [request(prompts[one.prompt_id], SamplingParams(32))], directories)
