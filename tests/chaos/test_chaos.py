@@ -34,7 +34,7 @@ KINDS = {"engine": "ray::EngineActor", "training rank": "ray::RankActor", "rewar
 """What the command line of each has."""
 FAULTS = [("kill", "driver"), *((how, kind) for kind in KINDS for how in ("kill", "stop"))]
 MARGIN = 0.1
-"""The held-out score is 0.06 at the start. Undisturbed runs with other seeds reach 1.0 by step 30, and stay there."""
+"""The held-out score is 0.06 at the start; undisturbed runs with seeds 3, 4 and 5 all end with 1.0."""
 
 
 def recipe(inputs: Path, output: Path, name: str) -> Path:
