@@ -22,7 +22,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,6 +77,8 @@ class CheckpointStore:
         self.keep_last = keep_last
         self.keep_best = keep_best
         self._confirmed = False
+        self.verify: Callable[[Path], list[str]] = damage
+        """What is wrong with the checkpoint in a directory. Reads it in this process; a run on several nodes on all."""
 
     def begin(self, step: int) -> Path:
         """Make the empty directory into which the ranks save `step`, and return it. Raises CheckpointError.
@@ -140,7 +142,7 @@ class CheckpointStore:
         problems: list[Problem] = []
         for step in reversed(found):
             path = self._final(step)
-            wrong = damage(path)
+            wrong = self.verify(path)
             if not wrong:
                 try:
                     state = TrainerState.from_json((path / TRAINER).read_text(encoding="utf-8"), str(path / TRAINER))
@@ -261,6 +263,11 @@ def damage(root: Path, *, checksums: bool = True) -> list[str]:
         expected = read_manifest(root)
     except (OSError, ValueError) as error:
         return [str(error)]
+    return damaged(root, expected, checksums=checksums)
+
+
+def damaged(root: Path, expected: Iterable[SavedFile], *, checksums: bool = True) -> list[str]:
+    """A line for each of these files that is not as it was written."""
     with ThreadPoolExecutor(READERS) as readers:
         return [line for line in readers.map(lambda file: _file_damage(root, file, checksums), expected) if line]
 

@@ -21,6 +21,7 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from megagrpo.checkpoint.store import SavedFile, damaged, read_manifest
 from megagrpo.cluster.waiting import SLICE_SECONDS, NodeWatch, RayPulse, end_process, node_names, wait_for
 from megagrpo.errors import PreflightError, Problem, RankError
 from megagrpo.recipe.defaults import DevicePlan, checkpoint_directory, device_here, plan_devices, run_directory
@@ -92,7 +93,7 @@ def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None, *, e
     raised here, Ray is left again, or ended if it was started here.
     Raises RankError if there is no such cluster, or if the devices are not free in `cluster.start_timeout_seconds`.
     """
-    address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+    address = _address(recipe)
     with ExitStack() as undoing:
         undoing.callback(ray.shutdown)
         patience = recipe.cluster.start_timeout_seconds
@@ -121,6 +122,15 @@ def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None, *, e
         undoing.pop_all()
     places = tuple(Place(node, gpus.get(index)) for index, node in enumerate(nodes))
     return Runtime(device, devices, group, places, watch, pulse)
+
+
+def joins_cluster(recipe: AnyRecipe) -> bool:
+    """Whether the run is on a Ray that was there before it, and may have several nodes."""
+    return _address(recipe) != "local"
+
+
+def _address(recipe: AnyRecipe) -> str:
+    return recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
 
 
 def _reserve(
@@ -264,6 +274,32 @@ def missing_files(paths: Sequence[str]) -> list[str]:
     while (found := [path for path in paths if not Path(path).exists()]) and time.monotonic() < deadline:
         time.sleep(0.5)
     return found
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def damaged_files(root: Path, files: Sequence[SavedFile]) -> list[str]:
+    """What is wrong with these files of a checkpoint, read by this node."""
+    return damaged(root, files)
+
+
+def damage_on_nodes(runtime: Runtime, timeout_seconds: float, root: Path) -> list[str]:
+    """As checkpoint.store.damage. Each node of the run reads its share of the bytes, all at the same time. Raises
+    RankError or NodeLostError, naming nodes, if there is no answer."""
+    nodes = sorted({place.node for place in runtime.places})
+    try:
+        largest_first = sorted(read_manifest(root), key=lambda file: -file.size_bytes)
+    except (OSError, ValueError) as error:
+        return [str(error)]
+    asked = {
+        name: damaged_files.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+            root, largest_first[index :: len(nodes)]
+        )
+        for index, node in enumerate(nodes)
+        for name in [runtime.watch.names[node]]
+    }
+    doing = f"verifying {root}"
+    found = wait_for(asked, doing=doing, timeout_seconds=timeout_seconds, error=RankError, watch=runtime.watch)
+    return [line for lines in found.values() for line in lines]
 
 
 def check_files(runtime: Runtime, recipe: AnyRecipe, read: Sequence[Path]) -> None:

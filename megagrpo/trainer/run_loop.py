@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -146,7 +147,18 @@ def run_to_end(
     store = CheckpointStore(directory, keep_last=kept.keep_last, keep_best=kept.keep_best)
     with until_stopped(store.newest) as stopping, ExitStack() as closing:
         closing.enter_context(only_process_of(run_directory(recipe)))
-        resumed = checkpoint_to_resume(store, recipe)
+
+        def start_ray() -> Runtime:
+            with stopping.giving_up(), stopping.while_ray_starts():
+                started = runtime.start(recipe, stopping.check, engines_too=engines_too)
+            closing.callback(runtime.stop, started)
+            store.verify = partial(runtime.damage_on_nodes, started, recipe.cluster.step_timeout_seconds)
+            return started
+
+        # Large checkpoints are verified by all nodes, which takes Ray; on one machine this process reads as fast.
+        ray = start_ray() if store.newest() and runtime.joins_cluster(recipe) else None
+        with stopping.giving_up():
+            resumed = checkpoint_to_resume(store, recipe)
         tokenizer = load_chat_tokenizer(checked.tokenizer_directory, recipe.model.chat_template)
         asked = (tokenizer, recipe.data, recipe.seed)
         data = read(recipe.data.train, *asked)
@@ -182,9 +194,8 @@ def run_to_end(
         setup = Setup(checked, tokenizer, cursor, held_out, steps, saving, exports, resumed, tracker, stopping, clock)
         with stopping.giving_up():
             tracker.say(f"starting {'Ray' if recipe.cluster.address is None else 'on the cluster'}, then the processes")
-            with stopping.while_ray_starts():
-                ray = runtime.start(recipe, stopping.check, engines_too=engines_too)
-            closing.callback(runtime.stop, ray)
+        ray = ray or start_ray()
+        with stopping.giving_up():
             training = start(setup, ray, closing)
         with saving, waiting_for(exports):
             if take_steps:

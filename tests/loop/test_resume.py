@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ import psutil
 import pytest
 import yaml
 
+from megagrpo.checkpoint.store import CheckpointStore, describe
+from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import EXIT_NODE_LOST, EXIT_STOPPED
 from tests.loop import small_run
 from tests.loop.conftest import Finished
@@ -136,6 +139,48 @@ def test_stopped_killed_and_without_a_node_a_run_continues_with_the_same_numbers
     ours, theirs = (small_run.metrics(directory) for directory in (run.directory, finished.directory))
     assert small_run.stable(ours) == small_run.stable(theirs)
     small_run.wait_until(lambda: not processes_of(mark), "an end of all processes", GONE_SECONDS)
+
+
+VERIFY = """
+import sys
+from functools import partial
+from pathlib import Path
+from megagrpo.checkpoint.store import CheckpointStore
+from megagrpo.cluster import runtime
+from megagrpo.recipe.load import load
+
+started = runtime.start(load(sys.argv[1]).recipe, engines_too=False)
+store = CheckpointStore(Path(sys.argv[2]), keep_last=2)
+store.verify = partial(runtime.damage_on_nodes, started, 300)
+found = store.latest_complete()
+print(len({place.node for place in started.places}), "nodes, step", found.state.step, *found.warnings)
+"""
+"""In a process of its own: Ray reads once what authorises a process."""
+
+
+@pytest.mark.long
+def test_the_nodes_of_a_run_share_the_verification_of_a_checkpoint_and_damage_on_any_share_is_named(
+    inputs: Path, tmp_path: Path
+) -> None:
+    recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+    for step in (1, 2):
+        path = store.begin(step) / "0.distcp"
+        path.write_bytes(b"weights")
+        store.commit(TrainerState(step, step, {}, {}), [describe(path.parent, path)])
+    verify = [sys.executable, "-c", VERIFY, str(recipe), str(store.directory)]
+    with RayNodes(cpus_per_node=1) as cluster:
+        cluster.start_worker()
+        how = {"env": cluster.environment, "cwd": small_run.REPOSITORY, "capture_output": True, "text": True}
+        whole = subprocess.run(verify, check=True, **how).stdout
+        # One file is of either share.
+        for path in [store.directory / "step_000002" / name for name in ("trainer.json", "rank/0.distcp")]:
+            path.write_bytes(b"\0" * path.stat().st_size)
+        damaged = subprocess.run(verify, check=True, **how).stdout
+    assert whole == "2 nodes, step 2\n"
+    assert damaged.startswith("2 nodes, step 1 ")
+    assert "trainer.json has another checksum" in damaged
+    assert "rank/0.distcp has another checksum" in damaged
 
 
 @pytest.mark.long
