@@ -80,7 +80,7 @@ def recipe(inputs: Path, output: Path, name: str = "small") -> dict[str, Any]:
         "eval": {"files": [{"path": str(inputs / "test.parquet")}], "every_steps": 2},
         "checkpoint": {"every_steps": 2},
         "track": {"directory": str(output), "console": "lines", "mlflow": None},
-        "cluster": {"device": "cpu"},
+        "cluster": {"device": "cpu", "start_timeout_seconds": RUN_SECONDS / 2},
     }
 
 
