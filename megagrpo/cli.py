@@ -312,7 +312,7 @@ def _parser() -> argparse.ArgumentParser:
             half.add_argument("--rollout-only", action="store_true", help=text)
             text = "train on the batches that another run has saved, without engines"
             half.add_argument("--train-only", type=Path, metavar="RUN_DIRECTORY", help=text)
-            text = "repeat the order of a run with schedule async or carry_over, from its schedule.jsonl"
+            text = "repeat the order of a run that sampled in the background, from its schedule.jsonl"
             half.add_argument("--replay-schedule", type=Path, metavar="RUN_DIRECTORY", help=text)
         if command is plan:
             _add_plan(added)

@@ -194,7 +194,7 @@ def run_loop(
     saving = SimpleNamespace(
         begin=begin, wait=lambda: saved[-1], confirm=tracker.confirm, finish=nothing, newest_again=newest
     )
-    setup: Any = SimpleNamespace(held_out=held_out, tracker=tracker, saving=saving)
+    setup: Any = SimpleNamespace(held_out=held_out, tracker=tracker, saving=saving, last_step=run.total_steps)
     for name in ("recipe", "cursor", "total_steps", "stopping", "clock"):
         setattr(setup, name, getattr(run, name))
     return run_despite_losses(setup, training, first_progress(run.recipe, run.cursor, checkpoint_of(state)))[1]

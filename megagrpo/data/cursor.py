@@ -82,7 +82,7 @@ class Cursor(Generic[AnyItem]):
             self._aside[self._rows_of(name)] = True
 
     def is_set_aside(self, name: str) -> bool:
-        """Of an id as `next` gave it."""
+        """Whether no prompt of this id, as `next` gave it, is drawn again."""
         return bool(self._aside[self._rows_of(name)].all())
 
     def named(self, name: str) -> AnyItem:

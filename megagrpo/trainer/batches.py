@@ -29,7 +29,7 @@ Count = Annotated[int, pydantic.Field(ge=0, le=10**9)]
 
 @dataclass(frozen=True)
 class Beginning:
-    """Of a group in the background. number, version: as in algorithm.admission.Admitted. joints: as in Order."""
+    """How a group in the background began. number, version: as in algorithm.admission.Admitted. joints: as in Order."""
 
     number: int
     version: int

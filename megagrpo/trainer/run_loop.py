@@ -60,6 +60,7 @@ class Setup(Generic[Kind, AnyItem]):
     cursor: Cursor[AnyItem]
     held_out: Sequence[AnyItem]
     total_steps: int
+    last_step: int  # this process ends after it, or before
     saving: Saving
     exports: Exports
     resumed: Checkpoint | None
@@ -133,12 +134,14 @@ def run_to_end(
     take_steps: Callable[[Setup[Kind, AnyItem], AnyTraining, Progress], Progress] | None = None,
     *,
     engines_too: bool = True,
+    last_step: int | None = None,
 ) -> int:
     """Runs the recipe to its end, from its newest checkpoint if it has one; 0.
 
     `read` reads data.train, then eval.files, as the recipe's data section and seed say. `start` starts the processes on
     the reserved devices and leaves their ends to the stack. `take_steps`, by default `run_despite_losses`, takes all
-    steps. The run has devices for engines if `engines_too`. Raises MegagrpoError; RunStopped if the process was sent
+    steps. The run has devices for engines if `engines_too`. It ends after
+    `last_step`, if that is less than its length. Raises MegagrpoError; RunStopped if the process was sent
     SIGTERM or SIGUSR1, once everything is saved.
     """
     recipe = checked.recipe
@@ -191,7 +194,10 @@ def run_to_end(
         saving = Saving(store, tracker.say, progress.step)
         exports = Exports(checked, tokenizer, tracker.say)
         closing.callback(exports.close)
-        setup = Setup(checked, tokenizer, cursor, held_out, steps, saving, exports, resumed, tracker, stopping, clock)
+        ends = min(steps, last_step or steps)
+        setup = Setup(
+            checked, tokenizer, cursor, held_out, steps, ends, saving, exports, resumed, tracker, stopping, clock
+        )
         with stopping.giving_up():
             tracker.say(f"starting {'Ray' if recipe.cluster.address is None else 'on the cluster'}, then the processes")
         ray = ray or start_ray()
@@ -305,14 +311,14 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
             tracker.log(0, _evaluation_metrics(progress) | setup.clock.take())
 
         reason = _reason_to_stop(progress, cursor)
-        while progress.unlogged is not None or (progress.step < setup.total_steps and not reason):
+        while progress.unlogged is not None or (progress.step < setup.last_step and not reason):
             if progress.unlogged is None:
                 progress, failure = _step(setup, training, progress)
                 if failure and not isinstance(failure, MismatchError):  # nothing can be evaluated
                     raise failure
                 if not (progress.unlogged or {}).get("skipped_steps"):  # its weights have made finite numbers
                     saving.confirm()
-            last = progress.step == setup.total_steps or cursor.exhausted
+            last = progress.step == setup.last_step or cursor.exhausted
             if setup.held_out and (last or progress.step % recipe.eval.every_steps == 0):
                 progress = _evaluate(setup, training, progress)
             reason = _reason_to_stop(progress, cursor)

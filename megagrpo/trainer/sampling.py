@@ -106,8 +106,8 @@ class Sampling:
 
     def take(self, *, then_pause: bool = False) -> Sampled:
         """The groups of the next step, once they are there. then_pause: no prompt begins in their place, as `pause`
-        follows. Raises EngineError if a token is of another version than their staleness lets it be, or if engines gave
-        up on all samples."""
+        follows. Raises EngineError if a token is of another version than their staleness lets it be, or if no sample
+        ended within rollout.timeout_seconds."""
         taken: list[Admitted] = []
 
         def ready() -> bool:
@@ -120,7 +120,7 @@ class Sampling:
         self._rollouts.wait(ready)
         with self._changed:
             begun = [self._begun.pop(admitted.number) for admitted in taken]
-            dropped, self._dropped = self._dropped, []
+            dropped, self._dropped = sorted(self._dropped, key=lambda each: each.admitted.number), []
             self._paused = then_pause
             self._admit()
             oldest = min((each.since for each in self._begun.values()), default=None)
@@ -131,8 +131,9 @@ class Sampling:
         for each in begun:
             require_versions(each, version)
         if all(sample.finish == "abort" for group in groups for sample in group.samples):
-            given, needed = "engines gave up on all of them", "one that ends within rollout.timeout_seconds"
-            raise EngineError(Problem(f"responses of step {version + 1}", given, needed, "raise it"))
+            given, needed = "engines gave up on all of them", "one that ends in time"
+            fix = "raise rollout.timeout_seconds"
+            raise EngineError(Problem(f"responses of step {version + 1}", given, needed, fix))
         metrics = staleness_metrics(groups, version) | {
             "staleness/carried_over": float(sum(each.admitted.version < version for each in begun)),
             "staleness/continued": float(sum(each.order.continued for each in begun)),
@@ -193,7 +194,10 @@ class Sampling:
         """No prompt of these ids begins again."""
         with self._changed:
             self._cursor.set_aside(ids)
-            self._drawn = deque(prompt for prompt in self._drawn if not self._cursor.is_set_aside(prompt.id))
+            kept = deque(prompt for prompt in self._drawn if not self._cursor.is_set_aside(prompt.id))
+            # Groups that are drawn together have numbers that are counted together: no two have the same seeds.
+            self._admission.next_number += len(self._drawn) - len(kept)
+            self._drawn = kept
 
     def pending(self) -> Pending:
         """What is on its way now, and the place in the data behind it."""
@@ -343,7 +347,7 @@ def with_baselines(sampled: Sampled, greedy: Sequence[Group]) -> Sampled:
 
 
 def step_of(number: int, recipe: Recipe) -> int:
-    """The step of a synchronous run in which this group would be, whose seeds its samples have."""
+    """The step number in the seeds of this group's samples: of a synchronous run in which every group is trained."""
     return number // recipe.rollout.prompts_per_step + 1
 
 

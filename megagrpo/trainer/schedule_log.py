@@ -85,22 +85,23 @@ def joints_of(of_sample: Sequence[Span]) -> list[int]:
     return list(accumulate(tokens for _, tokens in of_sample[:-1]))
 
 
-def read_schedule(directory: Path, steps: int, recipe: Recipe) -> list[LoggedStep]:
-    """The first `steps` steps of the run in `directory`. Raises UnusableCheckpointError."""
+def read_schedule(directory: Path, recipe: Recipe) -> list[LoggedStep]:
+    """The steps of the run in `directory`, from the first on. Raises UnusableCheckpointError."""
     path = directory / SCHEDULE_FILE
     line_type, found = pydantic.TypeAdapter(LoggedStep), {}
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            of_step = line_type.validate_python(json.loads(line))
-            found[of_step.step] = of_step
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):  # else the end of the run cut it off
+                of_step = line_type.validate_python(json.loads(line))
+                found[of_step.step] = of_step
     except OSError as error:
         raise _unusable(str(path), error.strerror or str(error), "the directory of a run, such as runs/NAME") from error
     except (ValueError, RecursionError) as error:
         raise _unusable(f"{path}:{len(found) + 1}", first_line(error), "a line that a run has written whole") from error
-    if absent := sorted(set(range(1, steps + 1)) - found.keys()):
-        given, needed = f"no {ranges(absent)}", f"all of the run's {steps} steps (train.total_steps)"
-        raise _unusable(str(path), given, needed)
-    logged = [found[step] for step in range(1, steps + 1)]
+    steps = range(1, max(found, default=1) + 1)
+    if absent := sorted(set(steps) - found.keys()):
+        raise _unusable(str(path), f"no {ranges(absent)}", "every step from the first on")
+    logged = [found[step] for step in steps]
     wanted = recipe.rollout.samples_per_prompt + recipe.algorithm.greedy_responses
     if others := {len(group.samples) for step in logged for group in step.groups} - {wanted}:
         raise _unusable(str(path), f"{max(others)} responses to a prompt", f"{wanted}, as in the recipe")
@@ -108,7 +109,7 @@ def read_schedule(directory: Path, steps: int, recipe: Recipe) -> list[LoggedSte
 
 
 def _unusable(where: str, given: str, needed: str) -> UnusableCheckpointError:
-    fix = "name a run with schedule async or carry_over, and train no more steps than it has"
+    fix = "name a run whose samples came in the background (schedule async, one_step_off, carry_over or oversample)"
     return UnusableCheckpointError(Problem(where, given, needed, fix))
 
 

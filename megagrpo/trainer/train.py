@@ -31,7 +31,7 @@ from megagrpo.trainer.run import Run
 from megagrpo.trainer.run_loop import Setup, StepDone, run_to_end
 from megagrpo.trainer.sampling import Sampling
 from megagrpo.trainer.schedule import grpo_step
-from megagrpo.trainer.schedule_log import Replayed, read_schedule
+from megagrpo.trainer.schedule_log import LoggedStep, Replayed, read_schedule
 from megagrpo.trainer.step import require_version, with_signal
 from megagrpo.trainer.step_metrics import report_mismatch
 from megagrpo.types import Prompt
@@ -44,20 +44,22 @@ def train(checked: Preflight[Recipe]) -> int:
 
 def replay_schedule(checked: Preflight[Recipe], source: Path) -> int:
     """The same, with the order that the run in `source` has logged. It always begins at the first step. Raises as
-    `run_to_end` does; UnusableCheckpointError if the log lacks a step."""
+    `run_to_end` does; UnusableCheckpointError if the log lacks a step. It ends where the log does."""
     recipe = checked.recipe
+    logged = read_schedule(source, recipe)
     require_another_directory(recipe, "--replay-schedule", source)
     checkpoint = recipe.checkpoint.model_copy(update={"resume": "never"})
     cluster = recipe.cluster.model_copy(update={"restarts_max": 0})
     recipe = recipe.model_copy(update={"checkpoint": checkpoint, "cluster": cluster})
-    return run_to_end(replace(checked, recipe=recipe), load_prompts, partial(start_training, replayed=source))
+    start = partial(start_training, replayed=logged)
+    return run_to_end(replace(checked, recipe=recipe), load_prompts, start, last_step=len(logged))
 
 
 def start_training(
-    setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack, replayed: Path | None = None
+    setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack, replayed: Sequence[LoggedStep] = ()
 ) -> GrpoTraining:
-    """Starts training ranks, engines and rewards, and brings the policy's weights to the engines. replayed: the
-    directory of a run whose schedule this one repeats."""
+    """Starts training ranks, engines and rewards, and brings the policy's weights to the engines. replayed: what
+    the run whose schedule this one repeats has logged."""
     checked, recipe, stopping = setup.checked, setup.recipe, setup.stopping
     model, tokenizer_directory = checked.model_directory.absolute(), checked.tokenizer_directory.absolute()
     critic = checked.critic_directory.absolute() if checked.critic_directory else model
@@ -75,7 +77,6 @@ def start_training(
     # Engines start while the ranks do, except on shared GPUs: a starting engine takes the memory that is free there.
     early = None if ray.shares_gpus else start_engines()
     schedule, rollout = recipe.schedule, recipe.rollout
-    logged = read_schedule(replayed, setup.total_steps, recipe) if replayed else []
     # A run that is continued finishes what had begun, whatever its schedule is now.
     samples_itself = isinstance(schedule, SyncConfig) and schedule.beyond == 0
     in_background = not replayed and (not samples_itself or pending_of(setup.resumed) is not None)
@@ -133,7 +134,7 @@ def start_training(
     weights = bring_weights(policy, rollouts, setup.resumed)
     run = Run(
         sampling=start_sampling(rollouts, scorer, setup.resumed),
-        replayed=Replayed(logged, setup.tracker.say) if replayed else None,
+        replayed=Replayed(replayed, setup.tracker.say) if replayed else None,
         recipe=recipe,
         total_steps=setup.total_steps,
         cursor=setup.cursor,

@@ -142,7 +142,8 @@ class Recipe(Section):
             fix = "placement: disaggregated, or {kind: sync, carry_over: N, max_staleness: 2}"
             yield Problem("schedule.kind", given, needed, fix)
         if isinstance(schedule, SyncConfig) and schedule.oversample and self.algorithm.greedy_responses:
-            given, needed = f"{schedule.oversample}, with algorithm.advantage.name: remax", "0: no baseline is cut"
+            given = f"{schedule.oversample}, with algorithm.advantage.name: remax"
+            needed = "0: a greedy response, the baseline of its prompt, could be what is cut"
             yield Problem("schedule.oversample", given, needed, "carry_over in its place, or another advantage")
         if self.rollout.dynamic_sampling and isinstance(schedule, OneStepOffConfig):
             given = "one_step_off, with rollout.dynamic_sampling"

@@ -244,7 +244,7 @@ def longest_rules(
 
 
 def deterministic_rules(train: TrainConfig) -> Iterator[Problem]:
-    """Of a recipe that is deterministic."""
+    """Problems of a recipe that is deterministic."""
     if train.megatron.get("deterministic_mode") is False:
         given, needed = "false in a recipe that is deterministic", "nothing: deterministic at the top sets it"
         yield Problem("train.megatron.deterministic_mode", given, needed, "remove one of them")

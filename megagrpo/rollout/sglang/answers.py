@@ -48,7 +48,7 @@ class Answer:
         self.request = request
         self._tokens, self._logprobs = array("i"), array("f")
         self._versions: np.ndarray | None = np.zeros(0, np.int32)
-        """Of the first tokens, as far as the server has told. None: it told something else."""
+        """Those of the first tokens, as far as the server has told. None: it told something else."""
         self._meta: Mapping[str, Any] = {}
         self._agree = True
 
