@@ -212,7 +212,7 @@ def by_size() -> None:
     for engines in ENGINES:
         own, plan = best_split(engines, MEAN_SHARE, SPREAD)
         prompts = engines * PROMPTS_PER_ENGINE
-        times = [simulated(plan, schedule) for schedule in compared(prompts, colocated=False)]
+        times = [simulated(plan, schedule) for schedule in compared(plan.grpo)]
         for time in times:
             speed = f"{prompts * SAMPLES / time.seconds:.1f}", f"{times[0].seconds / time.seconds:.2f}"
             row(engines, own, time.name, f"{time.seconds:.0f}", *speed, *figures(time, times[0])[2:])

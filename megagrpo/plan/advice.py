@@ -17,13 +17,14 @@ from megagrpo.plan.device_map import axes
 from megagrpo.plan.engine import EngineMemory, engine_memory
 from megagrpo.plan.memory import DeviceMemory
 from megagrpo.plan.parameters import adapter_parameters, total_parameters
-from megagrpo.plan.schedules import ScheduleTime
+from megagrpo.plan.schedules import ASYNC, ONE_STEP_OFF, ScheduleTime, allowed
 from megagrpo.plan.time import StepTime
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, plan_devices, run_directory
 from megagrpo.recipe.kernels import auto_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.recipe.schema.schedule import AsyncConfig, SyncConfig
+from megagrpo.section import broken_rules
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture, critic_of
 
@@ -209,18 +210,29 @@ def _unwise_waiting(case: Case, recipe: Recipe, time: StepTime, own: ScheduleTim
         if share > IDLE_MAX:
             under = f" under {own.name}" if own else ""
             given = f"disaggregated, {ranks} GPUs train and {used} generate: they wait {share:.0%} of the time{under}"
-            other = "a larger schedule.max_staleness" if isinstance(recipe.schedule, AsyncConfig) else "schedule: async"
-            other = f"placement: colocated, {other}" if isinstance(recipe.schedule, SyncConfig) else other
-            yield Problem(
-                "cluster.placement", given, f"at most {IDLE_MAX:.0%}", f"{other}, or another split (--search)"
-            )
+            fixes = [*_less_waiting(recipe), "another split (--search)"]
+            yield Problem("cluster.placement", given, f"at most {IDLE_MAX:.0%}", ", or ".join(fixes))
     if own and own.thrown_tokens:
         given = f"{own.name}: {own.thrown_tokens:.0%} of all tokens are thrown away"
         given += f", and responses that are trained on are {own.shorter:.0%} shorter than those that begin"
-        fix = (
-            f"carry_over: {recipe.schedule.beyond}, max_staleness: 2" if isinstance(recipe.schedule, SyncConfig) else ""
-        )
+        step = recipe.rollout.prompts_per_step
+        fix = f"carry_over: {min(recipe.prompts_at_once - step, 2 * step)}, max_staleness: 2"
         yield Problem("schedule.oversample", given, "lengths as they were sampled", fix)
+
+
+def _less_waiting(recipe: Recipe) -> Iterator[str]:
+    """What the recipe's rules allow."""
+    schedule = recipe.schedule
+    if isinstance(schedule, SyncConfig):
+        cluster = recipe.cluster.model_copy(update={"placement": "colocated"})
+        colocated = recipe.model_copy(update={"cluster": cluster})
+        if broken_rules(colocated, checked=recipe) == broken_rules(recipe, checked=recipe):
+            yield "placement: colocated"
+    if isinstance(schedule, AsyncConfig):
+        if allowed(recipe, schedule.model_copy(update={"max_staleness": schedule.max_staleness + 1})):
+            yield "a larger schedule.max_staleness"
+    elif kind := next((kind for kind in (ASYNC, ONE_STEP_OFF) if kind != schedule and allowed(recipe, kind)), None):
+        yield f"schedule: {kind.kind}"
 
 
 def _unwise_training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:

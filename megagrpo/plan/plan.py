@@ -125,7 +125,7 @@ class Plan(Case):
 
     @cached_property
     def schedules(self) -> tuple[ScheduleTime, ...]:
-        """What its steps would take under each schedule that its placement can have; sync is the first."""
+        """What its steps would take under each schedule that its rules allow; sync is the first."""
         if self._phases is None or not isinstance(self.recipe, Recipe):
             return ()
         return schedule_times(self, self._phases)

@@ -20,8 +20,13 @@ from megagrpo.plan.assumptions import Lengths
 from megagrpo.plan.case import Case
 from megagrpo.plan.engine import EngineSpeed
 from megagrpo.plan.time import Sampling, StepTime, prompts_of_rounds
+from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.run import Pause
 from megagrpo.recipe.schema.schedule import AsyncConfig, OneStepOffConfig, ScheduleConfig, SyncConfig
+from megagrpo.section import broken_rules
+
+SYNC, ASYNC = SyncConfig(kind="sync"), AsyncConfig(kind="async")
+ONE_STEP_OFF = OneStepOffConfig(kind="one_step_off")
 
 STEPS = 12
 """Steps that are looked at, after those in which a run fills up."""
@@ -167,27 +172,31 @@ class ScheduleTime:
         return self.schedule.kind
 
 
-def compared(prompts: int, *, colocated: bool) -> list[ScheduleConfig]:
-    """The schedules to compare for so many prompts in a step. Only engines on devices of their own can sample while the
-    trainer trains."""
-    found: list[ScheduleConfig] = [SyncConfig(kind="sync")]
-    found.append(SyncConfig(kind="sync", carry_over=max(1, prompts // 2), max_staleness=2))
-    if not colocated:
-        found.append(OneStepOffConfig(kind="one_step_off"))
-        found += [AsyncConfig(kind="async", max_staleness=bound) for bound in (1, 2, 4)]
-    return found
+def allowed(recipe: Recipe, schedule: ScheduleConfig) -> bool:
+    """Whether the recipe's rules find no more broken with that schedule than with sync."""
+    found, sync = (
+        broken_rules(recipe.model_copy(update={"schedule": kind}), checked=recipe) for kind in (schedule, SYNC)
+    )
+    return found == sync
+
+
+def compared(recipe: Recipe) -> list[ScheduleConfig]:
+    """The schedules to compare: sync, and what else the recipe's rules allow."""
+    half = max(1, recipe.rollout.prompts_per_step // 2)
+    others: list[ScheduleConfig] = [SyncConfig(kind="sync", carry_over=half, max_staleness=2), ONE_STEP_OFF]
+    others += [AsyncConfig(kind="async", max_staleness=bound) for bound in (1, 2, 4)]
+    return [SYNC, *(each for each in others if allowed(recipe, each))]
 
 
 def schedule_times(case: Case, time: StepTime) -> tuple[ScheduleTime, ...]:
-    """The schedules that a GRPO recipe's placement can have, its own among them; sync is the first."""
-    work, own = Work.of(case, time), case.grpo.schedule
-    kinds = compared(work.prompts, colocated=case.recipe.cluster.placement == "colocated")
+    """The schedules that a GRPO recipe can have, its own among them; sync is the first."""
+    work, own, kinds = Work.of(case, time), case.grpo.schedule, compared(case.grpo)
     if own not in kinds:
         kinds.append(own)
     return tuple(schedule_time(work, kind) for kind in kinds)
 
 
-def steady_seconds(case: Case, time: StepTime, schedule: AsyncConfig) -> float:
+def steady_seconds(case: Case, time: StepTime, schedule: AsyncConfig | OneStepOffConfig) -> float:
     """Seconds of a step if trainer and engines waited only for each other: a bound, to compare many splits by."""
     by, lengths, prompts = (
         Sampling.of(case),

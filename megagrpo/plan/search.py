@@ -20,13 +20,13 @@ from megagrpo.plan.communication import Seconds
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import expert_parameters, model_bytes, total_parameters
 from megagrpo.plan.plan import Estimate, lacking_bytes
-from megagrpo.plan.schedules import ScheduleTime, Work, schedule_time, steady_seconds
+from megagrpo.plan.schedules import ASYNC, SYNC, ScheduleTime, Work, allowed, schedule_time, steady_seconds
 from megagrpo.plan.time import StepTime, step_time, training_phases
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.model_rules import critic_problems, divisors, model_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
-from megagrpo.recipe.schema.schedule import AsyncConfig, SyncConfig
+from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.recipe.schema.train import RecomputeConfig, RecomputeModule
 from megagrpo.section import Section, broken_rules
 from megagrpo.weights.families.architecture import Architecture
@@ -38,7 +38,6 @@ APART = (*(f"train.layout.{size}" for size in ("tensor", "pipeline", "context", 
 CHUNKS = (1, 2, 4)
 ENGINE_SHARES = tuple((part, 8) for part in range(1, 8))  # of all GPUs, for engines on GPUs of their own
 SPLITS_SIMULATED, SPLITS_SHOWN = 6, 3
-SYNC, ASYNC = SyncConfig(kind="sync"), AsyncConfig(kind="async")
 SPLIT = (*APART, "train.layout.data")
 ENGINE_WEIGHTS_SHARE = 0.4
 # Engines over nodes, if more than so many bytes of weights on each GPU: for 30B-A3B on 64 H100 and 70B on 128 they are
@@ -75,9 +74,8 @@ class Split(Choice):
 
 @dataclass(frozen=True)
 class Search:
-    """The best choices, fastest first, of `legal` layouts and `estimated` candidates. Those with the least seconds of
-    all phases, with what a step then takes under the recipe's schedule; and for engines on GPUs of their own that
-    sample all the time.
+    """The best choices, fastest first, of `legal` layouts and `estimated` candidates, with what a step takes under the
+    recipe's schedule; and for engines on GPUs of their own that sample all the time, if the recipe's rules allow it.
 
     If nothing fits, `choices` is empty and `nearest` lacks the least memory; None if nothing is even legal.
     """
@@ -109,7 +107,8 @@ def search(case: Case, gpus: int | None = None) -> Search:
         if case.device == "cpu":
             field, given, fix = "cluster.device", "cpu", "cluster.device=cuda cluster.gpu=H100"
         raise RecipeError(Problem(field, given, "the kind of GPU that a search is for", fix))
-    run = _Run(case, gpus or case.device_plan.bundles, case.card_bytes)
+    in_turn = changed(case.recipe, {"schedule": SYNC}) if isinstance(case.recipe, Recipe) else case.recipe
+    run = _Run(replace(case, recipe=in_turn), gpus or case.device_plan.bundles, case.card_bytes)
     sparing = run.candidates(_sparing_layouts(run))
     best = fitting = run.fitting(sparing, LAYOUTS_KEPT)
     asynchronous: list[Split] = []
@@ -117,10 +116,12 @@ def search(case: Case, gpus: int | None = None) -> Search:
         kept = [found.values for found in fitting]
         thrifty = ({**kind, **way} for kind in kept for way in savings(case.recipe, case.architecture, kind))
         frugal = run.fitting(run.candidates(thrifty), SAVINGS_KEPT)
+        # Rounds before have engines beside the ranks, which its own schedule may not allow.
+        run.case, run.nearest = case, None
         candidates = run.candidates(_engines_of(run, frugal))
-        best = run.fitting(candidates, SHOWN, apart=APART)
+        best = run.fitting(candidates, SHOWN, apart=APART, seconds=_ranked_by)
         asynchronous = _asynchronous(run, candidates)
-    nearest = run.choice(run.nearest) if run.nearest and not fitting else None
+    nearest = run.choice(run.nearest) if run.nearest and not best else None
     choices = sorted(map(run.choice, best), key=lambda choice: choice.estimate.time.seconds)
     return Search(run.gpus, tuple(choices), tuple(asynchronous), len(sparing), run.estimated, nearest)
 
@@ -301,9 +302,16 @@ def _engines_of(run: _Run, fitting: Sequence[_Found]) -> Iterator[Values]:
         yield {path: value for path, value in as_it_is.items() if value is not None or not path.startswith(SGLANG)}
 
 
+def _ranked_by(found: _Found) -> float:
+    """The sum of all phases, or a bound of the step where engines sample during training."""
+    own = found.case.recipe.schedule if isinstance(found.case.recipe, Recipe) else SYNC
+    return found.time.seconds if isinstance(own, SyncConfig) else steady_seconds(found.case, found.time, own)
+
+
 def _asynchronous(run: _Run, candidates: Sequence[_Found]) -> list[Split]:
     """The fastest splits between ranks and engines that sample all the time: those of lowest bounds, simulated."""
     split = [found for found in candidates if found.values.get("cluster.placement") == "disaggregated"]
+    split = [found for found in split if allowed(found.case.grpo, ASYNC)]
     lowest = run.fitting(
         split, SPLITS_SIMULATED, SPLIT, seconds=lambda found: steady_seconds(found.case, found.time, ASYNC)
     )

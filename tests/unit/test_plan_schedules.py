@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,9 @@ from rich.console import Console
 
 from megagrpo.plan.assumptions import Lengths
 from megagrpo.plan.schedules import (
+    ONE_STEP_OFF,
     RESPONSES_MAX,
+    SYNC,
     ScheduleTime,
     SimulatedRun,
     Work,
@@ -26,14 +29,17 @@ from megagrpo.plan.schedules import (
 )
 from megagrpo.plan.show.as_json import plan_json
 from megagrpo.plan.show.page import page
+from megagrpo.plan.show.schedules import judgement
 from megagrpo.plan.show.terminal import draw
 from megagrpo.plan.time import Sampling
 from megagrpo.plan.units import second_text
-from megagrpo.recipe.schema.schedule import AsyncConfig, OneStepOffConfig, ScheduleConfig, SyncConfig
+from megagrpo.recipe.schema.schedule import AsyncConfig, ScheduleConfig, SyncConfig
+from megagrpo.section import broken_rules
 from tests import plans
 
-SYNC = SyncConfig(kind="sync")
-ONE_STEP_OFF = OneStepOffConfig(kind="one_step_off")
+APART: dict[str, Any] = {
+    "cluster.placement": "disaggregated", "train.offload": [], "rollout.sglang": {}, "rollout.prompts_per_step": 32,
+}  # fmt: skip
 
 
 def asynchronous(max_staleness: int, at_once: int | None = None) -> AsyncConfig:
@@ -152,7 +158,7 @@ def test_more_engines_are_not_slower_when_nothing_waits_for_a_step(engines: int,
 
 def test_nothing_is_faster_than_training_nor_than_engines_that_never_rest() -> None:
     quick = replace(LONG_TAILED, token_seconds=lambda running, context: 1e-6)
-    for schedule in compared(32, colocated=False):
+    for schedule in compared(plans.recipe(APART)):
         time = schedule_time(quick, schedule)
         assert time.seconds == pytest.approx(102, rel=0.01)
         assert time.trainer_waits < 0.01
@@ -164,7 +170,7 @@ def test_nothing_is_faster_than_training_nor_than_engines_that_never_rest() -> N
 
 
 def test_schedules_with_a_long_tail_are_faster_the_less_they_wait() -> None:
-    times = {time.name: time for time in (schedule_time(LONG_TAILED, each) for each in compared(32, colocated=False))}
+    times = {time.name: time for time in (schedule_time(LONG_TAILED, each) for each in compared(plans.recipe(APART)))}
     order = ["sync", "one_step_off", *(f"async, max_staleness {bound}" for bound in (1, 2, 4))]
     seconds = [times[name].seconds for name in order]
     assert seconds == sorted(seconds, reverse=True)
@@ -261,9 +267,48 @@ def test_a_simulated_synchronous_step_is_about_as_long_as_the_sum_of_its_phases(
     assert plan.schedules[0].seconds == pytest.approx(plan.estimate.time.seconds, rel=0.1)
 
 
-def test_engines_beside_the_ranks_cannot_sample_while_they_train() -> None:
-    kinds = [{each.kind for each in compared(8, colocated=colocated)} for colocated in (True, False)]
-    assert kinds == [{"sync"}, {"sync", "one_step_off", "async"}]
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({}, {"sync", "carry_over", "one_step_off", "async"}),
+        ({"cluster.placement": "colocated"}, {"sync", "carry_over"}),
+        ({"deterministic": True}, {"sync", "one_step_off"}),
+        ({"deterministic": "replayable"}, {"sync", "carry_over", "one_step_off", "async"}),
+        ({"deterministic": "replayable", "weights": {"pause": "in_place"}}, {"sync"}),
+        ({"weights": {"pause": "in_place"}}, {"sync", "carry_over", "async"}),
+        ({"rollout.dynamic_sampling": {"rounds_max": 8}}, {"sync", "carry_over", "async"}),
+    ],
+)
+def test_only_schedules_that_the_recipes_rules_allow_are_compared(changes: dict[str, Any], kinds: set[str]) -> None:
+    of = plans.recipe({**APART, **changes})
+    found = compared(of)
+    assert {"carry_over" if getattr(each, "carry_over", 0) else each.kind for each in found} == kinds
+    for each in found:
+        assert not broken_rules(of.model_copy(update={"schedule": each}))
+
+
+def test_a_repeatable_run_is_judged_and_advised_without_what_its_rules_refuse() -> None:
+    """Engines on devices of their own that wait: async would be the best."""
+    plan = plans.plan({**APART, "deterministic": True, "rollout.engines": 4})
+    (told,) = (problem for problem in plan.unwise if problem.where == "cluster.placement")
+    assert "schedule: one_step_off" in told.fix
+    assert "async" not in told.fix + judgement(plan.schedules, plan.grpo)
+    at_once = plans.plan(
+        {**APART, "deterministic": True, "rollout.engines": 4, "schedule": {"kind": "async", "max_staleness": 0}}
+    )
+    (told,) = (problem for problem in at_once.unwise if problem.where == "cluster.placement")
+    assert told.fix == "another split (--search)"
+    beside = plans.recipe(deterministic=True)
+    assert "--search compares" not in judgement(plan.schedules[:1], beside)
+    assert "--search compares" in judgement(plan.schedules[:1], plans.recipe())
+
+
+def test_carry_over_in_place_of_oversample_is_no_more_than_staleness_lets_begin() -> None:
+    plan = plans.plan({"schedule": {"kind": "sync", "oversample": 600}})
+    (told,) = (problem for problem in plan.unwise if problem.where == "schedule.oversample")
+    assert told.fix == "carry_over: 512, max_staleness: 2"
+    remedy = plans.recipe({"schedule": {"kind": "sync", "carry_over": 512, "max_staleness": 2}})
+    assert not broken_rules(remedy)
 
 
 def test_a_plan_tells_them_side_by_side_in_text_json_and_page() -> None:

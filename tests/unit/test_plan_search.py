@@ -91,6 +91,23 @@ def test_splits_between_ranks_and_engines_are_ranked_by_their_asynchronous_step(
         assert split.words in text
 
 
+@pytest.mark.parametrize("kind", ["async", "one_step_off"])
+def test_layouts_are_found_for_a_recipe_whose_engines_sample_during_training(kind: str) -> None:
+    changes = {**SMALL, "cluster.placement": "disaggregated", "schedule": {"kind": kind}}
+    changes |= {"train.offload": [], "rollout.sglang": {}}
+    found = searched(recipe(changes), 4)
+    assert found.choices
+    assert found.asynchronous
+    for choice in (*found.choices, *found.asynchronous):
+        assert not broken_rules(applied(tuple(shlex.split(choice.words)), changes))
+
+
+def test_a_repeatable_run_is_not_told_to_sample_all_the_time() -> None:
+    found = searched(recipe({**SMALL, "deterministic": True}), 4)
+    assert any("cluster.placement=disaggregated" in choice.overrides for choice in found.choices)
+    assert not found.asynchronous
+
+
 def test_the_best_choice_is_that_of_all_choices() -> None:
     of = recipe(SMALL)
     model = architecture(of)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megagrpo.plan.schedules import ScheduleTime, best
+from megagrpo.plan.schedules import ASYNC, ScheduleTime, allowed, best
 from megagrpo.plan.search import Split
 from megagrpo.plan.time import StepTime
 from megagrpo.plan.units import second_text
@@ -40,7 +40,8 @@ def judgement(times: Sequence[ScheduleTime], recipe: Recipe) -> str:
     if own != sync.schedule:
         ours = next(time for time in times if time.schedule == own)
         text += f"; the recipe's is {ours.name}, {sync.seconds / ours.seconds:.2f} times as fast as sync"
-    if recipe.cluster.placement == "colocated":
+    apart = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"placement": "disaggregated"})})
+    if allowed(apart, ASYNC) and not allowed(recipe, ASYNC):
         text += "; engines on devices of their own can sample during training, too: --search compares"
     return text
 
