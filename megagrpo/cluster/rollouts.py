@@ -72,7 +72,9 @@ class Rollouts:
         self._asked: dict[ray.ObjectRef[Any], str] = {}
         """Engines by their next answer."""
         self._so_far: dict[str, ray.ObjectRef[SoFar]] = {}
-        """What each engine's requests had when it last said so: on its node, read only if it is needed."""
+        """What each engine's requests had when it last said so, read only if needed. Large ones stay on its node."""
+        self._coming: dict[ray.ObjectRef[SoFar], tuple[float, Mapping[int, Request]]] = {}
+        """What requests of lost engines had, on its way here: how long it is waited for, and the requests by ticket."""
         self._next_so_far: dict[ray.ObjectRef[Any], ray.ObjectRef[SoFar]] = {}
         """What comes with an engine's next answer, by that."""
         self._heard: dict[str, float] = {}
@@ -221,9 +223,10 @@ class Rollouts:
         """A function that reads what each unfinished request has now, by its order and index: from the engines' nodes,
         at any later time, in any thread."""
         with self.changed:
-            tickets = {number: ticket for running in self._pool.engines.values() for number, ticket in running.items()}
+            everywhere = (*self._pool.engines.values(), self._pool.lost)
+            tickets = {number: ticket for running in everywhere for number, ticket in running.items()}
             requests = {number: ticket.request for number, ticket in tickets.items()}
-            found = list(self._so_far.values())
+            found = [*self._so_far.values(), *self._coming]
 
         def read() -> dict[tuple[Order, int], Sample]:
             samples = read_so_far(found, requests)
@@ -330,7 +333,7 @@ class Rollouts:
     def _collect_once(self) -> None:
         with self.changed:
             self._look_at_restarts()
-            asked = list(self._asked)
+            asked = [*self._asked, *self._coming]
         if not asked:
             time.sleep(SLICE_SECONDS)
             return
@@ -338,6 +341,7 @@ class Rollouts:
         ready, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
         for ref in ready:
             self._take(ref)
+        self._put_back(ready)
         with self.changed:
             self._lose_silent()
 
@@ -439,14 +443,31 @@ class Rollouts:
     def _leave(self, engine: str) -> None:
         self._asked = {ref: other for ref, other in self._asked.items() if other != engine}
         self._next_so_far = {ref: so_far for ref, so_far in self._next_so_far.items() if ref in self._asked}
-        running = {number: ticket.request for number, ticket in self._pool.engines.get(engine, {}).items()}
-        so_far = read_so_far([ref for ref in [self._so_far.pop(engine, None)] if ref], running)
         for ticket in self._pool.engines.get(engine, ()):
             self._handed.pop(ticket, None)
         try:
-            self._pool.leave(engine, so_far)
+            lost = self._pool.leave(engine)
         except EngineError as error:
             self._failure = error
+            return
+        so_far = self._so_far.pop(engine, None)
+        if so_far is None or self._recipe.one_version:
+            self._pool.put_back(lost, {})
+        else:
+            self._coming[so_far] = time.monotonic() + READ_SECONDS, lost
+
+    def _put_back(self, ready: Sequence[ray.ObjectRef[Any]]) -> None:
+        """Requests of lost engines go on elsewhere, once what they had is here or too late."""
+        with self.changed:
+            coming = list(self._coming.items())
+        for so_far, (until, lost) in coming:
+            if so_far in ready or time.monotonic() > until:
+                samples = read_so_far([so_far] if so_far in ready else [], lost)
+                with self.changed:
+                    del self._coming[so_far]
+                    self._pool.put_back(lost, samples)
+                    self._hand_out()
+                    self.changed.notify_all()
 
     def _stop_collecting(self) -> None:
         self._closed = True

@@ -156,8 +156,8 @@ class Record:
         self.tokens[rows, position] = tokens[running]
         self.logprobs[rows, position] = logprobs[running]
         self.versions[rows, position] = version
-        self.lengths[rows] = position + 1  # after what another thread then reads
         self.stopped[rows] = np.isin(tokens[running], stops)
+        self.lengths[rows] = position + 1  # last: another thread reads what is there up to it
         return self._running()
 
     def _running(self) -> np.ndarray:

@@ -57,7 +57,8 @@ class Order:
         request = self.requests[index]
         if 0 < len(sample.tokens) < request.sampling.max_tokens:  # a continued run may have another limit
             self.requests[index] = replace(request, begun=sample)
-            self.joints.setdefault(index, []).append(len(sample.tokens))
+            kept = [at for at in self.joints.get(index, []) if at < len(sample.tokens)]  # its last token may be gone
+            self.joints[index] = [*kept, len(sample.tokens)]
             self.continued += 1
 
 
@@ -85,6 +86,8 @@ class Pool:
         self.slots = slots
         self.engines: dict[str, dict[int, Ticket]] = {}
         """Requests that run, by engine and number of their ticket."""
+        self.lost: dict[int, Ticket] = {}
+        """Requests of engines that have left, until they are put back."""
         self._waiting: deque[Ticket] = deque()
         self._withdrawn: WeakSet[Order] = WeakSet()  # some are never added again
         self._next = 0
@@ -117,19 +120,13 @@ class Pool:
         """Its weights are those of all others: it may have requests."""
         self.engines.setdefault(engine, {})
 
-    def leave(self, engine: str, so_far: Mapping[int, Sample]) -> None:
-        """It is lost. What ran there goes on elsewhere, first, after what it has so far, by ticket. Raises EngineError
-        if a request was lost too often."""
+    def leave(self, engine: str) -> dict[int, Request]:
+        """It is lost. What ran there, by ticket, is to be put back. Raises EngineError if some was lost too often."""
         running = self.engines.pop(engine, {})
-        lost = list(running.values())
-        for number, sample in so_far.items():
-            if number in running:
-                running[number].order.go_on_after(running[number].index, sample)
-        for ticket in reversed(lost):
+        self.lost |= running
+        for ticket in running.values():
             ticket.losses += 1
-            if ticket.order not in self._withdrawn:
-                self._waiting.appendleft(ticket)
-        worst = max(lost, key=lambda ticket: ticket.losses, default=None)
+        worst = max(running.values(), key=lambda ticket: ticket.losses, default=None)
         if worst is not None and worst.losses >= LOSSES_MAX:
             at = worst.request
             given = f"{worst.losses} engines were lost while they sampled it, {engine} the last"
@@ -137,6 +134,16 @@ class Pool:
             raise EngineError(
                 Problem(f"sample {at.index} of prompt {at.prompt_id}", given, "an engine that lives", fix)
             )
+        return {number: ticket.request for number, ticket in running.items()}
+
+    def put_back(self, lost: Iterable[int], so_far: Mapping[int, Sample]) -> None:
+        """These tickets go on elsewhere, first, after what each has so far."""
+        for number in reversed(list(lost)):
+            ticket = self.lost.pop(number)
+            if number in so_far:
+                ticket.order.go_on_after(ticket.index, so_far[number])
+            if ticket.order not in self._withdrawn:
+                self._waiting.appendleft(ticket)
 
     def hand_out(self) -> dict[str, dict[int, Request]]:
         """Requests that go to engines now, by engine and ticket."""
@@ -182,9 +189,10 @@ class Pool:
         return {engine: numbers for engine, numbers in running.items() if numbers}
 
     def running(self, orders: Iterable[Order]) -> bool:
-        """Whether an engine still has requests of these orders."""
+        """Whether an engine still has requests of these orders, or had them when it was lost."""
         wanted = set(orders)
-        return any(ticket.order in wanted for tickets in self.engines.values() for ticket in tickets.values())
+        everywhere = (*self.engines.values(), self.lost)
+        return any(ticket.order in wanted for tickets in everywhere for ticket in tickets.values())
 
     def _room(self, engine: str) -> int:
         """Free slots. Without a limit, a large number less what runs: the engine with the fewest has most room."""

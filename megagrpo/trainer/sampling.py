@@ -21,7 +21,7 @@ from megagrpo.cluster.rollouts import Rollouts, require_alive
 from megagrpo.data.cursor import Cursor
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import Recipe
-from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
+from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import groups_of
@@ -66,10 +66,6 @@ class Sampling:
         that it may not. step, pending: of the checkpoint that the run continues from."""
         self._cursor, self._rollouts, self._scorer, self._teaches = cursor, rollouts, scorer, teaches
         self._recipe, self._per_step = recipe, recipe.rollout.prompts_per_step
-        # Where a continued run has the same numbers, it samples again: logprobs of tokens after others that it reads
-        # have other last bits.
-        one_version = isinstance(recipe.schedule, OneStepOffConfig) or not recipe.schedule.max_staleness
-        self._keeps_unfinished = not one_version
         self._changed = rollouts.changed
         """Guards all that follows."""
         self._drawn: deque[Prompt] = deque()
@@ -225,7 +221,7 @@ class Sampling:
                 next_number=self._admission.next_number,
                 cursor=self._cursor.state(),
                 joints=tuple({at: tuple(joints) for at, joints in each.order.joints.items()} for each in begun),
-                unfinished=unfinished if self._keeps_unfinished else tuple,
+                unfinished=tuple if self._recipe.one_version else unfinished,
             )
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.errors import EngineError, Problem, WeightSyncError
 from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.schedule import AsyncConfig
 from megagrpo.types import Prompt
 from tests.loop import small_run
 
@@ -185,7 +186,8 @@ def test_requests_of_an_engine_that_dies_go_to_the_others_and_a_later_sync_bring
 def test_responses_of_a_lost_engine_go_on_elsewhere_with_the_tokens_that_they_had(
     hangs: bool, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rollouts = cluster.rollouts
+    rollouts, schedule = cluster.rollouts, AsyncConfig(kind="async")  # with sync they begin anew
+    monkeypatch.setattr(rollouts, "_recipe", cluster.recipe.model_copy(update={"schedule": schedule}))
     monkeypatch.setattr(cluster_rollouts, "ANSWER_SECONDS", 0.2)
     cluster.weights.sync(12)
     whole = [sample for group in rollouts.generate(PROMPTS, step=1) for sample in group.samples]

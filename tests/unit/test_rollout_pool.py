@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -72,7 +74,10 @@ class Pools(RuleBasedStateMachine):
                 so_far |= self.tell(number, request, data.draw(st.integers(0, 3)))
         for ticket in self.pool.engines.get(engine, {}).values():
             ticket.losses = 0  # how often is another test's matter
-        self.pool.leave(engine, so_far)
+        lost = self.pool.leave(engine)
+        assert self.pool.running(ticket.order for ticket in self.pool.lost.values()) == bool(lost)
+        self.hand_out()
+        self.pool.put_back(lost, so_far)
         self.hand_out()
 
     @precondition(lambda self: any(self.on_engine.values()))
@@ -138,10 +143,17 @@ def test_a_request_that_ends_one_engine_after_another_ends_the_run() -> None:
     pool.add([order("p", 1)])
     for _ in range(LOSSES_MAX - 1):
         (engine,) = pool.hand_out()
-        pool.leave(engine, {})
+        pool.put_back(pool.leave(engine), {})
     (engine,) = pool.hand_out()
     with pytest.raises(EngineError, match="sample 0 of prompt p"):
-        pool.leave(engine, {})
+        pool.leave(engine)
+
+
+def test_a_request_that_goes_on_after_fewer_tokens_than_before_did_not_go_on_behind_them() -> None:
+    one = order("p", 1)
+    for tokens in (5, 9, 8):
+        one.go_on_after(0, sample(replace(one.requests[0], begun=None), tokens, "abort"))
+    assert one.joints == {0: [5, 8]}
 
 
 @given(st.lists(st.integers(1, 4), max_size=40), st.integers(1, 5))

@@ -4,12 +4,14 @@ And the hash by which SGLang samples on CPUs, against MurmurHash3 in Python's in
 """
 
 from itertools import product
+from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.rollout.decoding import draw, truncate, uniforms
+from megagrpo.rollout.decoding import Record, draw, truncate, uniforms
 from megagrpo.rollout.requests import sample_seed
 from megagrpo.rollout.sglang.launch import murmur_hash32
 from megagrpo.types import SamplingParams
@@ -149,3 +151,18 @@ def test_the_hash_is_murmur3_of_seed_position_and_column(seeds: list[int], posit
         for seed in seeds
     ]  # fmt: skip
     assert hashed.tolist() == expected
+
+
+def test_a_thread_that_reads_between_the_writes_of_a_step_sees_no_stop_token_of_a_response_that_goes_on() -> None:
+    record, seen = Record(np.array([4, 4])), []
+
+    class Watched(np.ndarray[Any, Any]):
+        def __setitem__(self, rows: Any, values: Any) -> None:
+            super().__setitem__(rows, values)
+            seen.extend(record.responses())
+
+    for name in ("tokens", "logprobs", "versions", "lengths", "stopped"):
+        setattr(record, name, getattr(record, name).view(Watched))
+    record.add(0, np.array([5, 7]), np.zeros(2), 0, np.array([7]))
+    assert any(7 in row.tokens for row in seen)
+    assert all(row.stopped for row in seen if 7 in row.tokens)

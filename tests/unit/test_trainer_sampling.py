@@ -289,6 +289,34 @@ def test_a_replay_says_how_many_responses_became_others(tmp_path: Path) -> None:
     assert "responses have other lengths than in the run that is repeated" in line
 
 
+@pytest.mark.parametrize("schedule", [ASYNC, ("rollout.response_tokens_max=24",)], ids=["async", "sync"])
+def test_unfinished_samples_of_a_checkpoint_go_on_after_their_tokens_unless_groups_have_one_version(
+    schedule: tuple[str, ...], tmp_path: Path
+) -> None:
+    recipe = recipe_with(*schedule)
+    with in_background(recipe) as run:
+        run.sampling.go_on()
+        with run.rollouts.changed:
+            run.rollouts.work()
+        pending = written(run.sampling.pending(), tmp_path)
+    known = {(one.prompt_id, one.index): one for each in pending.unfinished() for one in each}
+    assert bool(known) == (schedule == ASYNC)
+    with in_background(recipe, pending=pending) as again:
+        again.sampling.go_on()
+        orders = list(again.rollouts.orders)
+        left = {(at.prompt_id, index): at for order in orders for index, at in enumerate(order.requests)}
+        assert {at: one.begun.tokens.tolist() for at, one in left.items() if one.begun} == {
+            at: one.tokens.tolist() for at, one in known.items()
+        }
+        assert sum(order.continued for order in orders) == len(known)
+        again.rollouts.wait(lambda: all(order.complete for order in orders))
+    samples = {(one.prompt_id, one.index): one for order in orders for one in order.there()}
+    for at, before in known.items():
+        count = len(before.tokens)
+        assert samples[at].tokens[:count].tolist() == before.tokens.tolist()
+        assert samples[at].logprobs[:count].tolist() == before.logprobs.tolist()
+
+
 def test_a_checkpoint_keeps_the_groups_that_dynamic_sampling_has_dropped_since_the_last_step(tmp_path: Path) -> None:
     recipe = recipe_with(*ASYNC, "rollout.dynamic_sampling={}")
     with in_background(recipe, odd) as run:

@@ -129,6 +129,12 @@ class Recipe(Section):
         """What engines do with requests that run when an update begins."""
         return "finish" if isinstance(self.schedule, OneStepOffConfig) else self.weights.pause
 
+    @property
+    def one_version(self) -> bool:
+        """Whether one version of the weights samples a whole group. What is interrupted then begins anew, and has equal
+        numbers: logprobs of tokens after others that are read, not sampled, have other last bits."""
+        return isinstance(self.schedule, OneStepOffConfig) or not self.schedule.max_staleness
+
     def _schedule(self) -> Iterator[Problem]:
         schedule, step, cluster = self.schedule, self.rollout.prompts_per_step, self.cluster
         if isinstance(schedule, SyncConfig) and not schedule.beyond:

@@ -211,6 +211,9 @@ class SglangEngine(Engine):
         with self._gate.running():
             try:
                 await self._client.generate(body, answer, end, held=lambda: self._gate.held)
+            except BrokenConnection:
+                if not answer.ended:
+                    raise
             except asyncio.CancelledError:
                 # SGLang notices a closed connection late, and would go on sampling until then.
                 self._client.start(self._client.abort(rid))

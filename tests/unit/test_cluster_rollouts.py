@@ -1,0 +1,103 @@
+"""Requests of engines that are lost: what they had sampled comes from a node that may be silent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from megagrpo.cluster import rollouts as cluster_rollouts
+from megagrpo.cluster.engines import Answers
+from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.errors import EngineError, Problem
+from megagrpo.rollout.engine import SoFar
+from megagrpo.types import Prompt, Request, Sample
+from tests.loop.small_run import wait_until
+from tests.tiny_run import recipe_with
+
+ASYNC = ("cluster.placement=disaggregated", "schedule=async")
+
+
+def sampled(at: Request) -> Sample:
+    three = np.array([1, 2, 3], np.int32)
+    return Sample(at.prompt_id, at.index, three, -three.astype(np.float32), 0 * three, "abort", "")
+
+
+class Engines:
+    """Two. Their answers, and what they say of requests that run, are `there` or on their way."""
+
+    def __init__(self, *given: Any) -> None:
+        self.names = ("engine 0", "engine 1")
+        self.by_name = {name: self._actor(name) for name in self.names}
+        self.begun: dict[str, dict[int, Request]] = {name: {} for name in self.names}
+        self.there: set[str] = set()
+        self.restarts: dict[str, object] = {}
+
+    def _actor(self, name: str) -> Any:
+        def finished(seconds: float) -> tuple[str, str]:
+            return f"answer of {name}", f"so far of {name}"
+
+        begin = SimpleNamespace(remote=lambda requests: self.begun[name].update(requests))
+        return SimpleNamespace(begin=begin, finished=SimpleNamespace(remote=finished))
+
+    def wait_until_ready(self) -> None: ...
+
+    def restart(self, engine: str) -> None: ...
+
+    def look(self, *, may_start: bool) -> dict[str, None]:
+        return {}
+
+    def wait(self, refs: Sequence[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        time.sleep(0.001)
+        return [ref for ref in refs if ref in self.there], [ref for ref in refs if ref not in self.there]
+
+    def get(self, ref: str, timeout: float) -> SoFar:
+        if ref not in self.there:
+            time.sleep(timeout)
+            raise ray.exceptions.GetTimeoutError
+        return SoFar.of({ticket: sampled(at) for ticket, at in self.begun[ref.removeprefix("so far of ")].items()})
+
+    def answered(self, ref: str, *given: Any) -> Answers:
+        self.there.discard(ref)
+        return Answers({}, reported=True, silent_seconds=0.0)
+
+
+@pytest.mark.parametrize("case", ["comes", "late", "one version"])
+def test_what_ran_on_a_lost_engine_goes_on_once_its_tokens_come_and_nothing_else_waits_for_them(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case == "late":
+        monkeypatch.setattr(cluster_rollouts, "READ_SECONDS", 0.0)
+    recipe, engines = recipe_with(*(() if case == "one version" else ASYNC)), Engines()
+    monkeypatch.setattr(cluster_rollouts, "EngineActors", lambda *given: engines)
+    monkeypatch.setattr(cluster_rollouts, "answer_of", engines.answered)
+    monkeypatch.setattr(ray, "wait", engines.wait)
+    monkeypatch.setattr(ray, "get", engines.get)
+    runtime: Any = SimpleNamespace(shares_gpus=False, watch=SimpleNamespace(check=lambda: None))
+    rollouts = Rollouts(runtime, recipe, Path(), Path())
+    rollouts.wait_until_ready()
+    rollouts.serve(engines.by_name)
+    lost, other = (rollouts.order(Prompt(name, (1, 2), "sums", "2"), 1) for name in "ab")
+    rollouts.add([lost])
+    engines.there.add("answer of engine 0")
+    wait_until(lambda: "engine 0" in rollouts._so_far, "what engine 0 has so far", 60)
+    if case == "one version":
+        engines.there.add("so far of engine 0")
+    rollouts.lose("engine 0", engines.by_name["engine 0"], EngineError(Problem("engine 0", "died")))
+    rollouts.add([other])
+    if case == "comes":
+        assert {at.prompt_id for at in engines.begun["engine 1"].values()} == {"b"}, "the other waits for tokens"
+        assert rollouts._pool.running([lost])
+        engines.there.add("so far of engine 0")
+        assert len(rollouts.so_far()()) == len(lost.requests), "a checkpoint has them, too"
+    own = engines.begun["engine 1"]
+    wait_until(lambda: len(own) == len(lost.requests) + len(other.requests), "all requests on engine 1", 60)
+    begun = [at.begun for at in own.values() if at.prompt_id == "a"]
+    assert [one and len(one.tokens) for one in begun] == [3 if case == "comes" else None] * len(lost.requests)
+    rollouts._stop_collecting()

@@ -1,0 +1,68 @@
+"""The engine over an SGLang server whose connection breaks. (Real servers are in tests/sglang.)"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from megagrpo.errors import Problem
+from megagrpo.rollout.engine import UpdateProtocol
+from megagrpo.rollout.sglang.client import Endpoint, RequestGate, SglangClient
+from megagrpo.rollout.sglang.engine import SglangEngine
+from megagrpo.types import SamplingParams
+from tests.rollout_engines import generate, request
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@contextmanager
+def breaking(asked: list[dict[str, Any]]) -> Iterator[str]:
+    """The address of a server that sends tokens up to 7, at most three at a time, and breaks the connection."""
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, connection.makefile("rb") as file:
+                size = next(int(line.split(b":")[1]) for line in file if line.lower().startswith(b"content-length"))
+                while file.readline().strip():
+                    pass
+                asked.append(body := json.loads(file.read(size)))
+                tokens = list(range(max(body["input_ids"]) + 1, 8))[:3]
+                finish = {"type": "stop"} if 7 in tokens else None
+                meta = {"completion_tokens": len(tokens), "finish_reason": finish}
+                meta["output_token_logprobs"] = [[-1.0, token, None] for token in tokens]
+                meta["weight_versions"] = [{"version": "0", "start": 0, "end": len(tokens)}]
+                event = b"data: " + json.dumps({"output_ids": tokens, "meta_info": meta}).encode() + b"\n\n"
+                connection.sendall(HEAD + f"{len(event):x}\r\n".encode() + event + b"\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(("prompt", "times"), [(3, 2), (4, 1)], ids=["in the middle", "behind the end"])
+def test_a_request_whose_connection_breaks_goes_on_after_its_tokens_and_ends_where_it_ends(
+    prompt: int, times: int
+) -> None:
+    asked: list[dict[str, Any]] = []
+    with breaking(asked) as url:
+        client = SglangClient(Endpoint(url), failure=Problem, timeout_seconds=60)
+        engine: Any = object.__new__(SglangEngine)
+        engine._client, engine._gate, engine._protocol = client, RequestGate(8), UpdateProtocol("engine 0")
+        engine._timeout, engine._streams, engine._pause, engine._released = 60.0, True, "retract", set()
+        engine._ends, engine._answers = {}, {}
+        engine._text = lambda tokens, finish: finish
+        (sample,) = generate(engine, [request([prompt], SamplingParams(max_tokens=4))])
+        client.close()
+    assert (sample.tokens.tolist(), sample.finish) == (list(range(prompt + 1, 8)), "stop")
+    assert [body["sampling_params"]["max_new_tokens"] for body in asked] == [4, 1][:times]
