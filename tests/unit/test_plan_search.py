@@ -12,7 +12,7 @@ from megagrpo.errors import RecipeError
 from megagrpo.plan import search as options
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import lacking_bytes
-from megagrpo.plan.schedules import steady_seconds
+from megagrpo.plan.schedules import ASYNC, steady_seconds
 from megagrpo.plan.search import SPARE, legal, search
 from megagrpo.plan.show.as_json import plan_json
 from megagrpo.plan.show.page import page
@@ -78,7 +78,7 @@ def test_splits_between_ranks_and_engines_are_ranked_by_their_asynchronous_step(
         chosen = planned(applied(split.overrides, {}))
         again = {time.name: time for time in chosen.schedules}[split.schedule.name]
         assert again == split.schedule
-        bound = steady_seconds(chosen, split.estimate.time, options.ASYNC)
+        bound = steady_seconds(chosen, split.estimate.time, ASYNC)
         assert bound < 1.05 * split.schedule.seconds < 1.3 * bound
     assert len({split.overrides for split in found.asynchronous}) == options.SPLITS_SHOWN
     whole = plan({})
