@@ -6,7 +6,7 @@ Prompts are p0, p1, ...; a test says what the samples of each score.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,8 +53,7 @@ class FakeRollouts:
     def idle(self) -> tuple[float, float]:
         return 1.0, 4.0
 
-    release_memory = give_up = lambda self: None
-    held = nullcontext
+    release_memory = give_up = drain = lambda self: None
 
 
 def _sample(prompt: Prompt, index: int) -> Sample:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,6 @@ class Rollouts:
         """When each request was handed to an engine, by ticket."""
         self._idle, self._seconds, self._counted = 0.0, 0.0, 0.0
         """Seconds times the share of slots that sampled nothing; all seconds; until when. 0: no engine has served."""
-        self._held = False
         self._failure: MegagrpoError | OSError | None = None
         self._closed = False
         self._collecting = threading.Thread(target=self._collect, name="collects samples", daemon=True)
@@ -130,6 +129,7 @@ class Rollouts:
     def serve(self, engines: Mapping[str, Any]) -> None:
         """These actors' engines have the newest weights: they get requests, unless they were lost meanwhile."""
         with self.changed:
+            self._count_idle()
             for engine, actor in engines.items():
                 if self._up().get(engine) is not actor:
                     continue
@@ -191,11 +191,16 @@ class Rollouts:
         return self._groups(prompts, 0, self._asked_by(self._recipe.eval))[0]
 
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
-        """Frees the engines' memory for training on the same devices. Returns whether they can."""
+        """Frees the engines' memory for training on the same devices, once what was dropped has ended there. Returns
+        whether they can. Raises as `wait` does."""
         memory_saver = (self._recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
         started = self._recipe.rollout.engine == "sglang"
         if not (started and memory_saver and self._recipe.cluster.placement == "colocated"):
             return False
+        with self.changed:
+            busy = any(self._pool.engines.values())
+        if busy:
+            self.wait(lambda: not any(self._pool.engines.values()))
         with self.changed:
             up = self._up()
         _, failed = settle(
@@ -262,18 +267,17 @@ class Rollouts:
                 self.bring_back()
             self._runtime.watch.check()
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside it engines get weights: what runs there waits for them, unless it is to finish first."""
+    def hold(self, engines: Iterable[str]) -> None:
+        """These get weights, and no requests until they `serve` with them."""
         with self.changed:
-            self._count_idle()
-            self._held = self._recipe.pause != "finish"
-        try:
-            yield
-        finally:
-            with self.changed:
+            if self._pool.engines:
                 self._count_idle()
-                self._held = False
+            self._pool.held.update(engines)
+
+    def drain(self) -> None:
+        """Holds all engines, and waits for what they sample. Raises as `wait` does."""
+        self.hold(self._pool.engines)
+        self.wait(lambda: not any(self._pool.engines.get(engine) for engine in self._pool.held))
 
     def idle(self) -> tuple[float, float]:
         """Since the last call: seconds in which a slot sampled nothing, mean over all engines' slots; all seconds."""
@@ -313,7 +317,10 @@ class Rollouts:
                 order.requests += requests[index * count : (index + 1) * count]
             first += count
         self.add(orders, first=True)  # a step waits for them, and for an evaluation: not for what is in the background
-        self.wait(lambda: all(order.complete for order in orders))
+        with ExitStack() as undoing:
+            undoing.callback(self.drop, orders)
+            self.wait(lambda: all(order.complete for order in orders))
+            undoing.pop_all()
         found, first = [], 0
         for count, _ in asked:
             samples = [sample for order in orders for sample in order.there()[first : first + count]]
@@ -382,7 +389,7 @@ class Rollouts:
     def _count_idle(self) -> None:
         now = time.monotonic()
         seconds, self._counted = now - (self._counted or now), now
-        self._idle += seconds * (1.0 if self._held else self._pool.free_share)
+        self._idle += seconds * self._pool.idle_share(held_sample=self._recipe.pause == "finish")
         self._seconds += seconds
 
     def _ask(self, engine: str) -> None:

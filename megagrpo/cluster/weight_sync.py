@@ -165,6 +165,7 @@ class WeightSync:
         """One attempt. Returns the errors of the engines that are not at `version` afterwards, and those to blame."""
         ranks = self._policy.actors
         destinations = list(chain(*(self._destinations[name] for name in engines)))
+        self._rollouts.hold(engines)
         self._host.open(version, destinations)
         sending = {name: actor.send_weights.remote(version, destinations) for name, actor in ranks.items()}
         updating = {name: actor.update.remote(version) for name, actor in engines.items()}

@@ -88,8 +88,7 @@ class Work:
             token_seconds=token_seconds(by.engine, case.lengths, by.samples, slots, factor),
             train_seconds=sum(seconds[phase] for phase in TRAINER_PHASES),
             sync_seconds=seconds["weight_sync"],
-            # SGLang's pipelines finish what runs (rollout/sglang/engine.py).
-            pause="finish" if case.grpo.rollout.layout.pipeline > 1 else case.grpo.weights.pause,
+            pause=case.grpo.rollout.layout.pause_of(case.grpo.weights.pause),
             read_seconds=lambda *read: factor * by.engine.prefill_seconds(*read),
         )
 

@@ -88,6 +88,8 @@ class Pool:
         """Requests that run, by engine and number of their ticket."""
         self.lost: dict[int, Ticket] = {}
         """Requests of engines that have left, until they are put back."""
+        self.held: set[str] = set()
+        """Engines that get weights, and no requests until they have joined with them."""
         self._waiting: deque[Ticket] = deque()
         self._withdrawn: WeakSet[Order] = WeakSet()  # some are never added again
         self._next = 0
@@ -96,14 +98,13 @@ class Pool:
     def idle(self) -> bool:
         return not self._waiting and not any(self.engines.values())
 
-    @property
-    def free_share(self) -> float:
-        """Share of the slots of all engines that are free. Without a limit: share of the engines with nothing."""
+    def idle_share(self, *, held_sample: bool) -> float:
+        """Share of the slots of all engines that sample nothing: those that are free, and unless `held_sample` all of
+        engines that are held. Without a limit each engine is one slot."""
         if not self.engines:
             return 1.0
-        if self.slots is None:
-            return sum(not running for running in self.engines.values()) / len(self.engines)
-        return 1 - sum(map(len, self.engines.values())) / (self.slots * len(self.engines))
+        sampling = [running for engine, running in self.engines.items() if held_sample or engine not in self.held]
+        return 1 - sum(min(1.0, len(running) / (self.slots or 1)) for running in sampling) / len(self.engines)
 
     def add(self, orders: Iterable[Order], *, first: bool = False) -> None:
         """The requests without a sample wait for engines; `first`: before those that wait already."""
@@ -119,6 +120,7 @@ class Pool:
     def join(self, engine: str) -> None:
         """Its weights are those of all others: it may have requests."""
         self.engines.setdefault(engine, {})
+        self.held.discard(engine)
 
     def leave(self, engine: str) -> dict[int, Request]:
         """It is lost. What ran there, by ticket, is to be put back. Raises EngineError if some was lost too often."""
@@ -148,7 +150,8 @@ class Pool:
     def hand_out(self) -> dict[str, dict[int, Request]]:
         """Requests that go to engines now, by engine and ticket."""
         handed: dict[str, dict[int, Request]] = {}
-        rooms = [(-self._room(engine), rank, engine) for rank, engine in enumerate(self.engines)]
+        free = [engine for engine in self.engines if engine not in self.held]
+        rooms = [(-self._room(engine), rank, engine) for rank, engine in enumerate(free)]
         heapq.heapify(rooms)
         while self._waiting and rooms and rooms[0][0] != 0:
             negative, rank, engine = heapq.heappop(rooms)

@@ -289,7 +289,10 @@ def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Tr
 
 def sync(run: Run, version: int) -> None:
     """Brings the policy's weights to all engines, which hold `version` afterwards."""
-    with run.clock.phase("weight_sync"), run.rollouts.held():
+    if run.recipe.pause == "finish":
+        with run.clock.phase("rollout"):
+            run.rollouts.drain()
+    with run.clock.phase("weight_sync"):
         run.weights.sync(version)
 
 

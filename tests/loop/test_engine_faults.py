@@ -16,8 +16,9 @@ from megagrpo.cluster import runtime, weight_sync
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
-from megagrpo.errors import EngineError, Problem, WeightSyncError
+from megagrpo.errors import EngineError, Problem, RankLostError, WeightSyncError
 from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.rollout import SglangConfig
 from megagrpo.recipe.schema.schedule import AsyncConfig
 from megagrpo.types import Prompt
 from tests.loop import small_run
@@ -114,6 +115,24 @@ def stop_sampling_after(steps: int) -> Callable[[Any], None]:
         engine._before_step = stopping
 
     return plant
+
+
+def sample_until_given_back(actor: Any) -> None:
+    """Once, and half a second more. As SGLang, the engine frees no memory while requests run."""
+    engine, before_step = actor.engine, actor.engine._before_step
+
+    def waiting() -> Any:
+        while not engine._given_back:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        engine._before_step = before_step
+        return before_step()
+
+    def release_memory(tags: Any) -> None:
+        if engine._running:
+            raise EngineError(Problem("release_memory", "requests that run", "an engine that is idle"))
+
+    engine._before_step, engine.release_memory = waiting, release_memory
 
 
 def restarted(cluster: Cluster) -> list[str]:
@@ -216,6 +235,50 @@ def test_responses_of_a_lost_engine_go_on_elsewhere_with_the_tokens_that_they_ha
         assert before.tokens.tolist() == after.tokens[:count].tolist()
         assert before.logprobs.tolist() == after.logprobs[:count].tolist()
     cluster.wait_for_both()
+
+
+def test_requests_of_a_step_that_is_given_up_end_before_engines_free_their_memory(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts, recipe = cluster.rollouts, cluster.recipe
+    cluster.weights.sync(12)
+    cluster.said.clear()
+    for engine in rollouts.up():
+        cluster.in_engine(engine, sample_until_given_back)
+
+    def lost() -> None:
+        if all(cluster.in_engine(engine, lambda actor: bool(actor.engine._running)) for engine in rollouts.up()):
+            raise RankLostError(Problem("train rank 0", "it has died"))
+
+    with monkeypatch.context() as losing:
+        losing.setattr(rollouts._runtime.watch, "check", lost)
+        with pytest.raises(RankLostError):
+            rollouts.generate(PROMPTS, step=1)
+    saver = SglangConfig.model_validate({"enable_memory_saver": True})
+    rollout = recipe.rollout.model_copy(update={"engine": "sglang", "sglang": saver})
+    shared = recipe.cluster.model_copy(update={"placement": "colocated"})
+    with monkeypatch.context() as with_saver:
+        with_saver.setattr(rollouts, "_recipe", recipe.model_copy(update={"rollout": rollout, "cluster": shared}))
+        assert rollouts.release_memory()
+    assert not restarted(cluster)
+    assert cluster.versions() == {12}
+
+
+def test_engines_that_have_drained_get_no_more_requests_until_they_have_weights(cluster: Cluster) -> None:
+    rollouts = cluster.rollouts
+    cluster.weights.sync(12)
+    orders = [rollouts.order(prompt, 1) for prompt in PROMPTS]
+    rollouts.add(orders[:2])
+    rollouts.drain()
+    assert all(order.complete for order in orders[:2])
+    rollouts.idle()
+    rollouts.add(orders[2:])
+    time.sleep(0.5)
+    idle, seconds = rollouts.idle()
+    assert idle == pytest.approx(seconds)
+    cluster.weights.sync(13)
+    rollouts.wait(lambda: all(order.complete for order in orders))
+    assert [{*order.samples[0].versions.tolist()} for order in orders] == [{12}, {12}, {13}, {13}]
 
 
 def test_a_run_whose_engines_have_all_died_brings_one_back_before_it_samples_on(cluster: Cluster) -> None:

@@ -190,3 +190,21 @@ def test_what_is_wanted_first_goes_to_engines_before_what_waits() -> None:
     for number in (0, 1):
         pool.answered("a", {number: sample(pool.engines["a"][number].request, 1)})
     assert [request.prompt_id for request in pool.hand_out()["a"].values()] == ["evaluation", "evaluation too"]
+
+
+def test_engines_that_are_held_get_nothing_and_the_slots_that_drain_there_are_idle() -> None:
+    pool = Pool(2)
+    for engine in ("a", "b"):
+        pool.join(engine)
+    pool.add([order("runs", 4), order("waits", 4)])
+    running = pool.hand_out()
+    pool.held.update(["a", "b"])
+    assert (pool.idle_share(held_sample=True), pool.idle_share(held_sample=False)) == (0.0, 1.0)
+    ticket, request = next(iter(running["a"].items()))
+    pool.answered("a", {ticket: sample(request, 3)})
+    assert not pool.hand_out()
+    assert pool.idle_share(held_sample=True) == 0.25
+    pool.join("b")
+    assert pool.idle_share(held_sample=False) == 0.5
+    pool.join("a")
+    assert list(pool.hand_out()) == ["a"]

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -118,8 +118,8 @@ class Engines:
     def withdraw(self, orders: Sequence[Order]) -> None:
         self.orders = [order for order in self.orders if order not in orders]
 
-    def held(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def drain(self) -> None:
+        pass
 
     def so_far(self) -> Callable[[], dict[tuple[Order, int], Sample]]:
         return dict  # orders have it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -72,6 +73,19 @@ def test_a_step_whose_responses_engines_all_give_up_on_is_asked_again_and_then_a
         with pytest.raises(EngineError, match=r"responses of step 1(.|\n)*rollout.timeout_seconds"):
             grpo_step(run, 1, 0.0)
         assert "update" not in run.policy.calls
+
+
+@pytest.mark.parametrize(
+    ("override", "waits"),
+    [("weights.pause=finish", True), ("rollout.layout={pipeline: 2}", True), ("weights.pause=in_place", False)],
+)
+def test_the_wait_for_what_engines_finish_before_a_sync_is_one_for_samples(override: str, waits: bool) -> None:
+    run = make_run(override, scores=one_right)
+    drained: list[float] = []
+    run.rollouts.drain = lambda: drained.append(time.sleep(0.1) or 0.1)
+    grpo_step(run, 1, 0.0)
+    assert bool(drained) == waits
+    assert run.clock.take()["seconds/rollout"] >= sum(drained)
 
 
 def calls(*overrides: str, scores: Scores = one_right, step: int = 1) -> list[str]:

@@ -127,7 +127,8 @@ class Recipe(Section):
     @property
     def pause(self) -> Pause:
         """What engines do with requests that run when an update begins."""
-        return "finish" if isinstance(self.schedule, OneStepOffConfig) else self.weights.pause
+        one_step_off = isinstance(self.schedule, OneStepOffConfig)
+        return "finish" if one_step_off else self.rollout.layout.pause_of(self.weights.pause)
 
     @property
     def one_version(self) -> bool:

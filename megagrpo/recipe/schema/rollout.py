@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field
 
 from megagrpo.errors import Problem
+from megagrpo.recipe.schema.run import Pause
 from megagrpo.section import (
     Count,
     Fraction,
@@ -41,6 +42,10 @@ class EngineLayoutConfig(Section):
     @property
     def ranks(self) -> int:
         return self.tensor * self.pipeline
+
+    def pause_of(self, wanted: Pause) -> Pause:
+        """SGLang's pipelines go on sampling while they are paused: an update waits until all requests have ended."""
+        return "finish" if self.pipeline > 1 else wanted
 
 
 class SglangConfig(BaseModel):

@@ -107,8 +107,7 @@ class SglangEngine(Engine):
         self._tokenizer: Any = load_tokenizer(tokenizer_directory or model_directory)
         self._protocol = UpdateProtocol(name)
         self._timeout, self._control_timeout = timeout_seconds, control_timeout_seconds
-        # SGLang's pipelines go on sampling while they are paused: an update waits until all requests have ended.
-        self._pause: Pause = "finish" if layout.pipeline > 1 else pause
+        self._pause = layout.pause_of(pause)
         endpoint = Endpoint(server.url, server.api_key)
         self._client = SglangClient(endpoint, failure=self._failure, timeout_seconds=control_timeout_seconds)
         self._gate = RequestGate(requests_at_once)
