@@ -100,9 +100,12 @@ class WeightSync:
             remove_older(sync_directory(self._recipe), version)
 
     def bring_back(self) -> None:
-        """Brings an engine that has started again to the version that all engines had. Raises as `sync` does."""
+        """Brings an engine that has started again, when all are lost, to the version that the ranks hold: the next one
+        if they have trained since the last sync. Raises as `sync` does."""
+        version = max(self.version, self._policy.step or 0)
         with self._policy.needed(["parameters"]):
-            self._bring(self.version)
+            self._bring(version)
+        self.version = version
 
     def give_up(self) -> None:
         """Releases the training ranks from a sync whose result is not needed any more."""

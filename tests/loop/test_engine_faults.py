@@ -281,12 +281,16 @@ def test_engines_that_have_drained_get_no_more_requests_until_they_have_weights(
     assert [{*order.samples[0].versions.tolist()} for order in orders] == [{12}, {12}, {13}, {13}]
 
 
-def test_a_run_whose_engines_have_all_died_brings_one_back_before_it_samples_on(cluster: Cluster) -> None:
+@pytest.mark.parametrize(("trained", "version"), [(None, 13), (14, 14)])
+def test_a_run_whose_engines_have_all_died_brings_one_back_before_it_samples_on(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, trained: int | None, version: int
+) -> None:
     cluster.weights.sync(13)
+    monkeypatch.setattr(cluster.policy, "step", trained)
     cluster.said.clear()
     for engine in cluster.rollouts.up():
         cluster.in_engine(engine, after("begin", die))
-    assert cluster.versions() == {13}
+    assert cluster.versions() == {version}
     assert sorted(why.partition(":")[0] for why in restarted(cluster)) == ["engine 0", "engine 1"]
     assert all("died" in why for why in restarted(cluster))
     cluster.wait_for_both()
