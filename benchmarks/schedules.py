@@ -103,6 +103,7 @@ def trained(schedule: str, model: Path, given: argparse.Namespace) -> Entries:
             "train.tokens_per_microbatch=4608",
             f"train.optimizer={{lr: {given.lr}, schedule: linear, warmup_steps: 2}}",
             "algorithm.kl.coefficient=0",
+            "weights.pause=in_place",
             f"algorithm.epochs={given.epochs}",
             "algorithm.rollout_logprobs_as_old=true",  # ratios to what sampled: samples may be stale
             f"eval={{files: [{{path: {ADDER / 'test.parquet'}}}], response_tokens_max: {ANSWER_TOKENS}, "
@@ -243,7 +244,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--slots", type=int, default=32, help="responses that a server decodes at once")
-    parser.add_argument("--epochs", type=int, default=3, help="algorithm.epochs: how much the trainer has to do")
+    parser.add_argument("--epochs", type=int, default=1, help="algorithm.epochs: how much the trainer has to do")
     parser.add_argument("--lr", type=float, default=5e-5)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     given = parser.parse_args()
