@@ -46,8 +46,8 @@ class Sampled:
     left_over: int = 0  # groups with signal that the last round brought beyond those wanted
     # float64 [groups], for remax: score of the greedy response to each prompt of `groups`, NaN where its reward failed
     baselines: np.ndarray | None = None
-    # Of samples in the background: metrics of how they were sampled; and of each of `all` how it was sampled, and for
-    # remax its greedy response.
+    # If samples come in the background: metrics of how they were sampled, and how each of `all` began. With remax: the
+    # greedy response of each of `all`.
     metrics: Mapping[str, float] = field(default_factory=dict)
     begun: Sequence[Beginning] = ()
     greedy: Sequence[Sample] = ()
