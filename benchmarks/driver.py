@@ -28,7 +28,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.parameters import known_models
 from megagrpo.rollout.engine import SoFar
 from megagrpo.rollout.pool import Order, Pool
-from megagrpo.rollout.requests import groups_of, requests_for
+from megagrpo.rollout.requests import group_of, requests_for
 from megagrpo.trainer.sampling import staleness_metrics
 from megagrpo.trainer.step import flat_scores, group_of_row, train_sequences
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams, Score
@@ -78,7 +78,7 @@ def one_step(in_flight: int, *, traced: bool) -> tuple[Clock, int]:
         while admission.room:
             number = admission.admit().number
             prompt = Prompt(f"prompt {number}", text, "math", "1")
-            asked = requests_for([prompt], samples_per_prompt=SAMPLES, sampling=SAMPLING, recipe_seed=0, step=1)
+            asked = requests_for(prompt, samples=SAMPLES, sampling=SAMPLING, recipe_seed=0, step=1)
             orders[number] = prompt, Order(asked)
         pool.add(order for _, order in orders.values())
     with clock.part("requests to engines"):
@@ -105,7 +105,7 @@ def one_step(in_flight: int, *, traced: bool) -> tuple[Clock, int]:
         groups: list[Group] = []
         for admitted in taken:
             prompt, order = orders[admitted.number]
-            groups += groups_of([prompt], order.there(), SAMPLES)
+            groups.append(group_of(prompt, order.there(), SAMPLES))
         groups = [Group(group.prompt, group.samples, SCORES) for group in groups]
         staleness_metrics(groups, 0)
     with clock.part("advantages"):

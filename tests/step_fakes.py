@@ -43,10 +43,6 @@ class FakeRollouts:
         self.asked += [prompt.id for prompt in prompts]
         return [Group(prompt, tuple(_sample(prompt, i) for i in range(self._per_prompt))) for prompt in prompts]
 
-    def generate_with_greedy(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Group], list[Group]]:
-        greedy = [Group(prompt, (_sample(prompt, self._per_prompt),)) for prompt in prompts]
-        return self.generate(prompts, step), greedy
-
     def generate_for_evaluation(self, prompts: Sequence[Prompt]) -> list[Group]:
         return self.generate(prompts, 0)
 
@@ -75,7 +71,9 @@ class FakeScorer:
 
     def _of(self, group: Group) -> Iterator[Score]:
         prompt = number(group.prompt)
-        values = [self.greedy(prompt)] if len(group.samples) == 1 else self.scores(prompt)
+        values = list(self.scores(prompt))
+        if len(group.samples) > len(values):
+            values.append(self.greedy(prompt))
         counted = self.counted or [()] * len(values)
         for value, each in zip(values, counted, strict=True):
             yield Score(value, counted=each, solved=value is not None and value >= 1)
@@ -161,7 +159,7 @@ def make_run(
         recipe=settings,
         total_steps=10,
         cursor=Cursor(data, seed=0, shuffle=shuffle),
-        rollouts=FakeRollouts(settings.rollout.samples_per_prompt),  # type: ignore[arg-type]
+        rollouts=FakeRollouts(settings.rollout.samples_per_prompt + settings.algorithm.greedy_responses),  # type: ignore[arg-type]
         scorer=FakeScorer(scores, greedy, counted),  # type: ignore[arg-type]
         policy=FakePolicy(),  # type: ignore[arg-type]
         weights=FakeWeights(),  # type: ignore[arg-type]

@@ -23,15 +23,14 @@ def lengths_of_begun(ended: Sequence[int], cut: Sequence[int]) -> tuple[np.ndarr
     return lengths[order], shares
 
 
-def cut_metrics(trained: Sequence[int], unused: Sequence[int], cut: Sequence[int]) -> dict[str, float]:
-    """Metrics of a step, from the tokens of its responses. unused: those that ended and are not trained on. cut: those
-    that did not end."""
-    lengths, shares = lengths_of_begun([*trained, *unused], cut)
-    mean, thrown = float(np.mean(trained)), float(sum(unused) + sum(cut))
-    begun_mean = float(lengths @ shares)
+def cut_metrics(trained: Sequence[int], ended: Sequence[int], cut: Sequence[int]) -> dict[str, float]:
+    """Metrics of a step, from the tokens of its responses. ended, cut: of all that began, those that ended, and those
+    that did not. trained: those of both that are trained on; engines may have given up on some (finish abort)."""
+    lengths, shares = lengths_of_begun(ended, cut)
+    mean, begun_mean, tokens = float(np.mean(trained)), float(lengths @ shares), float(lengths.sum())
     return {
-        "cut/samples": float(len(unused) + len(cut)),
-        "cut/tokens_share": thrown / max(1, thrown + sum(trained)),
+        "cut/samples": float(len(lengths) - len(trained)),
+        "cut/tokens_share": 1 - sum(trained) / tokens if tokens else 0.0,
         "cut/trained_tokens_mean": mean,
         "cut/trained_tokens_p90": float(np.quantile(trained, 0.9, method="inverted_cdf")),
         "cut/begun_tokens_mean": begun_mean,

@@ -12,6 +12,7 @@ import ray
 
 from megagrpo.cluster import lost_ranks
 from megagrpo.errors import RecipeError
+from megagrpo.parent_process import end_with_parent
 from megagrpo.recipe.defaults import allocator_problem, dtype_name, maps_gpu_memory, sync_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 
@@ -44,6 +45,7 @@ def prepare_process(device: str, recipe: AnyRecipe) -> None:
     Call it before torch is imported: torch asks CUDA for its devices only once. Neither this module nor the recipe
     imports torch.
     """
+    end_with_parent()
     if name := interface_of(ray.util.get_node_ip_address()):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, name)

@@ -69,6 +69,9 @@ class Answers:
     reported: bool
     silent_seconds: float
     """Time without a new token, though requests run that engines sample."""
+    speed: float | None = None
+    """If it is known, tokens a second of a request since what requests have so far was last said; mean of those that
+    ran all the time."""
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"requests": 1, "samples": 1})
@@ -85,7 +88,7 @@ class EngineActor:
         _prepare(spec)
         self._answers: SimpleQueue[tuple[int, Sample | MegagrpoError]] = SimpleQueue()
         self._reported = self._moved = time.monotonic()
-        self._ends: tuple[list[int], list[int]] = [], []
+        self._counts: dict[int, int] = {}
         self.engine = make_engine(spec, other_nodes)
 
     @ray.method(concurrency_group="requests")
@@ -106,21 +109,25 @@ class EngineActor:
         requests have so far: a result of its own, which stays on this node until the driver reads it. Raises what a
         request failed with."""
         found: dict[int, Sample] = {}
-        so_far = None
+        so_far = speed = None
         with suppress(Empty):
             self._take(found, seconds)
-        now = time.monotonic()
+        now, rests = time.monotonic(), self.engine.rests()
         if now >= self._reported + seconds:
-            so_far, self._reported = self.engine.so_far(), now
-            before, self._ends = self._ends, (so_far.tickets.tolist(), so_far.ends.tolist())
-            if before != self._ends:
+            so_far = self.engine.so_far()
+            before, self._counts = self._counts, so_far.counts()
+            new = [count - before[ticket] for ticket, count in self._counts.items() if ticket in before]
+            if new and not rests:
+                speed = sum(new) / len(new) / (now - self._reported)
+            if before != self._counts:
                 self._moved = now
-        if found or self.engine.rests():
+            self._reported = now
+        if found or rests:
             self._moved = now
         with suppress(Empty):  # what ends meanwhile is in both
             while True:
                 self._take(found, 0)
-        return Answers(found, so_far is not None, now - self._moved), so_far
+        return Answers(found, so_far is not None, now - self._moved, speed), so_far
 
     def manifests(self) -> list[Manifest]:
         return self.engine.manifests()
@@ -141,6 +148,7 @@ class EngineActor:
         return self.engine.bucket_digests(tensor, destinations)
 
     def commit_update(self, version: int) -> None:
+        self._counts = {}  # no speed is told of the time before
         self.engine.commit_update(version)
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:

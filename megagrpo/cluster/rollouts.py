@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,10 @@ from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import SLICE_SECONDS, answer_of, settle
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import Recipe
-from megagrpo.recipe.schema.eval import EvalConfig
-from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.rollout.engine import MemoryTag, SoFar
-from megagrpo.rollout.pool import Order, Pool
-from megagrpo.rollout.requests import groups_of, requests_for, sampling_of, training_requests
-from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
+from megagrpo.rollout.pool import Order, Pool, Speeds
+from megagrpo.rollout.requests import evaluation_requests, group_of, training_requests
+from megagrpo.types import Group, Prompt, Request, Sample
 from megagrpo.weights.boxes import Manifest, Place
 
 ABORT_MARGIN_SECONDS = 60.0
@@ -59,6 +56,7 @@ class Rollouts:
         """Notified when an order is complete. Guards all that follows."""
         # The embedded engine samples batch after batch: what it has at once, it samples in batches of its own choice.
         self._pool = Pool(None if recipe.rollout.engine == "transformers" else recipe.rollout.requests_at_once)
+        self._speeds = Speeds()
         self.lost: dict[str, MegagrpoError] = {}
         """Engines that do not sample because they failed, and why."""
         self._started: set[str] = set()
@@ -176,19 +174,12 @@ class Rollouts:
         return self._engines.visible_gpus()
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
-        """Training rollouts of a step, in the order of the prompts."""
-        return self._groups(prompts, step, self._training)[0]
-
-    def generate_with_greedy(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Group], list[Group]]:
-        """Training rollouts, and a group of one greedy response for each prompt, generated together."""
-        per_prompt, sampling = self._training
-        greedy = replace(sampling, temperature=0.0)
-        sampled, likeliest = self._groups(prompts, step, (per_prompt, sampling), (1, greedy))
-        return sampled, likeliest
+        """The training_requests of a step, in the order of the prompts."""
+        return self._groups(prompts, [training_requests(self._recipe, prompt, step) for prompt in prompts])
 
     def generate_for_evaluation(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Evaluation responses. The seeds are the same at every evaluation, so that only the weights differ."""
-        return self._groups(prompts, 0, self._asked_by(self._recipe.eval))[0]
+        return self._groups(prompts, evaluation_requests(self._recipe, prompts))
 
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
         """Frees the engines' memory for training on the same devices, once what was dropped has ended there. Returns
@@ -292,41 +283,17 @@ class Rollouts:
         self._stop_collecting()
         self._engines.close()
 
-    @property
-    def _training(self) -> tuple[int, SamplingParams]:
-        return self._asked_by(self._recipe.rollout)
-
-    def _asked_by(self, section: RolloutConfig | EvalConfig) -> tuple[int, SamplingParams]:
-        return section.samples_per_prompt, sampling_of(self._recipe, section)
-
-    def _groups(self, prompts: Sequence[Prompt], step: int, *asked: tuple[int, SamplingParams]) -> list[list[Group]]:
-        """The groups of all prompts for each (samples per prompt, sampling), generated together: all requests of a
-        prompt are one order."""
-        orders = [Order([]) for _ in prompts]
-        first = 0
-        for count, sampling in asked:
-            requests = requests_for(
-                prompts,
-                samples_per_prompt=count,
-                sampling=sampling,
-                recipe_seed=self._recipe.seed,
-                step=step,
-                first_index=first,
-            )
-            for index, order in enumerate(orders):
-                order.requests += requests[index * count : (index + 1) * count]
-            first += count
+    def _groups(self, prompts: Sequence[Prompt], requests: Sequence[list[Request]]) -> list[Group]:
+        """The groups of all prompts, whose requests are given."""
+        orders = [Order(of_prompt) for of_prompt in requests]
         self.add(orders, first=True)  # a step waits for them, and for an evaluation: not for what is in the background
         with ExitStack() as undoing:
             undoing.callback(self.drop, orders)
             self.wait(lambda: all(order.complete for order in orders))
             undoing.pop_all()
-        found, first = [], 0
-        for count, _ in asked:
-            samples = [sample for order in orders for sample in order.there()[first : first + count]]
-            found.append(groups_of(prompts, samples, count))
-            first += count
-        return found
+        return [
+            group_of(prompt, order.there(), len(order.requests)) for prompt, order in zip(prompts, orders, strict=True)
+        ]
 
     # --- the thread that collects -------------------------------------------------------------------------------------
 
@@ -375,9 +342,12 @@ class Rollouts:
                     self._handed.pop(ticket, None)
                 if answer.reported and so_far is not None:
                     self._so_far[engine] = so_far
+                slow = self._speeds.problem(engine, answer.speed, time.monotonic())
                 if answer.silent_seconds > SILENT_SECONDS:
                     given, needed = f"no token for {answer.silent_seconds:.0f} s", f"one within {SILENT_SECONDS:g} s"
                     self._lose(engine, EngineError(Problem(f"rollout: {engine} hangs", given, needed)))
+                elif slow:
+                    self._lose(engine, EngineError(slow))
                 else:
                     self._ask(engine)
             self._hand_out()
@@ -448,6 +418,7 @@ class Rollouts:
                 self._engines.restart(engine)
 
     def _leave(self, engine: str) -> None:
+        self._speeds.forget(engine)
         self._asked = {ref: other for ref, other in self._asked.items() if other != engine}
         self._next_so_far = {ref: so_far for ref, so_far in self._next_so_far.items() if ref in self._asked}
         for ticket in self._pool.engines.get(engine, ()):

@@ -179,14 +179,17 @@ class TrainRanks:
 
     @contextmanager
     def updating(self, step: int) -> Iterator[None]:
-        """Inside, the state becomes that of `step`. Raises RankError if weights are not finite afterwards."""
+        """Inside, the state becomes that of `step`, also where a node without ranks is lost: what is half a step cannot
+        be saved. Raises RankError if weights are not finite afterwards."""
         self.step = None
-        try:
-            yield
-        except RankError as error:
-            first, *others = error.problems
-            raise type(error)([replace(first, where=f"step {step}: {first.where}"), *others]) from error
-        self._require_finite(f"step {step} has diverged", RankError, f"{DIVERGED_FIX} (checkpoints are not affected)")
+        with self.alone():
+            try:
+                yield
+            except RankError as error:
+                first, *others = error.problems
+                raise type(error)([replace(first, where=f"step {step}: {first.where}"), *others]) from error
+            fix = f"{DIVERGED_FIX} (checkpoints are not affected)"
+            self._require_finite(f"step {step} has diverged", RankError, fix)
         self.step = step
 
     def _require_finite(self, where: str, error: type[MegagrpoError], fix: str) -> None:

@@ -107,9 +107,7 @@ class RayPulse:
         self._head, own = context.gcs_address, context.get_node_id()
         self._here = {own: node_names()[own]}
         socket = next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == own)
-        raylets = (each for each in psutil.process_iter(["name", "cmdline"]) if each.info["name"] == "raylet")
-        raylet = next(each.pid for each in raylets if any(word.endswith(socket) for word in each.info["cmdline"]))
-        self._raylet = os.pidfd_open(raylet)
+        self._raylet = os.pidfd_open(raylet_with(socket))
         self._silent_seconds, self._lost_seconds = 0, 0
         self._lost: NodeLostError | None = None
         self._leaving, self._left = Event(), Event()
@@ -148,6 +146,13 @@ class RayPulse:
                 end_process(self._lost)
             if self._lost and self._lost_seconds > CLOSE_SECONDS:
                 end_process(self._lost)
+
+
+def raylet_with(socket: str) -> int:
+    """Process number of the raylet of this node that has this socket."""
+    raylets = (each for each in psutil.process_iter(["name", "cmdline"]) if each.info["name"] == "raylet")
+    # Another raylet may have just ended: it has no command line then.
+    return next(each.pid for each in raylets if any(word.endswith(socket) for word in each.info["cmdline"] or ()))
 
 
 def end_process(error: MegagrpoError) -> None:

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import Problem, RewardError
+from megagrpo.parent_process import end_with_parent
 from megagrpo.reward.functions import RewardCallable, Task, call, failure_of, load, outcome_of, timed_out
 from megagrpo.user_functions import IMPORTED
 
 OUTPUT_BYTES_MAX = 1 << 20
 """What the functions of one worker may print in all; the rest is read and dropped."""
 SWEEP_SECONDS = 5.0
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 Message = tuple[int, int, Task]
 """(number of the task, index of the function, the task). The answer is a line of JSON: the number and an Outcome."""
@@ -39,13 +40,12 @@ Message = tuple[int, int, Task]
 def main(descriptor: int) -> None:
     """Serves the socket with this file descriptor until its other end is closed. Never returns."""
     os.set_inheritable(descriptor, False)
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes the keeper's child
-    prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)  # one that was stopped sees that the driver has ended
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes the keeper's child
+    end_with_parent(signal.SIGCONT)  # one that was stopped goes on, and sees that the driver has ended
     output, printed = os.pipe()
     worker = os.fork()
     if worker == 0:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with_parent()
         os.dup2(printed, 1)
         os.dup2(printed, 2)
         os.close(output)

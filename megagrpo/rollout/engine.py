@@ -47,6 +47,10 @@ class SoFar:
             np.concatenate([np.empty(0, np.int32), *(one.versions for one in parts.values())]),
         )
 
+    def counts(self) -> dict[int, int]:
+        """Tokens by ticket."""
+        return dict(zip(self.tickets.tolist(), np.diff(self.ends, prepend=0).tolist(), strict=True))
+
     def samples(self, requests: Mapping[int, Request]) -> dict[int, Sample]:
         """By ticket, of those of these requests of which there are tokens. They have no text."""
         found = {}

@@ -30,47 +30,38 @@ def sampling_of(recipe: Recipe, section: RolloutConfig | EvalConfig) -> Sampling
 
 
 def requests_for(
-    prompts: Sequence[Prompt],
-    *,
-    samples_per_prompt: int,
-    sampling: SamplingParams,
-    recipe_seed: int,
-    step: int,
-    first_index: int = 0,
+    prompt: Prompt, *, samples: int, sampling: SamplingParams, recipe_seed: int, step: int, first_index: int = 0
 ) -> list[Request]:
-    """`samples_per_prompt` requests for each prompt, side by side, counted from `first_index`.
-
-    The samples of a prompt that occurs again in a step are counted on, so that they are other samples.
-    """
-    requests = []
-    asked: Counter[str] = Counter()
-    for prompt in prompts:
-        first = first_index + asked[prompt.id]
-        for index in range(first, first + samples_per_prompt):
-            seed = sample_seed(recipe_seed, step, prompt.id, index)
-            requests.append(Request(prompt.id, index, prompt.tokens, seed, sampling))
-        asked[prompt.id] += samples_per_prompt
-    return requests
+    """`samples` requests for a prompt, counted from `first_index`."""
+    return [
+        Request(prompt.id, index, prompt.tokens, sample_seed(recipe_seed, step, prompt.id, index), sampling)
+        for index in range(first_index, first_index + samples)
+    ]
 
 
 def training_requests(recipe: Recipe, prompt: Prompt, step: int) -> list[Request]:
     """All of a prompt in a step: its samples, and then the greedy response that remax wants."""
     sampling = sampling_of(recipe, recipe.rollout)
-    asked = (
-        (0, recipe.rollout.samples_per_prompt, sampling),
-        (
-            recipe.rollout.samples_per_prompt,
-            recipe.algorithm.greedy_responses,
-            replace(sampling, temperature=0.0),
-        ),
-    )
+    samples, seeds = recipe.rollout.samples_per_prompt, {"recipe_seed": recipe.seed, "step": step}
+    greedy, likeliest = recipe.algorithm.greedy_responses, replace(sampling, temperature=0.0)
     return [
-        request
-        for first, count, params in asked
-        for request in requests_for(
-            [prompt], samples_per_prompt=count, sampling=params, recipe_seed=recipe.seed, step=step, first_index=first
-        )
+        *requests_for(prompt, samples=samples, sampling=sampling, **seeds),
+        *requests_for(prompt, samples=greedy, sampling=likeliest, first_index=samples, **seeds),
     ]
+
+
+def evaluation_requests(recipe: Recipe, prompts: Sequence[Prompt]) -> list[list[Request]]:
+    """The requests of each prompt. A prompt that occurs again gets other samples: they are counted on."""
+    sampling, samples = sampling_of(recipe, recipe.eval), recipe.eval.samples_per_prompt
+    asked: Counter[str] = Counter()
+    requests = []
+    for prompt in prompts:
+        first = asked[prompt.id]
+        requests.append(
+            requests_for(prompt, samples=samples, sampling=sampling, recipe_seed=recipe.seed, step=0, first_index=first)
+        )
+        asked[prompt.id] += samples
+    return requests
 
 
 def sample_seed(recipe_seed: int, step: int, prompt_id: str, index: int) -> int:
@@ -95,17 +86,20 @@ def after_begun(request: Request, sample: Sample) -> Sample:
     return replace(sample, tokens=tokens, logprobs=logprobs, versions=np.concatenate([begun.versions, sample.versions]))
 
 
-def groups_of(prompts: Sequence[Prompt], samples: Sequence[Sample], samples_per_prompt: int) -> list[Group]:
-    """The groups of `prompts`, from the samples of `requests_for(prompts, …)` in the same order.
+def group_of(prompt: Prompt, samples: Sequence[Sample], wanted: int) -> Group:
+    """The group of a prompt, from its samples in their order. Raises EngineError if they are others."""
+    if [sample.prompt_id for sample in samples] != [prompt.id] * wanted:
+        given = f"{len(samples)} samples of prompts {sorted({sample.prompt_id for sample in samples})}"
+        where = "rollout: the samples are not those that were asked for"
+        raise EngineError(Problem(where, given, f"{wanted} samples of prompt {prompt.id}"))
+    return Group(prompt, tuple(samples))
 
-    Raises EngineError if they are samples of other prompts.
-    """
-    got = [sample.prompt_id for sample in samples]
-    if got != [prompt.id for prompt in prompts for _ in range(samples_per_prompt)]:
-        given = f"{len(samples)} samples of {len(set(got))} prompts"
-        needed = f"{samples_per_prompt} samples of each of {len(prompts)} prompts, in their order"
-        raise EngineError(Problem("rollout: the samples are not those that were asked for", given, needed))
-    return [
-        Group(prompt, tuple(samples[start : start + samples_per_prompt]))
-        for start, prompt in zip(range(0, len(samples), samples_per_prompt), prompts, strict=True)
-    ]
+
+def parted(groups: Sequence[Group], recipe: Recipe) -> tuple[list[Group], list[Group]]:
+    """The groups without the greedy responses of training_requests; and those, as groups of one, if there are any."""
+    if not recipe.algorithm.greedy_responses:
+        return list(groups), []
+    return (
+        [replace(group, samples=group.samples[:-1], scores=group.scores[:-1]) for group in groups],
+        [replace(group, samples=group.samples[-1:], scores=group.scores[-1:]) for group in groups],
+    )

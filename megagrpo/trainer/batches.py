@@ -46,11 +46,10 @@ class Sampled:
     left_over: int = 0  # groups with signal that the last round brought beyond those wanted
     # float64 [groups], for remax: score of the greedy response to each prompt of `groups`, NaN where its reward failed
     baselines: np.ndarray | None = None
-    # If samples come in the background: metrics of how they were sampled, and how each of `all` began. With remax: the
-    # greedy response of each of `all`.
+    greedy: Sequence[Sample] = ()  # for remax: greedy response of each of `all`
+    # If samples come in the background: metrics of how they were sampled, and how each of `all` began.
     metrics: Mapping[str, float] = field(default_factory=dict)
     begun: Sequence[Beginning] = ()
-    greedy: Sequence[Sample] = ()
 
 
 @dataclass(frozen=True)

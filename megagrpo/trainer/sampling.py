@@ -24,9 +24,9 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.pool import Order
-from megagrpo.rollout.requests import groups_of
+from megagrpo.rollout.requests import group_of, parted
 from megagrpo.trainer.batches import Beginning, Sampled
-from megagrpo.trainer.step import flat_scores
+from megagrpo.trainer.step import with_baselines
 from megagrpo.types import Group, Prompt, Sample
 
 CLOSE_SECONDS = 5.0
@@ -172,19 +172,13 @@ class Sampling:
             self._begun.clear()
             self._of_order.clear()
             self._unscored.clear()
-        trained = {id(group) for group in sampled.groups}
-        used, unused = (
-            [
-                len(sample.tokens)
-                for group in sampled.all
-                if (id(group) in trained) == wanted
-                for sample in group.samples
-            ]
-            for wanted in (True, False)
-        )
-        unused += [len(sample.tokens) for begun in cut for sample in begun.order.there()]
-        unended = [tokens for begun in cut for tokens in begun.order.tokens_so_far()]
-        return replace(sampled, metrics={**sampled.metrics, **cut_metrics(used, unused, unended)})
+        trained = [len(sample.tokens) for group in sampled.groups for sample in group.samples]
+        there = [sample for group in sampled.all for sample in group.samples]
+        there += [sample for begun in cut for sample in begun.order.there()]
+        ended = [len(sample.tokens) for sample in there if sample.finish != "abort"]
+        unended = [len(sample.tokens) for sample in there if sample.finish == "abort"]
+        unended += [tokens for begun in cut for tokens in begun.order.tokens_so_far()]
+        return replace(sampled, metrics={**sampled.metrics, **cut_metrics(trained, ended, unended)})
 
     def set_aside(self, ids: Iterable[str]) -> None:
         """No prompt of these ids begins again."""
@@ -304,11 +298,7 @@ class Sampling:
             self._changed.notify_all()
 
     def _scored(self, complete: Sequence[Begun]) -> list[Group]:
-        groups = [
-            group
-            for begun in complete
-            for group in groups_of([begun.prompt], begun.order.there(), len(begun.order.requests))
-        ]
+        groups = [group_of(begun.prompt, begun.order.there(), len(begun.order.requests)) for begun in complete]
         return self._scorer.score(groups)
 
     def _take_in(self, begun: Begun, group: Group) -> None:
@@ -322,24 +312,6 @@ class Sampling:
             self._dropped.append(begun)
             return
         self._admission.complete(number)
-
-
-def parted(groups: Sequence[Group], recipe: Recipe) -> tuple[list[Group], list[Group]]:
-    """The groups without the greedy responses of training_requests; and those, as groups of one, if there are any."""
-    if not recipe.algorithm.greedy_responses:
-        return list(groups), []
-    return (
-        [replace(group, samples=group.samples[:-1], scores=group.scores[:-1]) for group in groups],
-        [replace(group, samples=group.samples[-1:], scores=group.scores[-1:]) for group in groups],
-    )
-
-
-def with_baselines(sampled: Sampled, greedy: Sequence[Group]) -> Sampled:
-    """greedy: of each of `sampled.all`, as `parted` gives them."""
-    if not greedy:
-        return sampled
-    baselines = flat_scores(greedy[: len(sampled.groups)])
-    return replace(sampled, baselines=baselines, greedy=[group.samples[0] for group in greedy])
 
 
 def step_of(number: int, recipe: Recipe) -> int:

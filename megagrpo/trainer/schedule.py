@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.algorithm.mismatch import Mismatch
-from megagrpo.errors import EngineError, MegagrpoError, WeightSyncError
+from megagrpo.errors import EngineError, MegagrpoError, NodeLostError, WeightSyncError
 from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import Run
@@ -97,7 +97,7 @@ def trained_step(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -
     if not run.stopping.requested:
         try:
             sync(run, version=step)
-        except (EngineError, WeightSyncError) as error:
+        except (EngineError, WeightSyncError, NodeLostError) as error:
             failure = error
         else:
             if run.sampling:

@@ -20,10 +20,11 @@ import pydantic
 from megagrpo.errors import Problem, UnusableCheckpointError, first_line
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.pool import Order
-from megagrpo.rollout.requests import nothing_sampled
+from megagrpo.rollout.requests import nothing_sampled, parted
 from megagrpo.track.jsonl import SCHEDULE_FILE
 from megagrpo.trainer.batches import Beginning, Sampled, ranges
-from megagrpo.trainer.sampling import parted, staleness_metrics, step_of, with_baselines
+from megagrpo.trainer.sampling import staleness_metrics, step_of
+from megagrpo.trainer.step import with_baselines
 from megagrpo.types import Group, Request, Sample
 
 if TYPE_CHECKING:

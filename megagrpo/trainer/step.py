@@ -9,7 +9,7 @@ decides that. Rows are the samples of a step's groups, group by group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_b
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.recipe.schema import DynamicSamplingConfig, Recipe
+from megagrpo.rollout.requests import parted
 from megagrpo.trainer.batches import Sampled, save_batch
 from megagrpo.types import Group, Prompt, Sample
 
@@ -41,32 +42,29 @@ def sample(run: Run, step: int) -> Sampled:
     if recipe.rollout.dynamic_sampling:
         return _in_rounds(run, step, recipe.rollout.dynamic_sampling)
     prompts = run.cursor.next(recipe.rollout.prompts_per_step)
-    if recipe.algorithm.greedy_responses:
-        return _with_baselines(run, prompts, step)
-    groups = score(run, generate(run, prompts, step))
-    return Sampled(groups, groups)
+    groups, greedy = parted(score(run, generate(run, prompts, step)), recipe)
+    return with_baselines(Sampled(groups, groups), greedy)
 
 
 def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
-    """A group of responses to each prompt. Raises EngineError, as `_asked` does."""
-    return _asked(run, step, lambda: [run.rollouts.generate(prompts, step)])[0]
-
-
-def _asked(run: Run, step: int, ask: Callable[[], Sequence[list[Group]]]) -> Sequence[list[Group]]:
-    """What `ask` has engines generate. Raises EngineError if other weights than the policy's sampled a token, or if
-    engines give up on every response of a list, ATTEMPTS times.
+    """A group of responses to each prompt. Raises EngineError if other weights than the policy's sampled a token, or if
+    engines give up on every response, or on every greedy one, ATTEMPTS times.
     """
     for _ in range(ATTEMPTS):
         with run.clock.phase("rollout"):
-            answered = ask()
-            for groups in answered:
-                require_version(groups, run.weights.version)
-        if all(any(sample.finish != "abort" for group in groups for sample in group.samples) for groups in answered):
-            return answered
+            groups = run.rollouts.generate(prompts, step)
+            require_version(groups, run.weights.version)
+        sampled, greedy = parted(groups, run.recipe)
+        if _any_ended(sampled) and (_any_ended(greedy) or not greedy):
+            return groups
     limit = f"rollout.timeout_seconds ({run.recipe.rollout.timeout_seconds:g})"
     given = f"engines gave up on all of them, {ATTEMPTS} times"
     fix = "raise it, lower rollout.response_tokens_max, or give the engines more of the machine"
     raise EngineError(Problem(f"responses of step {step}", given, f"one that ends within {limit}", fix))
+
+
+def _any_ended(groups: Sequence[Group]) -> bool:
+    return any(sample.finish != "abort" for group in groups for sample in group.samples)
 
 
 def score(run: Run, groups: Sequence[Group]) -> list[Group]:
@@ -114,12 +112,12 @@ def _in_rounds(run: Run, step: int, dynamic: DynamicSamplingConfig) -> Sampled:
     return Sampled(useful[:wanted], everything, rounds, left_over=max(0, len(useful) - wanted))
 
 
-def _with_baselines(run: Run, prompts: Sequence[Prompt], step: int) -> Sampled:
-    """Sampled and greedy responses are generated together, then scored together."""
-    groups, greedy = _asked(run, step, lambda: run.rollouts.generate_with_greedy(prompts, step))
-    scored = score(run, [*groups, *greedy])
-    groups, greedy = scored[: len(groups)], scored[len(groups) :]
-    return Sampled(groups, groups, baselines=flat_scores(greedy))
+def with_baselines(sampled: Sampled, greedy: Sequence[Group]) -> Sampled:
+    """greedy: of each of `sampled.all`, as `parted` gives them."""
+    if not greedy:
+        return sampled
+    baselines = flat_scores(greedy[: len(sampled.groups)])
+    return replace(sampled, baselines=baselines, greedy=[group.samples[0] for group in greedy])
 
 
 # --- advantages and batch ---------------------------------------------------------------------------------------------

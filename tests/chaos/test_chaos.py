@@ -123,6 +123,13 @@ class Disturbed:
         with contextlib.suppress(psutil.Error):
             chance.choice(self.of_kind(kind)).send_signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
+    def left(self) -> list[dict[str, object]]:
+        """Its processes that are there after some time, or nothing as soon as there is none."""
+        deadline, known = time.monotonic() + ADDRESSEE_SECONDS, ["pid", "ppid", "status", "cmdline"]
+        while (family := list(self.family())) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return [process.as_dict(known) for process in family]
+
     def end(self) -> None:
         for process in self.family():
             with contextlib.suppress(psutil.Error):
@@ -168,7 +175,7 @@ def test_a_run_ends_as_if_nothing_had_happened_whatever_is_killed_or_stopped_in_
             run.disturb(how, kind, chance)
         code = run.process.wait(small_run.RUN_SECONDS)
         assert code == 0, run.printed()
-        small_run.wait_until(lambda: not list(run.family()), "no process is left", ADDRESSEE_SECONDS)
+        assert run.left() == []
     finally:
         print(run.printed())
         run.end()

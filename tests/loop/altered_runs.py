@@ -4,6 +4,7 @@
 while they work. Nothing comes after that call before the signal was sent.
 `signal_rank NAME CALL N`: likewise, one of its two training ranks is sent the signal as soon as both have begun.
 `signal_ranks NAME CALL N`: the same, and from then on at each CALL.
+`await_lost_node FILE CALL N`: likewise, it makes FILE and waits until Ray has lost a node, before it waits for them.
 `on_node ADDRESS`: it joins Ray on the node with this address, of several on this machine.
 `lie`: one trained token of each step has a rollout logprob that is 3 nats too low: the third of the first trained
 sample that has so many. Which sample it is, is printed.
@@ -15,9 +16,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, partialmethod
+from pathlib import Path
 from threading import Timer
 from typing import Any
 
@@ -74,6 +77,21 @@ def signal_rank(name: str, call: str, nth: str, *, again: bool) -> None:
     TrainRanks.wait_beside = partialmethod(deadly_wait, wait=true_wait_beside)
 
 
+def await_lost_node(file: str, call: str, nth: str) -> None:
+    left = int(nth)
+
+    def late_wait(ranks: TrainRanks, doing: str, answers: Any) -> Any:
+        nonlocal left
+        left -= doing == call
+        if doing == call and not left:
+            Path(file).touch()
+            while all(node["Alive"] for node in ray.nodes()):
+                time.sleep(0.1)
+        return true_wait(ranks, doing, answers)
+
+    TrainRanks.wait = late_wait
+
+
 def lying_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
     sequences = true_sequences(groups, rows)
     index = next(i for i, sequence in enumerate(sequences) if sequence.loss_mask.sum() > POSITION)
@@ -92,6 +110,9 @@ if __name__ == "__main__":
         words = words[3:]
     elif alteration in ("signal_rank", "signal_ranks"):
         signal_rank(*words[:3], again=alteration == "signal_ranks")
+        words = words[3:]
+    elif alteration == "await_lost_node":
+        await_lost_node(*words[:3])
         words = words[3:]
     elif alteration == "on_node":
         ray.init = partial(ray.init, _node_ip_address=words[0])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -56,11 +57,10 @@ class RayNodes:
     def __enter__(self) -> RayNodes:
         port = self.address.rpartition(":")[2]
         temporary = f"--temp-dir={self._directory}/ray"
-        try:
+        with ExitStack() as failing:
+            failing.callback(self.__exit__)
             self._start(1, self.head, "--head", f"--port={port}", "--include-dashboard=false", temporary)
-        except BaseException:
-            self.__exit__()
-            raise
+            failing.pop_all()
         return self
 
     def __exit__(self, *raised: object) -> None:

@@ -110,6 +110,20 @@ def test_two_signals_end_a_run_that_waits_for_a_stopped_raylet(inputs: Path, tmp
 
 
 @pytest.mark.long
+def test_processes_that_are_stopped_when_the_driver_is_killed_end_too(inputs: Path, tmp_path: Path) -> None:
+    run = Faulty(inputs, tmp_path)
+    actors = [psutil.Process(pid) for pid in actors_of(run.process.pid)]
+    for actor in actors:
+        actor.suspend()
+    run.process.kill()
+    _, left = psutil.wait_procs(actors, timeout=60)
+    for actor in left:
+        actor.kill()
+    assert not left
+    run.end(-signal.SIGKILL)
+
+
+@pytest.mark.long
 def test_a_killed_rank_is_named_in_place_of_what_the_other_raised_because_of_it(inputs: Path, tmp_path: Path) -> None:
     run = Faulty(inputs, tmp_path)
     ranks = [pid for pid, actor in actors_of(run.process.pid).items() if actor == "RankActor"]

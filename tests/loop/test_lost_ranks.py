@@ -70,19 +70,21 @@ def test_ranks_that_die_at_the_same_step_again_and_again_end_the_run_with_the_fi
 
 
 @pytest.mark.long
-def test_a_lost_node_that_had_engines_alone_ends_the_run_with_the_last_step_saved(inputs: Path, tmp_path: Path) -> None:
+def test_a_node_with_engines_alone_that_is_lost_in_an_update_ends_the_run_with_that_step_saved(
+    inputs: Path, tmp_path: Path
+) -> None:
     values = small_run.recipe(inputs, tmp_path)
     values["train"] |= {"layout": {"tensor": 1}, "total_steps": 10_000}
     values["checkpoint"]["every_steps"] = 10_000
     values["cluster"]["placement"] = "disaggregated"
-    recipe, lines = small_run.write(values, tmp_path), tmp_path / "small" / "metrics.jsonl"
+    recipe, updating = small_run.write(values, tmp_path), tmp_path / "updating"
     with RayNodes(cpus_per_node=1) as cluster:
         cluster.start_worker()
-        process = small_run.start(recipe, environment=cluster.environment)
-        small_run.wait_until(lambda: lines.exists() and lines.read_text().count("\n") > 2, "two steps", process=process)
+        through = altered("await_lost_node", str(updating), "update", "3")
+        process = small_run.start(recipe, environment=cluster.environment, through=through)
+        small_run.wait_until(updating.exists, "the third update", process=process)
         cluster.kill(cluster.worker)
         printed = small_run.end(process, EXIT_NODE_LOST)
     assert f"({cluster.worker})" in printed
-    saved = re.search(r"step (\d+) is saved", printed)
-    assert saved
-    assert (tmp_path / "small" / "checkpoints" / f"step_{int(saved[1]):06}" / "MANIFEST.json").exists()
+    assert "step 3 is saved" in printed, printed
+    assert (tmp_path / "small" / "checkpoints" / "step_000003" / "MANIFEST.json").exists()

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -165,18 +166,16 @@ def test_a_run_with_adapters_goes_on_when_a_server_is_killed_and_when_one_is_sto
 ) -> None:
     recipe, run = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path), tmp_path / "small"
     process = small_run.start(recipe, *ELSEWHERE, *ADAPTERS, "train.total_steps=10000", environment=ray)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, ExitStack() as failing:
+        failing.callback(process.kill)
         ended = pool.submit(small_run.end, process, EXIT_STOPPED)
-        try:
+        wait_for_engines(2, run)
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            signal_a_scheduler(number)
+            wait_for_engines(1, run)
             wait_for_engines(2, run)
-            for number in (signal.SIGKILL, signal.SIGSTOP):
-                signal_a_scheduler(number)
-                wait_for_engines(1, run)
-                wait_for_engines(2, run)
-            process.send_signal(signal.SIGTERM)
-        except BaseException:
-            process.kill()
-            raise
+        process.send_signal(signal.SIGTERM)
+        failing.pop_all()
         printed = ended.result()
     assert printed.count("restarting engine") == printed.count("samples again, with verified weights") == 2
     assert "was stopped (SIGSTOP)" in printed

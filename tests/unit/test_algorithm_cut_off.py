@@ -16,7 +16,7 @@ def test_a_long_tail_that_is_cut_has_a_bias_which_is_reported_and_estimated_from
     draw = np.random.default_rng(0)
     lengths, limits = draw.lognormal(6.0, 1.2, 4000).astype(int), draw.uniform(200, 2000, 4000).astype(int)
     ended, cut = lengths[lengths <= limits], limits[lengths > limits]
-    found = cut_metrics(ended.tolist(), [], cut.tolist())
+    found = cut_metrics(ended.tolist(), ended.tolist(), cut.tolist())
     so_far = np.mean([*ended, *cut])
     true = 1 - ended.mean() / lengths.mean()
     assert 0.3 < found["cut/bias"] < true
@@ -28,9 +28,16 @@ def test_a_long_tail_that_is_cut_has_a_bias_which_is_reported_and_estimated_from
 
 @given(trained=LENGTHS, unused=LENGTHS)
 def test_what_ended_counts_with_its_length(trained: list[int], unused: list[int]) -> None:
-    found = cut_metrics(trained, unused, [])
+    found = cut_metrics(trained, [*trained, *unused], [])
     assert found["cut/begun_tokens_mean"] == pytest.approx(np.mean([*trained, *unused]))
-    assert cut_metrics(trained, [], [])["cut/bias"] == pytest.approx(0.0, abs=1e-9)
+    assert cut_metrics(trained, trained, [])["cut/bias"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_trained_response_that_engines_gave_up_on_would_have_been_longer() -> None:
+    found = cut_metrics([10, 20, 5], [10, 20, 30], [5])
+    assert found["cut/begun_tokens_mean"] == pytest.approx((10 + 20 + 30) / 3)
+    assert found["cut/samples"] == 1
+    assert found["cut/tokens_share"] == pytest.approx(30 / 65)
 
 
 @given(ended=LENGTHS, cut=LENGTHS)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megagrpo.cluster.train_ranks import Policy
+from megagrpo.cluster.waiting import NodeWatch
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.trainer import step, train
 from megagrpo.types import Group, Prompt
@@ -39,6 +40,7 @@ class OnDevice(Policy):
     def __init__(self, device: Device) -> None:
         self._offload, self._away, self.device = [*PARTS], set(), device
         self.updates = FakePolicy()
+        self._places, self._pulse, self.watch = (), SimpleNamespace(), NodeWatch({})
         self.device_type = "cpu"
         moves = {method: SimpleNamespace(remote=partial(device.move, method)) for method in ("release", "restore")}
         broken = SimpleNamespace(remote=lambda: None)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,7 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError
 
 from megagrpo.cluster import waiting
 from megagrpo.cluster.actors import interface_of
-from megagrpo.cluster.waiting import NodeWatch, node_names, settle, wait_for
+from megagrpo.cluster.waiting import NodeWatch, node_names, raylet_with, settle, wait_for
 from megagrpo.errors import NodeLostError, RankError
 from megagrpo.recipe.schema.run import address_problem
 
@@ -53,6 +56,19 @@ def test_an_actor_out_of_reach_is_waited_for_until_ray_has_given_up_its_node(
     monkeypatch.setattr(waiting.time, "sleep", lambda seconds: listed.pop(0))
     with pytest.raises(NodeLostError, match="host-a"):
         watch.after_failure(ActorUnavailableError("gone", None))
+
+
+def test_a_raylet_that_has_just_ended_does_not_hide_another(tmp_path: Path) -> None:
+    raylet, socket = tmp_path / "raylet", str(tmp_path / "socket")
+    shutil.copy(shutil.which("bash") or "", raylet)
+    ended = subprocess.Popen([raylet, "-c", "true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # its number is taken until its code is asked for
+    other = subprocess.Popen([raylet, "-c", "read -r line", f"--name={socket}"], stdin=subprocess.PIPE)
+    try:
+        assert raylet_with(socket) == other.pid
+    finally:
+        other.communicate()
+        ended.wait()
 
 
 def test_a_stop_ends_a_wait_too() -> None:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from megagrpo.errors import EngineError
-from megagrpo.rollout.requests import groups_of, requests_for
+from megagrpo.rollout.requests import evaluation_requests, group_of, requests_for
 from megagrpo.types import Prompt, Request, Sample, SamplingParams
+from tests.tiny_run import recipe_with
 
 SAMPLING = SamplingParams(max_tokens=4)
 
@@ -14,8 +15,12 @@ def prompt(name: str) -> Prompt:
     return Prompt(name, (len(name), ord(name[0])), "source", "truth")
 
 
-def requests_of(prompts: list[Prompt], step: int = 2) -> list[Request]:
-    return requests_for(prompts, samples_per_prompt=2, sampling=SAMPLING, recipe_seed=1, step=step)
+def requests_of(*prompts: Prompt, step: int = 2) -> list[Request]:
+    return [
+        request
+        for each in prompts
+        for request in requests_for(each, samples=2, sampling=SAMPLING, recipe_seed=1, step=step)
+    ]
 
 
 def answer(request: Request) -> Sample:
@@ -23,30 +28,31 @@ def answer(request: Request) -> Sample:
     return Sample(request.prompt_id, request.index, none, none, none, "length", f"{request.prompt_id}/{request.index}")
 
 
-def test_groups_hold_the_samples_of_their_prompts_in_order() -> None:
-    prompts = [prompt("b"), prompt("a"), prompt("c")]
-    groups = groups_of(prompts, [answer(request) for request in requests_of(prompts)], 2)
-    assert [group.prompt for group in groups] == prompts
-    assert [[s.text for s in group.samples] for group in groups] == [["b/0", "b/1"], ["a/0", "a/1"], ["c/0", "c/1"]]
+def test_a_group_holds_the_samples_of_its_prompt_in_order() -> None:
+    asked = prompt("b")
+    group = group_of(asked, [answer(request) for request in requests_of(asked)], 2)
+    assert group.prompt == asked
+    assert [sample.text for sample in group.samples] == ["b/0", "b/1"]
 
 
-def test_a_prompt_that_occurs_twice_in_a_step_gets_other_samples() -> None:
-    requests = requests_of([prompt("a"), prompt("b"), prompt("a")])
-    assert [(r.prompt_id, r.index) for r in requests] == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("a", 2), ("a", 3)]
-    assert len({r.seed for r in requests}) == 6
+def test_a_prompt_that_occurs_twice_in_an_evaluation_gets_other_samples() -> None:
+    recipe = recipe_with("eval.samples_per_prompt=2", "eval.temperature=1.0")
+    asked = evaluation_requests(recipe, [prompt("a"), prompt("b"), prompt("a")])
+    found = [[(request.prompt_id, request.index) for request in requests] for requests in asked]
+    assert found == [[("a", 0), ("a", 1)], [("b", 0), ("b", 1)], [("a", 2), ("a", 3)]]
+    assert len({request.seed for requests in asked for request in requests}) == 6
 
 
 def test_seeds_depend_on_the_sample_alone_not_on_the_other_prompts() -> None:
     def seeds(prompts: list[Prompt], step: int) -> dict[tuple[str, int], int]:
-        return {(r.prompt_id, r.index): r.seed for r in requests_of(prompts, step)}
+        return {(r.prompt_id, r.index): r.seed for r in requests_of(*prompts, step=step)}
 
     together = seeds([prompt("a"), prompt("b")], 5)
     assert together == seeds([prompt("b")], 5) | seeds([prompt("a")], 5)
     assert not set(together.values()) & set(seeds([prompt("a"), prompt("b")], 6).values())
 
 
-@pytest.mark.parametrize("keep", [slice(0, 3), slice(None, None, -1)])
-def test_samples_that_were_not_asked_for_are_refused(keep: slice) -> None:
-    prompts = [prompt("a"), prompt("b")]
+@pytest.mark.parametrize("asked", [[prompt("a"), prompt("b")], [prompt("b")], [prompt("a"), prompt("a")]])
+def test_samples_that_were_not_asked_for_are_refused(asked: list[Prompt]) -> None:
     with pytest.raises(EngineError):
-        groups_of(prompts, [answer(request) for request in requests_of(prompts)][keep], 2)
+        group_of(prompt("a"), [answer(request) for request in requests_of(*asked)], 2)

@@ -14,7 +14,6 @@ and each part of a stream says which weights have sampled its tokens. Nothing he
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -44,7 +43,6 @@ MEETING_VARIABLE = "MEGAGRPO_SGLANG_MEETING"
 MEETING_SCHEME = "megagrpo"
 SCHEDULER = "sglang.srt.managers.scheduler"
 OWNER_CHECK_SECONDS = 0.5
-PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 PACKAGE = Path(__file__).resolve().parents[2]
 WORD = 0xFFFFFFFF
 
@@ -128,13 +126,6 @@ def meet_in_store(meeting: str) -> None:
     torch.distributed.register_rendezvous_handler(MEETING_SCHEME, join)
 
 
-def end_with_parent() -> None:
-    """Ends this process when its parent is killed. SGLang asks for the same, but only once it is imported."""
-    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() == 1:  # the parent was killed before prctl
-        os._exit(1)
-
-
 def fork_processes() -> None:
     """Forks this process where SGLang would spawn one, which takes ten seconds of a core to import SGLang again.
 
@@ -142,6 +133,8 @@ def fork_processes() -> None:
     """
     multiprocessing.set_start_method("fork")
     vars(multiprocessing)["set_start_method"] = lambda *arguments, **options: None  # SGLang asks for "spawn"
+    from megagrpo.parent_process import end_with_parent
+
     os.register_at_fork(after_in_child=end_with_parent)
 
 
@@ -199,9 +192,12 @@ def child_was_killed() -> bool:
 
 
 def main() -> None:
+    from megagrpo.parent_process import end_with_parent
+
     settings = json.load(sys.stdin)
     watch = threading.Thread(target=end_with, args=(settings["owner"], settings["directory"]), daemon=True)
     watch.start()
+    end_with_parent(signal.SIGCONT)  # one that is stopped goes on then, and ends
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -311,9 +307,11 @@ def _multiply(word: torch.Tensor, factor: int) -> torch.Tensor:
     return (low * factor + (((high * factor) & 0xFFFF) << 16)) & WORD
 
 
-if __name__ == "__mp_main__":
-    end_with_parent()
 if __name__ in ("__main__", "__mp_main__"):
     prepare_server_process()
+if __name__ == "__mp_main__":
+    from megagrpo.parent_process import end_with_parent
+
+    end_with_parent()  # SGLang asks for the same, but only once it is imported
 if __name__ == "__main__":
     main()
