@@ -208,4 +208,7 @@ def test_a_closed_terminal_saves_what_a_closed_pipe_has_not_ended(inputs: Path, 
     finally:
         process.kill()
     last = max(small_run.metrics(tmp_path / "small"))
-    assert (tmp_path / "small" / "checkpoints" / f"step_{last:06}").exists()
+    assert newest(tmp_path / "small" / "checkpoints") in (
+        last,
+        last + 1,
+    )  # one that waits for its evaluation has no line
