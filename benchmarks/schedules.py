@@ -47,7 +47,7 @@ SCHEDULES = {
     "one_step_off": "{kind: one_step_off}",
     "async, max_staleness 2": "{kind: async, max_staleness: 2}",
 }
-PROMPTS, GROUP, EVALUATIONS = 16, 8, 4
+PROMPTS, GROUP, EVALUATIONS = 16, 8, 2
 MEDIAN, DEVIATION, MOST_LETTERS = 8.0, 1.2, 256
 ANSWER_TOKENS = 10
 """An evaluation needs the answer alone, not the letters behind it."""
@@ -103,7 +103,7 @@ def trained(schedule: str, model: Path, given: argparse.Namespace) -> Entries:
             "train.tokens_per_microbatch=4608",
             f"train.optimizer={{lr: {given.lr}, schedule: linear, warmup_steps: 2}}",
             "algorithm.kl.coefficient=0",
-            "weights.pause=in_place",
+            *([] if schedule == "one_step_off" else ["weights.pause=in_place"]),  # it finishes what runs
             f"algorithm.epochs={given.epochs}",
             "algorithm.rollout_logprobs_as_old=true",  # ratios to what sampled: samples may be stale
             f"eval={{files: [{{path: {ADDER / 'test.parquet'}}}], response_tokens_max: {ANSWER_TOKENS}, "

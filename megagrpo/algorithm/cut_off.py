@@ -1,6 +1,6 @@
 """What a step does to lengths that throws away its slowest responses: those that it trains on are shorter.
 
-A response that is cut has a length that nobody knows, but for its tokens so far. So the lengths of all that began are
+The length of a response that is cut is not known, but for its tokens so far. So the lengths of all that began are
 estimated as lifetimes are, of which some have not ended (Kaplan and Meier, 1958).
 """
 

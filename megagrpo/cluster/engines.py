@@ -23,6 +23,7 @@ from megagrpo.recipe.defaults import dtype_name, run_directory
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.engine import Engine, MemoryTag, SoFar
 from megagrpo.rollout.sglang.arguments import ServerNode, server_arguments, server_environment
+from megagrpo.rollout.speeds import SPEED_REPORTS
 from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest, Place
 
@@ -70,8 +71,8 @@ class Answers:
     silent_seconds: float
     """Time without a new token, though requests run that engines sample."""
     speed: float | None = None
-    """If it is known, tokens a second of a request since what requests have so far was last said; mean of those that
-    ran all the time."""
+    """After every SPEED_REPORTS reports: tokens a second of a request meanwhile, mean of those that were there all the
+    time and went on. None if there were none."""
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"requests": 1, "samples": 1})
@@ -89,6 +90,7 @@ class EngineActor:
         self._answers: SimpleQueue[tuple[int, Sample | MegagrpoError]] = SimpleQueue()
         self._reported = self._moved = time.monotonic()
         self._counts: dict[int, int] = {}
+        self._reports, self._counted, self._counts_then = 0, time.monotonic(), self._counts
         self.engine = make_engine(spec, other_nodes)
 
     @ray.method(concurrency_group="requests")
@@ -112,17 +114,16 @@ class EngineActor:
         so_far = speed = None
         with suppress(Empty):
             self._take(found, seconds)
-        now, rests = time.monotonic(), self.engine.rests()
+        now = time.monotonic()
         if now >= self._reported + seconds:
-            so_far = self.engine.so_far()
+            so_far, self._reported = self.engine.so_far(), now
             before, self._counts = self._counts, so_far.counts()
-            new = [count - before[ticket] for ticket, count in self._counts.items() if ticket in before]
-            if new and not rests:
-                speed = sum(new) / len(new) / (now - self._reported)
             if before != self._counts:
                 self._moved = now
-            self._reported = now
-        if found or rests:
+            self._reports += 1
+            if self._reports % SPEED_REPORTS == 0:
+                speed = self._speed(now)
+        if found or self.engine.rests():
             self._moved = now
         with suppress(Empty):  # what ends meanwhile is in both
             while True:
@@ -148,7 +149,6 @@ class EngineActor:
         return self.engine.bucket_digests(tensor, destinations)
 
     def commit_update(self, version: int) -> None:
-        self._counts = {}  # no speed is told of the time before
         self.engine.commit_update(version)
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
@@ -156,6 +156,12 @@ class EngineActor:
 
     def close(self) -> None:
         self.engine.close()
+
+    def _speed(self, now: float) -> float | None:
+        then, seconds = self._counts_then, now - self._counted
+        self._counted, self._counts_then = now, self._counts
+        new = [count - then[ticket] for ticket, count in self._counts.items() if count > then.get(ticket, count)]
+        return sum(new) / len(new) / seconds if new else None
 
     def _answered(self, ticket: int, answer: Sample | MegagrpoError) -> None:
         self._answers.put((ticket, answer))

@@ -22,8 +22,9 @@ from megagrpo.cluster.waiting import SLICE_SECONDS, answer_of, settle
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.engine import MemoryTag, SoFar
-from megagrpo.rollout.pool import Order, Pool, Speeds
+from megagrpo.rollout.pool import Order, Pool
 from megagrpo.rollout.requests import evaluation_requests, group_of, training_requests
+from megagrpo.rollout.speeds import SPEED_REPORTS, Speeds
 from megagrpo.types import Group, Prompt, Request, Sample
 from megagrpo.weights.boxes import Manifest, Place
 
@@ -56,7 +57,7 @@ class Rollouts:
         """Notified when an order is complete. Guards all that follows."""
         # The embedded engine samples batch after batch: what it has at once, it samples in batches of its own choice.
         self._pool = Pool(None if recipe.rollout.engine == "transformers" else recipe.rollout.requests_at_once)
-        self._speeds = Speeds()
+        self._speeds = Speeds(seconds=SPEED_REPORTS * ANSWER_SECONDS)
         self.lost: dict[str, MegagrpoError] = {}
         """Engines that do not sample because they failed, and why."""
         self._started: set[str] = set()
@@ -140,14 +141,14 @@ class Rollouts:
                     self._ask(engine)
             self._hand_out()
 
-    def lose(self, engine: str, actor: Any, error: MegagrpoError) -> None:
-        """This actor's engine has failed: it gets no requests, and is started again."""
+    def lose(self, engine: str, actor: Any, error: MegagrpoError, *, failed: bool = True) -> None:
+        """This actor's engine has failed, or is slow: it gets no requests, and is started again."""
         with self.changed:
             if self._up().get(engine) is not actor:
                 return
             self.lost[engine] = error
             self._started.discard(engine)
-            self._leave(engine)
+            self._leave(engine, failed=failed)
             if not self._pool.engines and self._none_since is None:
                 self._none_since = time.monotonic()
             self._engines.restart(engine)
@@ -342,12 +343,12 @@ class Rollouts:
                     self._handed.pop(ticket, None)
                 if answer.reported and so_far is not None:
                     self._so_far[engine] = so_far
-                slow = self._speeds.problem(engine, answer.speed, time.monotonic())
+                slow = answer.speed is not None and self._speeds.problem(engine, answer.speed, time.monotonic())
                 if answer.silent_seconds > SILENT_SECONDS:
                     given, needed = f"no token for {answer.silent_seconds:.0f} s", f"one within {SILENT_SECONDS:g} s"
                     self._lose(engine, EngineError(Problem(f"rollout: {engine} hangs", given, needed)))
                 elif slow:
-                    self._lose(engine, EngineError(slow))
+                    self._lose(engine, EngineError(slow), failed=False)
                 else:
                     self._ask(engine)
             self._hand_out()
@@ -393,8 +394,8 @@ class Rollouts:
         asked = [ref for ref, other in self._asked.items() if other == engine]
         return bool(asked and ray.wait(asked, timeout=0)[0])
 
-    def _lose(self, engine: str, error: MegagrpoError) -> None:
-        self.lose(engine, self._engines.by_name[engine], error)
+    def _lose(self, engine: str, error: MegagrpoError, *, failed: bool = True) -> None:
+        self.lose(engine, self._engines.by_name[engine], error, failed=failed)
 
     def _look_at_restarts(self) -> None:
         """Engines that have started again wait for weights."""
@@ -417,14 +418,13 @@ class Rollouts:
                 self.say(f"restarting {engine}: it could not start before")
                 self._engines.restart(engine)
 
-    def _leave(self, engine: str) -> None:
-        self._speeds.forget(engine)
+    def _leave(self, engine: str, *, failed: bool) -> None:
         self._asked = {ref: other for ref, other in self._asked.items() if other != engine}
         self._next_so_far = {ref: so_far for ref, so_far in self._next_so_far.items() if ref in self._asked}
         for ticket in self._pool.engines.get(engine, ()):
             self._handed.pop(ticket, None)
         try:
-            lost = self._pool.leave(engine)
+            lost = self._pool.leave(engine, failed=failed)
         except EngineError as error:
             self._failure = error
             return

@@ -139,7 +139,7 @@ class RayPulse:
                     end_process(NodeLostError(Problem(f"node {next(iter(self._here.values()))}", given, fix=CONTINUES)))
                 time.sleep(1.0)
             self._silent_seconds += 1
-            self._lost_seconds += self._lost is not None
+            self._lost_seconds = self._lost_seconds + 1 if self._lost else 0
             if self._silent_seconds > SILENCE_SECONDS:
                 given = f"no answer for {SILENCE_SECONDS:g} s: its GCS is dead or stopped, or its node is down"
                 self._lost = NodeLostError(Problem(f"Ray's head node, {self._head}", given, fix=CONTINUES))

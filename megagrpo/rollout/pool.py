@@ -9,7 +9,6 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 from weakref import WeakSet
 
 from megagrpo.errors import EngineError, Problem
@@ -17,8 +16,6 @@ from megagrpo.types import Request, Sample
 
 LOSSES_MAX = 3
 """Engines that may be lost with one request on them: it may be what ends them."""
-SLOW_TIMES, SLOW_SECONDS = 8.0, 60.0
-"""An engine whose requests take so many times longer than on the others, for so long, is not merely busy."""
 
 
 @dataclass(eq=False)
@@ -63,36 +60,6 @@ class Order:
             kept = [at for at in self.joints.get(index, []) if at < len(sample.tokens)]  # its last token may be gone
             self.joints[index] = [*kept, len(sample.tokens)]
             self.continued += 1
-
-
-@dataclass
-class Speeds:
-    """Tokens a second of a request on each engine, as the engine last said."""
-
-    _last: dict[str, float] = field(default_factory=dict)
-    _slow_since: dict[str, float] = field(default_factory=dict)
-
-    def problem(self, engine: str, speed: float | None, now: float) -> Problem | None:
-        """Why an engine that has said this `now` is too slow; None if it is not, or not for long. speed: None if it did
-        not sample all the time since it last said."""
-        if speed is None:
-            return None
-        self._last[engine] = speed
-        others = [other for name, other in self._last.items() if name != engine]
-        if not others or speed * SLOW_TIMES >= median(others):
-            self._slow_since.pop(engine, None)
-            return None
-        since = self._slow_since.setdefault(engine, now)
-        if now < since + SLOW_SECONDS:
-            return None
-        given = f"{speed:.2f} tokens/s of each response for {now - since:.0f} s"
-        needed = f"1/{SLOW_TIMES:g} of the {median(others):.2f} of other engines"
-        fix = "look at its node: clock and temperature of its GPUs, and what else runs there"
-        return Problem(f"rollout: {engine} is slow", given, needed, fix)
-
-    def forget(self, engine: str) -> None:
-        self._last.pop(engine, None)
-        self._slow_since.pop(engine, None)
 
 
 @dataclass(eq=False)
@@ -155,12 +122,13 @@ class Pool:
         self.engines.setdefault(engine, {})
         self.held.discard(engine)
 
-    def leave(self, engine: str) -> dict[int, Request]:
-        """It is lost. What ran there, by ticket, is to be put back. Raises EngineError if some was lost too often."""
+    def leave(self, engine: str, *, failed: bool = True) -> dict[int, Request]:
+        """It is lost. What ran there, by ticket, is to be put back. Raises EngineError if some was too often on engines
+        that had `failed`."""
         running = self.engines.pop(engine, {})
         self.lost |= running
         for ticket in running.values():
-            ticket.losses += 1
+            ticket.losses += failed
         worst = max(running.values(), key=lambda ticket: ticket.losses, default=None)
         if worst is not None and worst.losses >= LOSSES_MAX:
             at = worst.request

@@ -338,9 +338,10 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
             if failure:
                 raise failure
     except StopRequested:
-        if progress.step > saving.wait():
-            training.give_up()
-            _save(setup, training, progress, goes_on=False)
+        with training.ranks.alone():
+            if progress.step > saving.wait():
+                training.give_up()
+                _save(setup, training, progress, goes_on=False)
         if failure:
             raise failure from None
         raise
@@ -348,14 +349,14 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
         raise RanksLost(progress.step, error) from error
     except (EngineError, WeightSyncError, RewardError, MachineError, NodeLostError, OSError):
         # An error of others' making: the ranks may still be whole, and hold the last step.
-        if progress.step > saving.wait() and training.ranks.step == progress.step:
-            try:
-                with training.ranks.alone():
+        with training.ranks.alone():
+            if progress.step > saving.wait() and training.ranks.step == progress.step:
+                try:
                     training.give_up()
                     _save(setup, training, progress, goes_on=False)
-                tracker.say(f"step {progress.step} is saved: the same command continues after it")
-            except MegagrpoError as also:
-                tracker.say(f"step {progress.step} could not be saved: {also}")
+                    tracker.say(f"step {progress.step} is saved: the same command continues after it")
+                except MegagrpoError as also:
+                    tracker.say(f"step {progress.step} could not be saved: {also}")
         raise
     if reason:
         tracker.say(f"stopped after step {progress.step}: {reason}")

@@ -90,18 +90,17 @@ def trained_step(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -
 
     loaded = load(run, sampled, step, kl_coefficient)
     trained = train(run, loaded, step, kl_coefficient)
-    if run.sampling and isinstance(run.recipe.schedule, OneStepOffConfig):
-        with run.clock.phase("rollout"):
-            run.sampling.finish()  # also before a stop: what was sampled is saved
     failure = None
-    if not run.stopping.requested:
-        try:
+    try:
+        if run.sampling and isinstance(run.recipe.schedule, OneStepOffConfig):
+            with run.clock.phase("rollout"):
+                run.sampling.finish()  # also before a stop: what was sampled is saved
+        if not run.stopping.requested:
             sync(run, version=step)
-        except (EngineError, WeightSyncError, NodeLostError) as error:
-            failure = error
-        else:
             if run.sampling:
                 run.sampling.advance(step)
+    except (EngineError, WeightSyncError, NodeLostError) as error:
+        failure = error
 
     metrics = step_metrics(run, sampled, loaded, trained, step, kl_coefficient)
     mismatch = trained.policy.mismatch if trained.policy else None

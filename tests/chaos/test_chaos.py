@@ -128,7 +128,7 @@ class Disturbed:
         deadline, known = time.monotonic() + ADDRESSEE_SECONDS, ["pid", "ppid", "status", "cmdline"]
         while (family := list(self.family())) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return [process.as_dict(known) for process in family]
+        return [process.as_dict(known) for process in family if process.is_running()]
 
     def end(self) -> None:
         for process in self.family():

@@ -110,7 +110,7 @@ def test_a_server_answers_on_loopback_alone_and_only_with_its_key_which_others_c
 
 
 @pytest.mark.long
-def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+def test_a_server_ends_with_the_process_that_started_it_even_if_it_is_stopped(tmp_path: Path) -> None:
     directory = model_directory("qwen2_tied", tmp_path / "model")
     started = f"""
 import os, signal, time
@@ -131,6 +131,7 @@ time.sleep(600)
             assert time.monotonic() < deadline
             time.sleep(0.2)
         files = shared_files(running)
+        os.kill(int(group), signal.SIGSTOP)  # the launcher, which ends the others
     finally:
         owner.kill()
         owner.wait()

@@ -37,6 +37,7 @@ class Engines:
         self.by_name = {name: self._actor(name) for name in self.names}
         self.begun: dict[str, dict[int, Request]] = {name: {} for name in self.names}
         self.there: set[str] = set()
+        self.speeds: dict[str, float] = {}
         self.restarts: dict[str, object] = {}
 
     def _actor(self, name: str) -> Any:
@@ -65,24 +66,35 @@ class Engines:
 
     def answered(self, ref: str, *given: Any) -> Answers:
         self.there.discard(ref)
-        return Answers({}, reported=True, silent_seconds=0.0)
+        return Answers({}, reported=True, silent_seconds=0.0, speed=self.speeds.get(ref.removeprefix("answer of ")))
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    found = Engines()
+    monkeypatch.setattr(cluster_rollouts, "EngineActors", lambda *given: found)
+    monkeypatch.setattr(cluster_rollouts, "answer_of", found.answered)
+    monkeypatch.setattr(ray, "wait", found.wait)
+    monkeypatch.setattr(ray, "get", found.get)
+    return found
+
+
+def rollouts_with(engines: Engines, *overrides: str) -> Rollouts:
+    """Both engines serve."""
+    runtime: Any = SimpleNamespace(shares_gpus=False, watch=SimpleNamespace(check=lambda: None))
+    rollouts = Rollouts(runtime, recipe_with(*overrides), Path(), Path())
+    rollouts.wait_until_ready()
+    rollouts.serve(engines.by_name)
+    return rollouts
 
 
 @pytest.mark.parametrize("case", ["comes", "late", "one version"])
 def test_what_ran_on_a_lost_engine_goes_on_once_its_tokens_come_and_nothing_else_waits_for_them(
-    case: str, monkeypatch: pytest.MonkeyPatch
+    case: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if case == "late":
         monkeypatch.setattr(cluster_rollouts, "READ_SECONDS", 0.0)
-    recipe, engines = recipe_with(*(() if case == "one version" else ASYNC)), Engines()
-    monkeypatch.setattr(cluster_rollouts, "EngineActors", lambda *given: engines)
-    monkeypatch.setattr(cluster_rollouts, "answer_of", engines.answered)
-    monkeypatch.setattr(ray, "wait", engines.wait)
-    monkeypatch.setattr(ray, "get", engines.get)
-    runtime: Any = SimpleNamespace(shares_gpus=False, watch=SimpleNamespace(check=lambda: None))
-    rollouts = Rollouts(runtime, recipe, Path(), Path())
-    rollouts.wait_until_ready()
-    rollouts.serve(engines.by_name)
+    rollouts = rollouts_with(engines, *(() if case == "one version" else ASYNC))
     lost, other = (rollouts.order(Prompt(name, (1, 2), "sums", "2"), 1) for name in "ab")
     rollouts.add([lost])
     engines.there.add("answer of engine 0")
@@ -100,4 +112,22 @@ def test_what_ran_on_a_lost_engine_goes_on_once_its_tokens_come_and_nothing_else
     wait_until(lambda: len(own) == len(lost.requests) + len(other.requests), "all requests on engine 1", 60)
     begun = [at.begun for at in own.values() if at.prompt_id == "a"]
     assert [one and len(one.tokens) for one in begun] == [3 if case == "comes" else None] * len(lost.requests)
+    rollouts._stop_collecting()
+
+
+def test_requests_of_a_slow_engine_go_on_elsewhere(engines: Engines) -> None:
+    rollouts = rollouts_with(engines, *ASYNC)
+    asked = rollouts.order(Prompt("a", (1, 2), "sums", "2"), 1)
+    rollouts.add([asked])
+    engines.speeds = {"engine 0": 4.0, "engine 1": 40.0}
+    engines.there.add("so far of engine 0")
+    for _ in range(2):
+        assert not rollouts.lost
+        for name in ("engine 1", "engine 0"):
+            engines.there.add(f"answer of {name}")
+            wait_until(lambda name=name: f"answer of {name}" not in engines.there, f"that {name} is heard", 60)
+    own = engines.begun["engine 1"]
+    wait_until(lambda: len(own) == len(asked.requests), "all requests on engine 1", 60)
+    assert list(rollouts.lost) == ["engine 0"]
+    assert all(at.begun is not None for at in own.values())
     rollouts._stop_collecting()

@@ -14,11 +14,14 @@ def test_a_stopped_process_ends_with_its_parent() -> None:
     said, say = os.pipe()
     parent = os.fork()
     if parent == 0:
-        if os.fork() == 0:
-            end_with_parent()
-            os.write(say, str(os.getpid()).encode())
-        time.sleep(60)
-        os._exit(0)
+        try:
+            if os.fork() == 0:
+                end_with_parent()
+                os.write(say, str(os.getpid()).encode())
+            time.sleep(60)
+        finally:
+            os._exit(0)
+    os.close(say)
     child = int(os.read(said, 16))
     ended = os.pidfd_open(child)
     os.kill(child, signal.SIGSTOP)
@@ -26,5 +29,5 @@ def test_a_stopped_process_ends_with_its_parent() -> None:
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
     assert select.select([ended], [], [], 10)[0]
-    for descriptor in (said, say, ended):
+    for descriptor in (said, ended):
         os.close(descriptor)

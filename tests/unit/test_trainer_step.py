@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.algorithm.ragged import Ragged
-from megagrpo.errors import EngineError
+from megagrpo.errors import EngineError, NodeLostError, Problem
 from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.schedule import Step, grpo_step
@@ -73,6 +74,21 @@ def test_a_step_whose_responses_engines_all_give_up_on_is_asked_again_and_then_a
         with pytest.raises(EngineError, match=r"responses of step 1(.|\n)*rollout.timeout_seconds"):
             grpo_step(run, 1, 0.0)
         assert "update" not in run.policy.calls
+
+
+@pytest.mark.parametrize("where", ["finish", "sync"])
+def test_a_node_that_is_lost_once_a_step_is_trained_is_a_failure_after_that_step(where: str) -> None:
+    run = make_run("cluster.placement=disaggregated", "schedule=one_step_off", scores=one_right)
+    lost = NodeLostError(Problem("node b"))
+
+    def lose(*given: object) -> None:
+        raise lost
+
+    sampled = sample(run, 1)
+    run.__dict__.update(sampling=SimpleNamespace(go_on=lambda: None, take=lambda: sampled, finish=lambda: None))
+    setattr(*((run.sampling, "finish") if where == "finish" else (run.weights, "sync")), lose)
+    assert grpo_step(run, 1, 0.0).failure is lost
+    assert run.policy.step == 1
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,15 @@ def on_cpus() -> bool:
     return os.environ.get(DEVICE_VARIABLE) == "cpu"
 
 
-def prepare_server_process() -> None:
+def prepare_server_process(*, spawned: bool) -> None:
     # A script's own directory comes first on the path: its `server` and `engine` would hide other modules.
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]
     sys.meta_path[:0] = [MegagrpoFinder(), SchedulerFinder()]
+    if spawned:  # SGLang asks for the same, but only once it is imported
+        from megagrpo.parent_process import end_with_parent
+
+        end_with_parent()
     if meeting := os.environ.get(MEETING_VARIABLE):
         meet_in_store(meeting)
     else:
@@ -308,10 +312,6 @@ def _multiply(word: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    prepare_server_process()
-if __name__ == "__mp_main__":
-    from megagrpo.parent_process import end_with_parent
-
-    end_with_parent()  # SGLang asks for the same, but only once it is imported
+    prepare_server_process(spawned=__name__ == "__mp_main__")
 if __name__ == "__main__":
     main()
