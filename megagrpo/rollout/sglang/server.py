@@ -260,7 +260,7 @@ def note_leftovers(note: Path, group: int, directory: str, files: Iterable[Path]
 def remove_leftovers(note: Path) -> None:
     """Removes what the server of this note left on this machine, unless some of its processes still run.
 
-    Any process may have written the note: only what a server's files and directory are called is removed, where they lie.
+    Any process may have written the note: only what a server's files and directory are called is removed, where it is.
     """
     try:
         left = json.loads(note.read_text())
