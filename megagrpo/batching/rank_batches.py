@@ -152,15 +152,14 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     (Dosa, 2007). No length may exceed `capacity`.
     """
     bins: list[list[int]] = []
-    room = np.empty(0, dtype=np.int64)
-    for index in np.argsort(-lengths, kind="stable"):
-        fits = np.flatnonzero(room >= lengths[index])
-        if len(fits):
-            bins[fits[0]].append(int(index))
-            room[fits[0]] -= lengths[index]
-        else:
-            bins.append([int(index)])
-            room = np.append(room, capacity - lengths[index])
+    room = np.full(len(lengths), capacity, dtype=np.int64)
+    longest_first = np.argsort(-lengths, kind="stable")
+    for index, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
+        first = int((room[: len(bins) + 1] >= length).argmax())  # the last of these is empty
+        if first == len(bins):
+            bins.append([])
+        bins[first].append(index)
+        room[first] -= length
     return bins
 
 

@@ -217,7 +217,8 @@ def trainable_rows(inputs: AdvantageInputs) -> np.ndarray:
 
 def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
     """The chosen rows (bool [rows]) as sequences; each has a response token."""
-    samples = [(group.prompt, sample) for group in groups for sample in group.samples]
+    prompts = (np.array(group.prompt.tokens, np.int64) for group in groups)
+    samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
     return [_sequence(prompt, sample, row) for row, (prompt, sample) in enumerate(samples) if rows[row]]
 
 
@@ -244,11 +245,11 @@ def _with_kl_and_values(
     return inputs
 
 
-def _sequence(prompt: Prompt, sample: Sample, row: int) -> TrainSequence:
-    start = len(prompt.tokens)
+def _sequence(prompt: np.ndarray, sample: Sample, row: int) -> TrainSequence:
+    start = len(prompt)
     length = start + len(sample.tokens)
     tokens = np.empty(length, np.int64)
-    tokens[:start] = prompt.tokens
+    tokens[:start] = prompt
     tokens[start:] = sample.tokens
     loss_mask = np.zeros(length, bool)
     loss_mask[start:] = True
