@@ -71,8 +71,8 @@ class Answers:
     silent_seconds: float
     """Time without a new token, though requests run that engines sample."""
     speed: float | None = None
-    """After every SPEED_REPORTS reports: tokens a second of a request meanwhile, mean of those that were there all the
-    time and went on. None if there were none."""
+    """After every SPEED_REPORTS reports: tokens a second of a request meanwhile. None if none went on that was there at
+    a report and at a later one, or ended behind it."""
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"requests": 1, "samples": 1})
@@ -90,7 +90,11 @@ class EngineActor:
         self._answers: SimpleQueue[tuple[int, Sample | MegagrpoError]] = SimpleQueue()
         self._reported = self._moved = time.monotonic()
         self._counts: dict[int, int] = {}
-        self._reports, self._counted, self._counts_then = 0, time.monotonic(), self._counts
+        self._reports = 0
+        self._since: dict[int, tuple[float, int]] = {}
+        """When each request was first seen since the last speed, and its tokens then."""
+        self._sampled, self._seconds = 0, 0.0
+        """Tokens and seconds of requests that have ended since the last speed."""
         self.engine = make_engine(spec, other_nodes)
 
     @ray.method(concurrency_group="requests")
@@ -120,9 +124,7 @@ class EngineActor:
             before, self._counts = self._counts, so_far.counts()
             if before != self._counts:
                 self._moved = now
-            self._reports += 1
-            if self._reports % SPEED_REPORTS == 0:
-                speed = self._speed(now)
+            speed = self._speed(now)
         if found or self.engine.rests():
             self._moved = now
         with suppress(Empty):  # what ends meanwhile is in both
@@ -158,10 +160,26 @@ class EngineActor:
         self.engine.close()
 
     def _speed(self, now: float) -> float | None:
-        then, seconds = self._counts_then, now - self._counted
-        self._counted, self._counts_then = now, self._counts
-        new = [count - then[ticket] for ticket, count in self._counts.items() if count > then.get(ticket, count)]
-        return sum(new) / len(new) / seconds if new else None
+        """Called at each report."""
+        self._reports += 1
+        for ticket, count in self._counts.items():
+            self._since.setdefault(ticket, (now, count))
+        if self._reports % SPEED_REPORTS:
+            return None
+        for ticket in self._since.keys() & self._counts.keys():
+            self._count_speed(ticket, self._counts[ticket], now)
+        tokens, seconds = self._sampled, self._seconds
+        self._sampled, self._seconds = 0, 0.0
+        self._since = {ticket: (now, count) for ticket, count in self._counts.items()}
+        return tokens / seconds if seconds else None
+
+    def _count_speed(self, ticket: int, tokens: int, now: float) -> None:
+        """Adds what a request has sampled since it was first seen, unless it waits, or has ended in a batch that goes
+        on."""
+        at, before = self._since.pop(ticket, (now, tokens))
+        if tokens > before:
+            self._sampled += tokens - before
+            self._seconds += now - at
 
     def _answered(self, ticket: int, answer: Sample | MegagrpoError) -> None:
         self._answers.put((ticket, answer))
@@ -171,6 +189,7 @@ class EngineActor:
         if isinstance(answer, MegagrpoError):
             raise answer
         found[ticket] = answer
+        self._count_speed(ticket, len(answer.tokens), time.monotonic())
 
 
 def visible_gpus(own: Sequence[Place], all_places: Iterable[Place]) -> tuple[int | str, ...]:

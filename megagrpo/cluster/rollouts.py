@@ -56,7 +56,8 @@ class Rollouts:
         self.changed = threading.Condition()
         """Notified when an order is complete. Guards all that follows."""
         # The embedded engine samples batch after batch: what it has at once, it samples in batches of its own choice.
-        self._pool = Pool(None if recipe.rollout.engine == "transformers" else recipe.rollout.requests_at_once)
+        slots = None if recipe.rollout.engine == "transformers" else recipe.rollout.requests_at_once
+        self._pool = Pool(slots, continues=not recipe.one_version)
         self._speeds = Speeds(seconds=SPEED_REPORTS * ANSWER_SECONDS)
         self.lost: dict[str, MegagrpoError] = {}
         """Engines that do not sample because they failed, and why."""
@@ -64,8 +65,8 @@ class Rollouts:
         """Engines that wait for weights."""
         self._retry_at: dict[str, float] = {}
         """From when on engines that could not be started are tried again."""
-        self._none_since: float | None = None
-        """Since when no engine samples, because all are lost."""
+        self._waited = 0.0
+        """Seconds of waits for an engine since one has sampled."""
         self._awaited = False
         """Whether a weight sync waits for engines to start."""
         self._asked: dict[ray.ObjectRef[Any], str] = {}
@@ -113,6 +114,7 @@ class Rollouts:
             self._awaited = True
         try:
             while True:
+                began = time.monotonic()
                 with self.changed:
                     self._require_collecting()
                     self._start_lost_again()
@@ -122,6 +124,7 @@ class Rollouts:
                     self._require_patience()
                     self.changed.wait(SLICE_SECONDS)
                 self._runtime.watch.check()
+                self._waited += time.monotonic() - began if self.lost and not self.serving else 0.0
         finally:
             self._awaited = False
 
@@ -134,7 +137,7 @@ class Rollouts:
                     continue
                 self._started.discard(engine)
                 self._pool.join(engine)
-                self._none_since = None
+                self._waited = 0.0
                 if self.lost.pop(engine, None):
                     self.say(f"{engine} samples again, with verified weights ({self._left()})")
                 if engine not in self._asked.values():
@@ -149,8 +152,6 @@ class Rollouts:
             self.lost[engine] = error
             self._started.discard(engine)
             self._leave(engine, failed=failed)
-            if not self._pool.engines and self._none_since is None:
-                self._none_since = time.monotonic()
             self._engines.restart(engine)
             first = error.problems[0]
             self.say(f"restarting {engine}: {first.where}: {first.given} ({self._left()})")
@@ -451,6 +452,7 @@ class Rollouts:
         self._closed = True
         with self.changed:
             self._pool.engines.clear()
+            self._started.clear()
         if self._collecting.is_alive():
             self._collecting.join(CLOSE_SECONDS)
 
@@ -470,9 +472,9 @@ class Rollouts:
         require_alive(self._collecting)
 
     def _require_patience(self) -> None:
-        """Raises EngineError, saying why each was lost, if no engine has sampled for too long."""
+        """Raises EngineError, saying why each was lost, if the run has waited too long for one that samples."""
         limit = self._recipe.rollout.no_engine_timeout_seconds
-        if self._none_since is not None and time.monotonic() > self._none_since + limit:
+        if self._waited > limit:
             given, needed = f"none for {limit:g} s", "one that starts and gets verified weights"
             fix = "look at the engines' logs for the first error; rollout.no_engine_timeout_seconds is the longest wait"
             problems = [problem for error in self.lost.values() for problem in error.problems]

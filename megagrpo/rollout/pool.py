@@ -82,8 +82,9 @@ class Pool:
     requests one engine runs at once; None: any number, and the engine with the fewest gets the next order.
     """
 
-    def __init__(self, slots: int | None) -> None:
-        self.slots = slots
+    def __init__(self, slots: int | None, *, continues: bool = False) -> None:
+        """continues: a request that an engine gives up on goes on after its tokens, as long as there are new ones."""
+        self.slots, self._continues = slots, continues
         self.engines: dict[str, dict[int, Ticket]] = {}
         """Requests that run, by engine and number of their ticket."""
         self.lost: dict[int, Ticket] = {}
@@ -175,6 +176,12 @@ class Pool:
             order = ticket.order
             if order in self._withdrawn and sample.finish == "abort":
                 order.go_on_after(ticket.index, sample)
+                continue
+            before = ticket.request.begun.tokens if ticket.request.begun else ()
+            goes_on = len(before) < len(sample.tokens) < ticket.request.sampling.max_tokens
+            if self._continues and sample.finish == "abort" and goes_on:
+                order.go_on_after(ticket.index, sample)
+                self._waiting.appendleft(ticket)
                 continue
             order.samples[ticket.index] = sample
             if order.complete:

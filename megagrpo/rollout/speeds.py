@@ -13,9 +13,13 @@ SLOW_TIMES = 8.0
 """A request on a full engine may take a few times longer than on one that is nearly empty. This is more."""
 
 
+RECENT_TIMES = 3.0
+"""A report comes with a sample, and may so be late; and engines rest."""
+
+
 @dataclass
 class Speeds:
-    """Tokens a second of a request on each engine, as engines say every `seconds`. No clock of its own."""
+    """Tokens a second of a request on each engine, as engines that sample say about every `seconds`."""
 
     seconds: float
     _last: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -25,7 +29,7 @@ class Speeds:
 
     def problem(self, engine: str, speed: float, now: float) -> Problem | None:
         """Why an engine that tells this speed `now` is to be started again; None if it is not. It is if it was slow
-        the last time, too, beside engines that sampled in the same time: once, as its node may be what is slow."""
+        the last time, too, beside engines that have sampled not long ago: once, as its node may be what is slow."""
         others = [told for name, (told, at) in self._last.items() if name != engine and self._recent(at, now)]
         self._last[engine] = speed, now
         if not others or speed * SLOW_TIMES >= median(others):
@@ -40,4 +44,4 @@ class Speeds:
         return Problem(f"rollout: {engine} is slow", given, needed, fix)
 
     def _recent(self, at: float, now: float) -> bool:
-        return now - at < 1.5 * self.seconds
+        return now - at < RECENT_TIMES * self.seconds

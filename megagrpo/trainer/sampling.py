@@ -320,8 +320,12 @@ def step_of(number: int, recipe: Recipe) -> int:
 
 
 def require_versions(begun: Begun, newest: int) -> None:
-    """Raises EngineError unless every token was sampled by a version from the group's first to the newest."""
-    first = begun.admitted.version
+    """Raises EngineError unless every token was sampled by a version from the group's first to the newest, and the step
+    may still train on the group: the staleness that the recipe allows is never exceeded."""
+    first, last_step = begun.admitted.version, begun.admitted.last_step
+    if newest + 1 > last_step:
+        given, fix = f"step {newest + 1} of the run, after version {first}, with which it began", "report it"
+        raise EngineError(Problem(f"group {begun.admitted.number}", given, f"a step until {last_step}", fix))
     for sample in begun.group.samples if begun.group else ():
         if len(sample.versions) and not (first <= sample.versions.min() and sample.versions.max() <= newest):
             given = f"tokens sampled by weight versions {sorted(set(sample.versions.tolist()))}"

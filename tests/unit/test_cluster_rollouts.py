@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +38,7 @@ class Engines:
         self.begun: dict[str, dict[int, Request]] = {name: {} for name in self.names}
         self.there: set[str] = set()
         self.speeds: dict[str, float] = {}
+        self.starting: Callable[[], list[str]] = list
         self.restarts: dict[str, object] = {}
 
     def _actor(self, name: str) -> Any:
@@ -51,8 +52,11 @@ class Engines:
 
     def restart(self, engine: str) -> None: ...
 
+    def give_up(self) -> None:
+        self.by_name.clear()
+
     def look(self, *, may_start: bool) -> dict[str, None]:
-        return {}
+        return dict.fromkeys(self.starting()) if may_start else {}
 
     def wait(self, refs: Sequence[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
         time.sleep(0.001)
@@ -131,3 +135,25 @@ def test_requests_of_a_slow_engine_go_on_elsewhere(engines: Engines) -> None:
     assert list(rollouts.lost) == ["engine 0"]
     assert all(at.begun is not None for at in own.values())
     rollouts._stop_collecting()
+
+
+def test_the_longest_wait_for_an_engine_begins_when_the_run_waits_for_one(engines: Engines) -> None:
+    rollouts = rollouts_with(engines, "rollout.no_engine_timeout_seconds=1")
+    for name, actor in engines.by_name.items():
+        rollouts.lose(name, actor, EngineError(Problem(name, "died")))
+    time.sleep(1.5)  # ranks train meanwhile
+    to_come = ["engine 0"]
+    engines.starting = lambda: [to_come.pop()] if rollouts._awaited and to_come else []
+    assert list(rollouts.up()) == ["engine 0"]
+    rollouts.lose("engine 0", engines.by_name["engine 0"], EngineError(Problem("engine 0", "died")))
+    with pytest.raises(EngineError, match="no engine is left"):
+        rollouts.up()
+    rollouts._stop_collecting()
+
+
+def test_no_engine_is_there_once_they_are_given_up(engines: Engines) -> None:
+    rollouts = rollouts_with(engines)
+    rollouts.lose("engine 0", engines.by_name["engine 0"], EngineError(Problem("engine 0", "died")))
+    rollouts._started.add("engine 0")  # it waits for weights
+    rollouts.give_up()
+    assert rollouts._up() == {}

@@ -211,3 +211,16 @@ def test_engines_that_are_held_get_nothing_and_the_slots_that_drain_there_are_id
     assert pool.idle_share(held_sample=False) == 0.5
     pool.join("a")
     assert list(pool.hand_out()) == ["a"]
+
+
+def test_a_request_that_an_engine_gives_up_on_goes_on_first_as_long_as_it_gets_tokens() -> None:
+    pool, asked, other = Pool(1, continues=True), order("a", 1), order("b", 1)
+    pool.join("engine")
+    pool.add([asked, other])
+    for tokens in (5, 7):
+        ((ticket, request),) = pool.hand_out()["engine"].items()
+        assert request.prompt_id == "a"
+        assert pool.answered("engine", {ticket: sample(request, tokens, "abort")}) == []
+    ((ticket, request),) = pool.hand_out()["engine"].items()
+    assert len(request.begun.tokens) == 12  # type: ignore[union-attr]
+    assert pool.answered("engine", {ticket: sample(request, 0, "abort")}) == [asked], "it hangs"

@@ -13,6 +13,7 @@ from megagrpo.cluster import engines
 from megagrpo.cluster.engines import Answers, EngineActor
 from megagrpo.rollout.engine import SoFar
 from megagrpo.rollout.speeds import SPEED_REPORTS, Speeds
+from megagrpo.types import Sample
 
 
 def slow_at(*told: float | None, others: Sequence[float | None] = (40.0, 30.0)) -> list[int]:
@@ -31,7 +32,8 @@ def test_an_engine_is_slow_that_is_much_slower_than_the_others_twice_in_a_row() 
     assert slow_at(4.0, 4.0) == [1]
     assert slow_at(*[5.0] * 10) == [], "as slow as a full engine beside empty ones"
     assert slow_at(*[4.0, 20.0] * 10) == []
-    assert slow_at(*[4.0, None] * 10) == [], "it rested between"
+    assert slow_at(4.0, None, 4.0) == [2], "it rested between"
+    assert slow_at(*[4.0, None, None, None] * 10) == []
 
 
 def test_an_engine_that_is_slow_again_is_left_alone() -> None:
@@ -42,37 +44,55 @@ def test_an_engine_is_compared_with_those_that_sample_in_the_same_time() -> None
     assert slow_at(*[4.0] * 10, others=()) == []
     speeds = Speeds(seconds=60.0)
     assert speeds.problem("engine 1", 200.0, 0.0) is None
-    assert all(speeds.problem("engine 0", 4.0, 100.0 + 60.0 * minute) is None for minute in range(10))
+    assert all(speeds.problem("engine 0", 4.0, 200.0 + 60.0 * minute) is None for minute in range(10))
 
 
-def test_a_speed_is_that_of_requests_that_were_there_all_the_time_and_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens of three tickets: one goes on, one has ended in a batch that goes on, one comes later."""
-    now, counts = 0.0, {1: 10, 2: 10}
+class Telling:
+    """An engine's actor, whose requests have `counts` tokens by ticket."""
 
-    def so_far() -> SoFar:
-        none, ends = np.empty(0), np.cumsum(list(counts.values()))
-        return SoFar(np.array(list(counts)), ends, none, none, none)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.counts = 0.0, {1: 10, 2: 10}
+        monkeypatch.setattr(engines.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(engines, "_prepare", lambda spec: None)
+        fake = SimpleNamespace(so_far=self.so_far, rests=lambda: False)
+        monkeypatch.setattr(engines, "make_engine", lambda *given: fake)
+        self.actor: Any = EngineActor.__ray_metadata__.modified_class()
+        self.actor.start(None)
 
-    monkeypatch.setattr(engines.time, "monotonic", lambda: now)
-    monkeypatch.setattr(engines, "_prepare", lambda spec: None)
-    fake = SimpleNamespace(so_far=so_far, rests=lambda: False)
-    monkeypatch.setattr(engines, "make_engine", lambda *given: fake)
-    actor: Any = EngineActor.__ray_metadata__.modified_class()
-    actor.start(None)
+    def so_far(self) -> SoFar:
+        none, ends = np.empty(0), np.cumsum(list(self.counts.values()), dtype=np.int64)
+        return SoFar(np.array(list(self.counts), np.int64), ends, none, none, none)
 
-    def told(reports: int, *, tokens: int) -> list[float]:
-        nonlocal now
+    def end(self, ticket: int) -> None:
+        none = np.zeros(self.counts.pop(ticket))
+        self.actor._answered(ticket, Sample("p", ticket, none, none, none, "stop", ""))
+
+    def told(self, reports: int, tokens: Sequence[int] = ()) -> list[float]:
+        """Speeds told in so many reports, before each of which the first requests sample so many tokens."""
         found = []
         for _ in range(reports):
-            now += 5.0
-            counts[1] += tokens
-            answers: Answers = actor.finished(0.0)[0]
+            self.now += 5.0
+            self.counts |= {ticket: self.counts[ticket] + new for ticket, new in zip(self.counts, tokens, strict=False)}
+            answers: Answers = self.actor.finished(0.0)[0]
             found += [] if answers.speed is None else [answers.speed]
         return found
 
-    assert told(SPEED_REPORTS, tokens=50) == [], "nothing was there before"
-    counts[3] = 7
-    assert told(SPEED_REPORTS, tokens=50) == [10.0]
-    counts[3] += 600
-    assert told(SPEED_REPORTS, tokens=0) == [10.0]
-    assert told(SPEED_REPORTS, tokens=0) == [], "none goes on"
+
+def test_a_speed_is_that_of_requests_that_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Telling(monkeypatch)
+    assert engine.told(SPEED_REPORTS, [50]) == [10.0], "the second has ended in a batch that goes on"
+    assert engine.told(SPEED_REPORTS - 1, [50, 100]) == []
+    assert engine.told(1, [50, 100]) == [15.0]
+    assert engine.told(SPEED_REPORTS) == [], "none goes on"
+
+
+def test_requests_that_have_ended_since_count_for_the_time_that_they_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Telling(monkeypatch)
+    for ticket in range(3, SPEED_REPORTS + 2):
+        engine.counts = {ticket: 0}
+        assert engine.told(1) == []
+        engine.now += 2.5
+        engine.counts[ticket] += 50
+        engine.end(ticket)
+        assert list(engine.actor.finished(5.0)[0].samples) == [ticket]
+    assert engine.told(1) == [20.0]

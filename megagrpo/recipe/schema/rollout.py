@@ -137,11 +137,12 @@ class RolloutConfig(Section):
     """Responses that one engine decodes in one batch."""
 
     timeout_seconds: Seconds = 600.0
-    """Longest wait for all responses of a step, and for those of an evaluation. What an SGLang server still samples
-    then is returned as it is. An engine that has not answered a minute after that is taken to have failed."""
+    """Longest time of a response on an SGLang server. What it has then is returned as it is, and is not trained on;
+    where the schedule lets weights change in a response, it goes on after these tokens. An engine that has not
+    answered a minute after that is taken to have failed."""
 
     no_engine_timeout_seconds: Seconds = 1800.0
-    """Longest time that a run waits for an engine once all have failed and none has started again."""
+    """Longest time that a run waits for an engine while all have failed and none has started again."""
 
     quantization: Literal["fp8"] | None = None
     """fp8: SGLang servers hold linear layers and experts in float8, in blocks of 128 x 128 with a scale each, and
