@@ -23,7 +23,7 @@ class Speeds:
 
     seconds: float
     _last: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Of each engine: the speed, and when it was told."""
+    """The speed of each engine, and when it was told."""
     _slow_at: dict[str, float] = field(default_factory=dict)
     _restarted: set[str] = field(default_factory=set)
 
