@@ -11,8 +11,6 @@ SPEED_REPORTS = 12
 """Reports of what requests have so far, from one speed to the next: servers send tokens in parts of many."""
 SLOW_TIMES = 8.0
 """A request on a full engine may take a few times longer than on one that is nearly empty. This is more."""
-
-
 RECENT_TIMES = 3.0
 """A report comes with a sample, and may so be late; and engines rest."""
 
